@@ -1,0 +1,72 @@
+"""Every exception a user can meet, one root, each with the facts as attributes and the remedy in its last sentence.
+
+Each class also derives from the built-in that a caller would expect, and says by `try_next` whether a restore may
+go on with another copy (next tier, older generation) after meeting it.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Root of all errors raised on purpose by this package."""
+
+    try_next = False
+    """Whether a restore may go on with another copy or an older generation."""
+
+
+class ConfigurationError(CheckpointError, ValueError):
+    """The caller's arguments, model or environment cannot work together; raised before training starts."""
+
+
+class UnknownLayout(ConfigurationError):
+    """Parameters could not be placed into operators; the message names them."""
+
+
+class UnsupportedOptimizer(ConfigurationError):
+    """The optimizer's state cannot be captured exactly slice by slice; the message says why."""
+
+
+class StorageError(CheckpointError, OSError):
+    """A storage operation failed after its retries."""
+
+    try_next = True
+
+
+class KeyExists(StorageError, FileExistsError):
+    """A create-exclusive met an existing key: somebody else, or an earlier attempt of ours, wrote it."""
+
+    try_next = False
+
+
+class KeyMissing(StorageError, FileNotFoundError):
+    """The key does not exist."""
+
+
+class Corrupt(CheckpointError, ValueError):
+    """Bytes were read but are not what was written: digest, size, identity or grammar differ."""
+
+    try_next = True
+
+
+class Fenced(CheckpointError, RuntimeError):
+    """A later life of the run has opened a newer epoch; this process must not write any more."""
+
+
+class NoUsableGeneration(CheckpointError, RuntimeError):
+    """Committed generations exist but none could be restored; the message lists each with its reason."""
+
+
+class IdentityMismatch(ConfigurationError):
+    """The model, optimizer or world differs from the one that wrote the checkpoint."""
+
+
+class CodecError(ConfigurationError, TypeError):
+    """A value cannot be stored in the journal exactly; the message says where it sits and what it is."""
+
+
+class RingFull(CheckpointError, RuntimeError):
+    """No free segment slot: the ring is smaller than the plan in use needs."""
+
+
+class ReplayMismatch(CheckpointError, RuntimeError):
+    """A replayed step did not reproduce the journal of the original run."""

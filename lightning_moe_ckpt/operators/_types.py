@@ -1,0 +1,75 @@
+"""What an operator is: slices of parameters that are captured and restored together.
+
+An operator is not a module. A stacked expert tensor `[E, ...]` gives `E` operators, each a flat interval of that
+tensor; a dense transformer block is one operator made of whole parameters. All coordinates are global, so that
+another number of ranks can read a record later.
+
+Source: MoEvement (2024), Sec. 3.1 (operators); we differ in slicing parameters instead of naming modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+OperatorKind = Literal["expert", "router", "dense"]
+Holders = Literal["world", "expert_data"]
+FreezeMode = Literal["skip", "discard"]
+
+
+class RecordKind(str, Enum):
+    """What a record holds of an operator."""
+
+    FULL = "full"
+    """Master weights and optimizer state, or the fact that there is no state yet."""
+    COMPUTE = "compute"
+    """What forward and backward consume, at the precision in which they consume it."""
+    DELTA = "delta"
+    """One step's gradient as the optimizer consumed it."""
+    BOUNDARY = "boundary"
+    """What a pipeline stage sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamSlice:
+    """A flat interval `[start, stop)` of one local, contiguous parameter, with its place in the global tensor."""
+
+    fqn: str
+    """Live name in `named_parameters()`; for tied parameters the first one."""
+    start: int
+    """First element in the flattened local parameter."""
+    stop: int
+    """One past the last element."""
+    global_shape: tuple[int, ...]
+    """Shape of the parameter over all expert-parallel ranks."""
+    global_start: int
+    """Where `start` lies in the flattened global parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in the slice."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """The unit that can be captured alone."""
+
+    name: str
+    """Unique and stable, e.g. `blocks.0.moe/expert.3`, `blocks.0.moe/router`, `blocks.0`."""
+    kind: OperatorKind
+    slices: tuple[ParamSlice, ...]
+    layer: str | None = None
+    """FQN of the MoE layer an expert or router belongs to."""
+    expert_idx: int | None = None
+    """Global expert index; `None` for routers and dense operators."""
+    holders: Holders = "world"
+    """Which ranks hold the same bits: all, or those that share this rank's experts."""
+    freeze: FreezeMode = "discard"
+    """How the operator is kept frozen in replay: no weight gradient at all, or computed and dropped."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in all slices."""
+        return sum(s.numel for s in self.slices)
