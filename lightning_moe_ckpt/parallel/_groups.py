@@ -10,13 +10,18 @@ Ranks of one expert-parallel group are consecutive: rank = dp_rank * ep_size + e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
 
-GroupName = Literal["world", "expert", "expert_data", "control"]
+from lightning_moe_ckpt.errors import ConfigurationError
+
+GroupName = Literal["world", "expert", "expert_data", "control", "reduce"]
 """`expert`: ranks that together hold all experts once. `expert_data`: ranks that hold the same experts.
-`control`: all ranks, on gloo with CPU tensors whatever the training backend."""
+`control`: all ranks, on gloo with CPU tensors whatever the training backend; for the training thread only.
+`reduce`: all ranks, used by the gradient reduction alone. It runs beside the backward pass, where a rank may reach
+its collectives earlier or later than the all-to-alls of expert parallelism, so the two must not share a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +72,74 @@ def set_current_groups(groups: ParallelGroups | None) -> None:
     """Install `groups` for this process; `None` restores the world of one."""
     global _current  # noqa: PLW0603  # one process has one world; modules look it up by name
     _current = groups if groups is not None else ParallelGroups()
+
+
+def build_groups(ep_size: int = 1, timeout: timedelta = timedelta(minutes=30)) -> ParallelGroups:
+    """Build every group over the default process group. Collective: all ranks call it at the same point.
+
+    Args:
+        ep_size: ranks that share one set of experts; must divide the world size.
+        timeout: limit for one collective of the new groups.
+
+    Returns:
+        This rank's place and groups. Nothing is installed; see `set_current_groups`.
+
+    Raises:
+        ConfigurationError: `ep_size` does not divide the world size.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    check_ep_size(ep_size, world_size)
+    if world_size == 1:
+        return ParallelGroups()
+    rows = [list(range(first, first + ep_size)) for first in range(0, world_size, ep_size)]
+    columns = [list(range(first, world_size, ep_size)) for first in range(ep_size)]
+    groups: dict[GroupName, dist.ProcessGroup] = {
+        "world": _world(),
+        "expert": _part_of(rows, rank, timeout),
+        "expert_data": _part_of(columns, rank, timeout),
+        "control": dist.new_group(timeout=timeout, backend="gloo"),
+        "reduce": dist.new_group(timeout=timeout),
+    }
+    return ParallelGroups(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size, groups=groups)
+
+
+def check_ep_size(ep_size: int, world_size: int) -> None:
+    """Raise `ConfigurationError` unless `ep_size` ranks can share the experts in a world of `world_size`."""
+    if ep_size < 1 or world_size % ep_size:
+        raise ConfigurationError(
+            f"`expert_parallel={ep_size}` does not divide the {world_size} processes of this run. "
+            "Choose a divisor of the number of processes."
+        )
+
+
+def close_groups(groups: ParallelGroups) -> None:
+    """Destroy what `build_groups` made; the default process group is left as it is."""
+    if not dist.is_initialized():
+        return
+    own = {id(group): group for group in groups.groups.values() if group is not _world()}
+    for group in own.values():
+        dist.destroy_process_group(group)
+
+
+def _part_of(partition: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    if len(partition) == 1:
+        return _world()
+    if len(partition[0]) == 1:
+        # A real group even of one: `None` would mean the whole world to `torch.distributed`.
+        return _new_group([rank], timeout, use_local_synchronization=True)
+    made = [_new_group(ranks, timeout) for ranks in partition]  # all ranks take part in making each
+    return next(group for group, ranks in zip(made, partition, strict=True) if rank in ranks)
+
+
+def _new_group(ranks: list[int], timeout: timedelta, *, use_local_synchronization: bool = False) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, use_local_synchronization=use_local_synchronization
+    )
+    return group
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("The default process group is not initialised. Call `init_process_group` first.")
+    return world

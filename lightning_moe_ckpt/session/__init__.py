@@ -1,1 +1,11 @@
-"""session."""
+"""One run's checkpointing life: snapshot, seal, persist, commit, restore, replay."""
+
+from lightning_moe_ckpt.session._life import Life as Life
+from lightning_moe_ckpt.session._life import LifeConfig as LifeConfig
+from lightning_moe_ckpt.session._life import Report as Report
+from lightning_moe_ckpt.session._planning import DenseWindows as DenseWindows
+from lightning_moe_ckpt.session._planning import SparseWindows as SparseWindows
+from lightning_moe_ckpt.session._planning import WindowPolicy as WindowPolicy
+from lightning_moe_ckpt.session._rng import RngState as RngState
+from lightning_moe_ckpt.session._rng import capture_rng as capture_rng
+from lightning_moe_ckpt.session._rng import restore_rng as restore_rng

@@ -1,1 +1,28 @@
-"""storage."""
+"""Checkpoints on a medium: segment files, markers, the log, the commit protocol and the backends below it.
+
+`FORMAT.md` beside the package describes every byte.
+"""
+
+from lightning_moe_ckpt.storage._backend import Backend as Backend
+from lightning_moe_ckpt.storage._backend import Entry as Entry
+from lightning_moe_ckpt.storage._backend import create_once as create_once
+from lightning_moe_ckpt.storage._backend import open_backend as open_backend
+from lightning_moe_ckpt.storage._digest import DIGEST_NAME as DIGEST_NAME
+from lightning_moe_ckpt.storage._digest import digest_of as digest_of
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
+from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
+from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
+from lightning_moe_ckpt.storage._records import Commit as Commit
+from lightning_moe_ckpt.storage._records import OverflowEntry as OverflowEntry
+from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
+from lightning_moe_ckpt.storage._records import RecordEntry as RecordEntry
+from lightning_moe_ckpt.storage._records import SegmentEntry as SegmentEntry
+from lightning_moe_ckpt.storage._retry import Retrying as Retrying
+from lightning_moe_ckpt.storage._run import Resume as Resume
+from lightning_moe_ckpt.storage._run import RunStore as RunStore
+from lightning_moe_ckpt.storage._run import verify_records as verify_records
+from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout
+from lightning_moe_ckpt.storage._segment import Span as Span
+from lightning_moe_ckpt.storage._segment import TensorSpec as TensorSpec
+from lightning_moe_ckpt.storage._segment import dtype_code as dtype_code
+from lightning_moe_ckpt.storage._segment import dtype_of as dtype_of

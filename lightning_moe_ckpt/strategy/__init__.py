@@ -1,1 +1,7 @@
-"""strategy."""
+"""The Lightning Strategy for Mixture-of-Experts models. Importing it registers `Trainer(strategy="moe")`."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_moe_ckpt.strategy._strategy import MoEStrategy as MoEStrategy
+
+MoEStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,47 @@
+"""The baseline: everything, every so many steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback, Resume
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.session import DenseWindows, WindowPolicy
+
+
+class DenseCheckpoint(CheckpointCallback):
+    """Takes the full state of all operators every `every_n_steps` steps and resumes from it, bit for bit.
+
+    Args:
+        url: where checkpoints live, one run per URL: a path, `file://` or any fsspec URL.
+        every_n_steps: optimizer steps between two snapshots.
+        keep: committed generations to keep; older ones are deleted once newer ones are durable.
+        resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
+            `never` starts anew beside what is there.
+        storage_options: passed to the storage backend.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Source: CheckFreq (2021) and Gemini (2023), the baselines of MoEvement (2024), Sec. 5.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every_n_steps: int = 100,
+        keep: int = 2,
+        resume: Resume = "auto",
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(url, keep=keep, resume=resume, storage_options=storage_options)
+        if every_n_steps < 1:
+            raise ConfigurationError(f"`DenseCheckpoint(every_n_steps={every_n_steps})` must be 1 or more.")
+        self.every_n_steps = every_n_steps
+
+    @override
+    def _policy(self) -> WindowPolicy:
+        return DenseWindows(every_n_steps=self.every_n_steps)

@@ -1,0 +1,198 @@
+"""What a boundary needs besides parameters, taken at the exact moments at which it must be restored.
+
+A boundary is the state between two batches, or between two epochs. Its *start* half (DESIGN, step journal) is taken
+when everything that follows the optimizer step has run: validation, schedulers, epoch end. Random state is taken at
+five moments, because iterators, samplers, workers and user hooks draw from it in between, and a fresh process draws
+at other moments than a warm one:
+
+    before the epoch's hooks -> before the iterator is made -> before the first fetch -> before this fetch -> after it
+
+In a resumed process the same moments come by again, and each is given the state recorded for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt.operators import groups_state, load_groups_state
+from lightning_moe_ckpt.session import RngState, capture_rng, restore_rng
+
+Start = dict[str, Any]
+
+
+class BoundaryRecorder:
+    """Listens to the fit loop; builds start halves and, in a resumed run, restores one.
+
+    Args:
+        trainer: the trainer whose loops are tapped.
+        module: the module it trains.
+        skip_callbacks: callbacks whose state is not part of the journal (our own).
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, skip_callbacks: tuple[type[Callback], ...]) -> None:
+        self._trainer, self._module = trainer, module
+        self._skip = skip_callbacks
+        self._epoch: RngState | None = None
+        self._iter: RngState | None = None
+        self._first_fetch: RngState | None = None
+        self._awaiting_first_fetch = True
+        self._fetch: RngState | None = None
+        self._last_fetch: RngState | None = None
+        self._start: Start | None = None
+        self._wanted = True
+        self._resume: Start | None = None
+        self._mid_epoch = False
+        self._taps = _lightning.FitLoopTaps(trainer, self)
+
+    def want_start(self) -> None:
+        """An optimizer step just happened: take the start half of this boundary when its time comes."""
+        self._wanted, self._start = True, None
+
+    def complete_start(self) -> Start | None:
+        """At the top of `on_train_batch_start`: the finished start half, if one was wanted."""
+        start, self._start = self._start, None
+        if self._resume is not None:
+            self._restore_random(self._resume["random"]["after_fetch"])
+            self._resume = None
+        if start is None:
+            return None
+        start["random"] = {
+            "epoch": self._epoch,
+            "iter": self._iter,
+            "first_fetch": self._first_fetch,
+            "last_fetch": self._last_fetch,
+            "fetch": self._fetch,
+            "after_fetch": self._take_random(),
+        }
+        return start
+
+    def take_end(self) -> Start:
+        """The start half of a boundary after which nothing is trained any more."""
+        start = self._take(between_epochs=True)
+        here = self._take_random()
+        start["random"] = dict.fromkeys(("epoch", "iter", "first_fetch", "last_fetch", "fetch", "after_fetch"), here)
+        return start
+
+    def remove(self) -> None:
+        """Take the taps out of the trainer's loops."""
+        self._taps.remove()
+
+    # -- moments, called by the taps
+
+    def before_epoch(self) -> None:
+        """Between two epochs: `on_train_epoch_start` has not run."""
+        if self._resume is not None and not self._mid_epoch:
+            self._restore_random(self._resume["random"]["epoch"])
+        self._epoch = self._take_random()
+        if self._wanted:
+            self._start, self._wanted = self._take(between_epochs=True), False
+
+    def before_iter(self) -> None:
+        """Samplers and workers are about to draw their seeds."""
+        if self._mid_epoch:
+            return  # `_position` makes the iterator that counts
+        if self._resume is not None:
+            self._restore_random(self._resume["random"]["iter"])
+        self._iter = self._take_random()
+        self._awaiting_first_fetch = True
+
+    def before_fetch(self) -> None:
+        """Between two batches: everything that follows the last optimizer step has run."""
+        if self._resume is not None:
+            self._restore_random(self._resume["random"]["fetch"])
+        self._last_fetch, self._fetch = self._fetch, self._take_random()
+        if self._awaiting_first_fetch:
+            self._first_fetch, self._awaiting_first_fetch = self._fetch, False
+        if self._wanted:
+            self._start, self._wanted = self._take(between_epochs=False), False
+
+    # -- start half
+
+    def _take_random(self) -> RngState:
+        return capture_rng(_lightning.loader_generators(self._trainer))
+
+    def _restore_random(self, state: RngState) -> None:
+        restore_rng(state, _lightning.loader_generators(self._trainer))
+
+    def _take(self, *, between_epochs: bool) -> Start:
+        trainer = self._trainer
+        return {
+            "between_epochs": between_epochs,
+            "loops": _lightning.take_loop_state(trainer),
+            "batches_done": _lightning.batches_done(trainer),
+            "schedulers": [_copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            "param_groups": groups_state(trainer.optimizers[0]),
+            "precision": _copied(trainer.precision_plugin.state_dict()),
+            "callbacks": self._callback_states(),
+            "metrics": _copied(_lightning.take_metrics(trainer)),
+            "should_stop": trainer.should_stop,
+            "seed": _lightning.take_seed(),
+        }
+
+    def _callback_states(self) -> dict[str, Any]:
+        states = {c.state_key: c.state_dict() for c in self._callbacks()}
+        return {key: _copied(state) for key, state in states.items() if state}
+
+    def _callbacks(self) -> list[Callback]:
+        # trainer.callbacks is untyped in Lightning
+        return [c for c in self._trainer.callbacks if not isinstance(c, self._skip)]  # type: ignore[attr-defined]
+
+    # -- resume
+
+    def resume(self, start: Start) -> None:
+        """Continue from a start half; call in `on_fit_start`, before any other callback's."""
+        trainer = self._trainer
+        self._resume, self._wanted = start, False
+        _lightning.restore_seed(start["seed"])
+        load_groups_state(trainer.optimizers[0], start["param_groups"])
+        for config, state in zip(trainer.lr_scheduler_configs, start["schedulers"], strict=True):
+            config.scheduler.load_state_dict(_copied(state))
+        load_groups_state(trainer.optimizers[0], start["param_groups"])  # schedulers may write an initial rate on load
+        if start["precision"]:
+            trainer.precision_plugin.load_state_dict(start["precision"])
+        for callback in self._callbacks():
+            if callback.state_key in start["callbacks"]:
+                callback.load_state_dict(_copied(start["callbacks"][callback.state_key]))
+        _lightning.restore_metrics(trainer, start["metrics"])
+        trainer.should_stop = start["should_stop"]
+        self._resume_loops(start)
+
+    def _resume_loops(self, start: Start) -> None:
+        loops = _copied(start["loops"])
+        if start["between_epochs"]:
+            _lightning.resume_between_epochs(self._trainer, loops)
+            return
+        self._mid_epoch = True
+        _lightning.resume_mid_epoch(self._trainer, loops, self._position)
+
+    def _position(self) -> None:
+        assert self._resume is not None
+        random = self._resume["random"]
+        self._epoch, self._iter, self._first_fetch = random["epoch"], random["iter"], random["first_fetch"]
+        self._fetch, self._awaiting_first_fetch = random["last_fetch"], False
+        _lightning.skip_batches(
+            self._trainer,
+            self._resume["batches_done"],
+            before_iter=self._restoring(random["iter"]),
+            before_fetch=self._restoring(random["first_fetch"]),
+            before_last_fetch=self._restoring(random["last_fetch"]),
+        )
+        self._mid_epoch = False
+
+    def _restoring(self, state: RngState) -> Callable[[], None]:
+        return lambda: self._restore_random(state)
+
+
+def _copied(value: Any) -> Any:
+    """Deep copy with tensors detached, so that a journal never aliases what training goes on to change."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return copy.deepcopy(value)

@@ -1,0 +1,327 @@
+"""The only module that touches Lightning's private attributes.
+
+Two jobs. *Taps*: calls at moments for which Lightning has no hook (before an epoch starts, before the loader's
+iterator is made, before a batch is fetched), installed as instance attributes on one trainer's loops and removed
+again. *Loop state*: taking and restoring progress so that a resumed run continues between the same two batches, with
+the same data.
+
+Lightning can resume from a checkpoint by itself, but not exactly: mid-epoch it restarts plain loaders at batch 0, it
+runs no plateau scheduler at the end of a resumed epoch, and it calls no `on_train_epoch_start` after an epoch
+boundary. So progress is taken *between* batches (after validation, schedulers and epoch end), and a resumed epoch
+re-enters its loop with every "restarting" flag cleared: from then on it is an ordinary run.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+LoopState = dict[str, Any]
+
+_SEED_VARIABLE = "PL_GLOBAL_SEED"
+"""`seed_everything` leaves the seed here, and Lightning seeds its `DistributedSampler` from it."""
+
+
+class LoopListener(Protocol):
+    """Who wants to know about the moments that have no hook."""
+
+    def before_epoch(self) -> None:
+        """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
+
+    def before_iter(self) -> None:
+        """The loader's iterator is about to be made: samplers and workers draw their seeds now."""
+
+    def before_fetch(self) -> None:
+        """The next batch is about to be fetched; everything that follows the last one has run."""
+
+
+class FitLoopTaps:
+    """Calls a listener from inside one trainer's fit loop, until `remove`."""
+
+    def __init__(self, trainer: Trainer, listener: LoopListener) -> None:
+        fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._restore: list[Callable[[], None]] = []
+        self._before(fit_loop, "on_advance_start", listener.before_epoch)
+        # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
+        self._before(fit_loop, "_load_combined_loader_states", listener.before_iter)
+        # ... and those of later epochs in here.
+        self._before(epoch_loop, "on_run_start", lambda: listener.before_iter() if _makes_iterator(trainer) else None)
+        self._before(epoch_loop, "_on_before_fetch", listener.before_fetch)
+
+    def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
+        original = getattr(owner, name)
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            first()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, tapped)
+        self._restore.append(lambda: delattr(owner, name))
+
+    def remove(self) -> None:
+        """Give the loops their own methods back."""
+        while self._restore:
+            self._restore.pop()()
+
+
+def _makes_iterator(trainer: Trainer) -> bool:
+    """Whether the epoch loop is about to make an iterator; in the first epoch `setup_data` already did."""
+    fit_loop = trainer.fit_loop
+    return trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
+
+
+class ClipTap:
+    """Sees, and in replay replaces, the global gradient norm that clipping uses.
+
+    A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again; the
+    logged tensor, not a coefficient, gives the same bits.
+    """
+
+    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
+        self.last: Tensor | None = None
+        """The norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
+        self.override: Tensor | None = None
+        """The norm to use instead."""
+        self._plugin = trainer.precision_plugin
+        self._norm = norm if norm is not None else _total_norm
+        self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
+        self._plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
+        norm = self._norm(parameters) if self.override is None else self.override
+        if parameters:
+            norm = norm.to(parameters[0].device)
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+        self.last = norm
+
+    def remove(self) -> None:
+        """Give the precision plugin its own method back."""
+        self._plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._previous is not None:
+            self._plugin.clip_grad_by_norm = self._previous  # type: ignore[method-assign]
+
+
+def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+class FoundInf:
+    """Reads, and in replay overwrites, what the gradient scaler found in the step at hand.
+
+    A frozen operator's gradients are not computed in replay, so its overflow would go unseen.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+
+    @property
+    def active(self) -> bool:
+        """Whether the run scales gradients at all."""
+        return self._scaler is not None
+
+    def read(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """The flag of the step about to happen; `None` without a scaler."""
+        found = self._per_device(optimizer)
+        return None if found is None else float(sum(flag.item() for flag in found.values()))
+
+    def write(self, optimizer: torch.optim.Optimizer, value: float, device: torch.device) -> None:
+        """Make the scaler act as if it had found `value`."""
+        found = self._per_device(optimizer)
+        if found is None:
+            return
+        for flag in found.values():
+            flag.fill_(value)
+        if not found:  # no gradient at all: `scaler.step` asserts that something was checked
+            found[device] = torch.full((1,), value, device=device)
+
+    def _per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor] | None:
+        if self._scaler is None:
+            return None
+        state: dict[torch.device, Tensor] = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return state
+
+
+def take_loop_state(trainer: Trainer) -> LoopState:
+    """Progress of all loops, between two batches or between two epochs; plain values only."""
+    state = copy.deepcopy(trainer.fit_loop.state_dict())
+    # Loaders are repositioned by fetching, see `skip_batches`; their own state is exact only in special cases.
+    state["state_dict"].pop("combined_loader", None)
+    return state
+
+
+def batches_done(trainer: Trainer) -> int:
+    """Batches of the current epoch that were fetched and completed."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
+    """Continue as if the last epoch had just ended in this process; call before the fit loop runs."""
+    trainer.fit_loop.load_state_dict(state)
+    _clear_restart_flags(trainer)
+
+
+def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], None]) -> None:
+    """Continue inside an epoch; call before the fit loop runs.
+
+    Args:
+        trainer: its loops get `state`.
+        state: from `take_loop_state`.
+        position: brings the data fetcher behind the batches already consumed; called once its iterator exists.
+    """
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit_loop.load_state_dict(state)  # "restarting" makes the fit loop skip this epoch's start hooks, as it should
+    start = epoch_loop.on_run_start
+
+    def no_reset() -> None:
+        del epoch_loop.reset  # Lightning's reset would count this epoch's batches again
+
+    def run_start(data_fetcher: Any) -> None:
+        epoch_loop.on_run_start = start  # type: ignore[method-assign]
+        position()
+        start(data_fetcher)  # adds the consumed batches to `fetched`; makes no iterator while the flags are set
+        _clear_restart_flags(trainer)
+
+    epoch_loop.reset = no_reset  # type: ignore[method-assign]
+    epoch_loop.on_run_start = run_start  # type: ignore[method-assign]
+
+
+def _clear_restart_flags(trainer: Trainer) -> None:
+    fit_loop = trainer.fit_loop
+    fit_loop.restarting = False
+    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+        loop._loaded_from_state_dict = False
+        loop._resuming_from_checkpoint = False
+        loop.reset_restart_stage()
+
+
+def skip_batches(
+    trainer: Trainer,
+    num_batches: int,
+    *,
+    before_iter: Callable[[], None],
+    before_fetch: Callable[[], None],
+    before_last_fetch: Callable[[], None],
+) -> None:
+    """Make the fetcher's iterator anew, in the state it had at the start of this epoch, and drop what was consumed.
+
+    Batches are fetched and thrown away, not skipped by index: only so does the random state inside loader workers
+    (augmentation) come out right. An unsized loader is fetched one batch ahead, so the last fetch already draws what
+    the next batch needs.
+    """
+    fit_loop = trainer.fit_loop
+    fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
+    assert fetcher is not None
+    assert loader is not None
+    for each in loader.flattened:
+        _set_sampler_epoch(each, fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+    before_iter()
+    iter(fetcher)
+    before_fetch()
+    for index in range(num_batches):
+        if index == num_batches - 1:
+            before_last_fetch()
+        next(fetcher)
+    fetcher.fetched = 0  # the epoch loop adds the consumed batches itself
+
+
+def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
+    """Generators that the user gave to loaders or samplers, by a stable name."""
+    loader = trainer.fit_loop._combined_loader
+    found: dict[str, torch.Generator] = {}
+    for index, each in enumerate(loader.flattened if loader is not None else []):
+        for name, owner in _owners(each):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[f"loader{index}.{name}"] = generator
+    return found
+
+
+def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
+    yield "loader", loader
+    yield "sampler", getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    yield "batch_sampler", batch_sampler
+    yield "batch_sampler.sampler", getattr(batch_sampler, "sampler", None)
+
+
+def take_seed() -> str | None:
+    """The seed that samplers made by Lightning start from."""
+    return os.environ.get(_SEED_VARIABLE)
+
+
+def restore_seed(seed: str | None) -> None:
+    """Let samplers made from now on start from `seed`."""
+    if seed is None:
+        os.environ.pop(_SEED_VARIABLE, None)
+    else:
+        os.environ[_SEED_VARIABLE] = seed
+
+
+def take_metrics(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """What callbacks and schedulers monitor: the newest value of every logged metric."""
+    connector = trainer._logger_connector
+    return {
+        "callback": dict(connector._callback_metrics),
+        "logged": dict(connector._logged_metrics),
+        "progress_bar": dict(connector._progress_bar_metrics),
+    }
+
+
+def restore_metrics(trainer: Trainer, metrics: dict[str, dict[str, Any]]) -> None:
+    """Put back what `take_metrics` took."""
+    connector = trainer._logger_connector
+    connector._callback_metrics.update(metrics["callback"])
+    connector._logged_metrics.update(metrics["logged"])
+    connector._progress_bar_metrics.update(metrics["progress_bar"])
+
+
+def inexact_reasons(trainer: Trainer, module: LightningModule) -> list[str]:
+    """What about this run cannot be reproduced bit for bit, in words for the log."""
+    reasons = []
+    if not module.automatic_optimization:
+        reasons.append("manual optimization: steps taken by the module itself are not recorded")
+    if is_overridden("configure_gradient_clipping", module):
+        reasons.append(
+            "the module overrides `configure_gradient_clipping`: unless it calls `self.clip_gradients`, "
+            "the clipping of a replayed step is not recorded"
+        )
+    return reasons
+
+
+class NoLightningCheckpoints:
+    """While operators are frozen, `.ckpt` files would hold half-frozen weights: saving and removing do nothing."""
+
+    def __init__(self, trainer: Trainer, on_hold: Callable[[], None]) -> None:
+        self._strategy = trainer.strategy
+        self._on_hold = on_hold
+        self._trainer = trainer
+        trainer.save_checkpoint = self._hold  # type: ignore[method-assign]
+        trainer.strategy.remove_checkpoint = self._hold  # type: ignore[method-assign]
+
+    def _hold(self, *args: object, **kwargs: object) -> None:
+        self._on_hold()
+
+    def release(self) -> None:
+        """Let checkpoints be written and removed again."""
+        self._trainer.__dict__.pop("save_checkpoint", None)
+        self._strategy.__dict__.pop("remove_checkpoint", None)
+
+
+def autocast_dtype(trainer: Trainer) -> torch.dtype | None:
+    """Low precision that forward casts to, `None` if parameters are consumed as they are."""
+    precision = trainer.precision
+    return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(precision))
+
+
+def may_toggle_requires_grad(trainer: Trainer) -> bool:
+    """Whether gradients of frozen parameters can be switched off: `DistributedDataParallel` waits for them forever."""
+    return not isinstance(trainer.model, torch.nn.parallel.DistributedDataParallel)

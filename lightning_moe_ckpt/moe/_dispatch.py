@@ -1,0 +1,135 @@
+"""Move tokens to the experts they chose and back, in an order that no atomic operation can change.
+
+A *slot* is one choice of one token, numbered choice-major: slot `k * T + t`. Slots are sorted by expert, stably, so
+every expert sees first choices before second ones and tokens in their order; what exceeds its capacity is dropped
+from the end. The gradient of a token is the sum over its K slots in the order of k.
+
+Between expert-parallel ranks the sorted rows travel by one uneven all-to-all each way. Source: GShard (2020), Sec.
+3.2; Tutel's notion of capacity, per expert and source rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Shape suffixes: T tokens on this rank, K top-k, E all experts, e experts on this rank, R expert-parallel ranks,
+# N slots kept on this rank, M rows that arrive on this rank, D model dim.
+
+
+class Dispatch(NamedTuple):
+    """Which slots go to which expert."""
+
+    slots: Tensor
+    """int64 `[N]`, in the order in which they are sent: by expert, then by slot."""
+    kept: Tensor
+    """int64 `[E]`, slots per global expert after dropping."""
+    routed: Tensor
+    """int64 `[E]`, slots per global expert before dropping."""
+
+
+def plan_dispatch(topk_idx_TK: Tensor, num_experts: int, capacity: int | None) -> Dispatch:
+    """Sort slots by expert and drop what exceeds `capacity` slots per expert (`None`: nothing)."""
+    expert_S = topk_idx_TK.t().reshape(-1)
+    slot_S = torch.argsort(expert_S, stable=True)
+    routed_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_S.device)
+    routed_E.scatter_add_(0, expert_S, torch.ones_like(expert_S))  # integers: any order gives the same sum
+    if capacity is None:
+        return Dispatch(slot_S, routed_E, routed_E)
+    sorted_S = expert_S[slot_S]
+    start_E = routed_E.cumsum(0) - routed_E
+    place_S = torch.arange(sorted_S.numel(), device=sorted_S.device) - start_E[sorted_S]
+    return Dispatch(slot_S[place_S < capacity], routed_E.clamp(max=capacity), routed_E)
+
+
+def gather_rows(x_TD: Tensor, slot_N: Tensor, top_k: int) -> Tensor:
+    """Rows of the slots' tokens, in the order of `slot_N`. Shape `[N, D]`."""
+    rows_ND: Tensor = _GatherRows.apply(x_TD, slot_N, top_k)  # type: ignore[no-untyped-call]
+    return rows_ND
+
+
+def combine_rows(y_ND: Tensor, slot_N: Tensor, weight_TK: Tensor) -> Tensor:
+    """Weighted sum over each token's slots, in fp32; a dropped slot adds nothing. Shape `[T, D]`."""
+    num_tokens, top_k = weight_TK.shape
+    y_SD = y_ND.new_zeros(top_k * num_tokens, y_ND.shape[1]).index_copy(0, slot_N, y_ND)
+    y_KTD = y_SD.view(top_k, num_tokens, -1)
+    return (y_KTD.float() * weight_TK.t().unsqueeze(-1)).sum(dim=0)
+
+
+def all_to_all_rows(x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Exchange consecutive rows with the ranks of `group`; `None` is a world of one: `x_ND` itself.
+
+    Whenever gradients are recorded the result requires one, even if `x_ND` does not: the exchange of gradients is a
+    collective, and every rank must reach it whatever is frozen where.
+
+    Args:
+        x_ND: rows, those for rank 0 first.
+        send: rows for each rank.
+        receive: rows from each rank.
+        group: the expert-parallel ranks.
+
+    Returns:
+        The rows that arrive, by source rank.
+    """
+    anchor = torch.zeros((), device=x_ND.device, requires_grad=True)
+    rows_MD: Tensor = _AllToAll.apply(x_ND, anchor, send, receive, group)  # type: ignore[no-untyped-call]
+    return rows_MD
+
+
+def exchange_counts(kept_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Rows that arrive for each expert of this rank, by source rank. Shape `[R, e]`, int64."""
+    if group is None:
+        return kept_E.view(1, -1)
+    arriving = torch.empty_like(kept_E)
+    dist.all_to_all_single(arriving, kept_E, group=group)
+    return arriving.view(group.size(), -1)
+
+
+def by_expert(arriving_Re: Tensor, num_rows: int) -> Tensor:
+    """Order that turns rows sorted by (source rank, expert) into rows sorted by (expert, source rank). int64 `[M]`."""
+    num_ranks, num_local = arriving_Re.shape
+    expert_Re = torch.arange(num_local, device=arriving_Re.device).expand(num_ranks, num_local)
+    expert_M = expert_Re.reshape(-1).repeat_interleave(arriving_Re.reshape(-1), output_size=num_rows)
+    return torch.argsort(expert_M, stable=True)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, slot_N: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(slot_N)
+        ctx.num_tokens, ctx.top_k = x_TD.shape[0], top_k
+        return x_TD.index_select(0, slot_N % max(x_TD.shape[0], 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (slot_N,) = ctx.saved_tensors
+        # Each slot is written once; adding rows of one token directly would leave the order to atomics on CUDA.
+        grad_SD = grad_ND.new_zeros(ctx.top_k * ctx.num_tokens, grad_ND.shape[1]).index_copy_(0, slot_N, grad_ND)
+        return grad_SD.view(ctx.top_k, ctx.num_tokens, -1).sum(dim=0), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, _anchor: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(x, send, receive, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None, None
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return rows.view_as(rows)
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out

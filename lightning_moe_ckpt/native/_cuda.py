@@ -1,0 +1,162 @@
+"""Copies from a CUDA device into page-locked host memory on a side stream.
+
+Order is kept by events only; nothing here synchronises the device or the training stream:
+
+* `submit`: the side stream waits for the work queued on the current stream so far, then copies.
+* `fence`: the current stream waits for the copies, so a later kernel cannot overwrite a source too early.
+* `wait`: the calling thread sleeps on the event of the copies.
+
+Copy engines ignore stream priority, so a low-priority stream would not protect the copies of training; pacing is the
+compiled engine's work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native._copies import Copy, CopyList, split_at_pieces
+from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
+
+_PIECE_NBYTES = 2**30
+"""Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
+_POLL = timedelta(milliseconds=2)
+_cuda: Any = torch.cuda
+"""Events, streams and the runtime are partly untyped in torch."""
+
+
+class CudaTicket(Ticket):
+    """Copies queued on the side stream, with the event that follows them."""
+
+    def __init__(self, num_copies: int, device: torch.device) -> None:
+        self._sources: CopyList | None = None
+        self._device = device
+        self._arrived: Any = _cuda.Event(blocking=True)
+        self._error: Exception | None = None
+        self._num_copies = num_copies
+
+    @property
+    @override
+    def done(self) -> bool:
+        return bool(self._arrived.query())
+
+    @override
+    def fence(self) -> float:
+        start = time.perf_counter()
+        torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        self._raise_failure()
+        return time.perf_counter() - start
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._arrived.synchronize()
+        else:
+            self._poll(time.monotonic() + timeout.total_seconds())
+        self._raise_failure()
+
+    def enqueue(self, stream: torch.cuda.Stream, arrange: Callable[[], CopyList]) -> None:
+        """Queue the copies behind the current stream's work and mark their end."""
+        ready = _cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(ready)
+        try:
+            self._sources = arrange()
+            with torch.cuda.stream(stream):
+                self._sources.run(non_blocking=True)
+        except (RuntimeError, ValueError) as error:
+            self._error = error
+        finally:
+            # Recorded after a failure too: some copies may be queued, and their sources must stay until they ran.
+            self._arrived.record(stream)
+
+    def release(self) -> bool:
+        """Let go of the sources if the copies have been made; whether they have."""
+        if self.done:
+            self._sources = None
+        return self._sources is None
+
+    def _poll(self, deadline: float) -> None:
+        while not self._arrived.query():
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"A snapshot of {self._num_copies} slices did not arrive in time.")
+            time.sleep(_POLL.total_seconds())
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise copy_failed(self._num_copies, self._error) from self._error
+
+
+class CudaCopyEngine(CopyEngine):
+    """Copies in the order they were submitted, on one side stream of `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._registered: dict[int, list[tuple[int, int]]] = {}
+        self._pending: deque[CudaTicket] = deque()
+
+    @override
+    def register(self, buffer: Tensor) -> None:
+        base, nbytes = buffer.data_ptr(), buffer.numel() * buffer.element_size()
+        done: list[tuple[int, int]] = []
+        self._registered[base] = done
+        for start in range(0, nbytes, _PIECE_NBYTES):
+            piece = (base + start, min(_PIECE_NBYTES, nbytes - start))
+            code = int(_cuda.cudart().cudaHostRegister(*piece, 1))  # 1: portable, usable from every context
+            if code != 0:
+                self.unregister(buffer)
+                raise CheckpointError(
+                    f"cudaHostRegister of {piece[1]} bytes failed with error {code}. "
+                    "Raise the limit of locked memory, or make the ring smaller."
+                )
+            done.append(piece)
+
+    @override
+    def unregister(self, buffer: Tensor) -> None:
+        for start, _ in self._registered.pop(buffer.data_ptr(), []):
+            _cuda.cudart().cudaHostUnregister(start)
+
+    @override
+    def prepare(self, copies: Sequence[Copy]) -> CopyList:
+        for base, pieces in self._registered.items():
+            if len(pieces) > 1:
+                copies = list(split_at_pieces(copies, base=base, end=sum(pieces[-1]), piece_nbytes=_PIECE_NBYTES))
+        return CopyList(copies)
+
+    @override
+    def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
+        self._release_finished()
+        if self._stream is None:
+            self._stream = _cuda.Stream(self._device)
+        ticket = CudaTicket(len(copies), self._device)
+        ticket.enqueue(self._stream, lambda: copies if isinstance(copies, CopyList) else self.prepare(copies))
+        self._pending.append(ticket)
+        return ticket
+
+    @override
+    def fence(self, ticket: Ticket) -> float:
+        return ticket.fence()
+
+    @override
+    def wait(self, ticket: Ticket) -> None:
+        ticket.wait()
+
+    @override
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._release_finished()
+        self._stream = None
+
+    def _release_finished(self) -> None:
+        while self._pending and self._pending[0].release():
+            self._pending.popleft()

@@ -1,0 +1,103 @@
+"""The copy engine: device or training memory into pre-allocated host memory while training goes on.
+
+`submit` returns at once. The caller may change the sources after `fence`, and read the destinations after `wait`.
+The engine keeps the sources alive until it has read them. A failed copy is reported by both `fence` and `wait`, never
+by `submit`, so the training thread meets a failed snapshot in one place.
+
+A compiled engine takes the same seat later; what it adds is pacing and many small slices, not bandwidth.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native._copies import Copy, CopyList
+
+
+class Ticket(ABC):
+    """One submitted list of copies."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all bytes have arrived, or the copy has failed."""
+
+    @abstractmethod
+    def fence(self) -> float:
+        """Make it safe for the calling thread to overwrite the sources.
+
+        Returns:
+            Seconds the calling thread was blocked. On CUDA the wait happens on the device and this is near zero.
+
+        Raises:
+            CheckpointError: the copy failed; the destinations hold garbage.
+        """
+
+    @abstractmethod
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Block until all bytes have arrived at the destinations. Nothing writes there after it, failed or not.
+
+        Raises:
+            CheckpointError: the copy failed; the destinations hold garbage.
+            TimeoutError: the copy is still running after `timeout`.
+        """
+
+
+class CopyEngine(Protocol):
+    """Where copies are submitted. Calls come from the training thread; `Ticket.wait` may come from any thread."""
+
+    def register(self, buffer: Tensor) -> None:
+        """Prepare a host buffer as destination (page-lock it for CUDA). Slow; call it once per buffer at start."""
+
+    def unregister(self, buffer: Tensor) -> None:
+        """Undo `register`. No copy into `buffer` may be under way."""
+
+    def prepare(self, copies: Sequence[Copy]) -> CopyList:
+        """Check and arrange a list that will be submitted many times. Call `register` before.
+
+        Raises:
+            ValueError: a pair differs in size, or its types have no exact or rounding conversion.
+        """
+
+    def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
+        """Start copying every (source, destination) pair and return at once."""
+
+    def fence(self, ticket: Ticket) -> float:
+        """`ticket.fence()`: the sources may be overwritten after it; returns the seconds waited."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """`ticket.wait()`: the destinations may be read after it."""
+
+    def close(self) -> None:
+        """Finish what was submitted and release threads and streams. Closing twice is allowed."""
+
+
+def create_engine(device: torch.device) -> CopyEngine:
+    """The engine for parameters that live on `device`.
+
+    Raises:
+        ValueError: neither a CPU nor a CUDA device.
+    """
+    from lightning_moe_ckpt.native._cpu import CpuCopyEngine
+    from lightning_moe_ckpt.native._cuda import CudaCopyEngine
+
+    if device.type == "cpu":
+        return CpuCopyEngine()
+    if device.type == "cuda":
+        return CudaCopyEngine(device)
+    raise ValueError(f"`create_engine(device={device})`: snapshots are taken from 'cpu' and 'cuda' devices only.")
+
+
+def copy_failed(num_copies: int, cause: BaseException) -> CheckpointError:
+    """The error for copies that did not arrive; raise it `from cause`."""
+    return CheckpointError(
+        f"A snapshot of {num_copies} slices failed: {cause}. The slot it was meant for must not be used; "
+        "training itself is not affected."
+    )

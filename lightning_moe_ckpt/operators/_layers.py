@@ -1,0 +1,84 @@
+"""One Mixture-of-Experts layer as an adapter describes it: where its experts lie, its router, how to count tokens.
+
+An adapter turns a library's layer into a `MoELayerSpec`; everything behind it (operators, counts, plans) sees only
+that. A spec holds names, never modules or tensors, so that it survives moves between devices and can be compared.
+
+Shape suffixes: E all experts, e experts on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_moe_ckpt.operators._taps import CountTap
+from lightning_moe_ckpt.operators._types import Holders, ParamSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoELayerSpec:
+    """Where the parts of one MoE layer lie."""
+
+    fqn: str
+    """Live name of the MoE block; unique among the layers of a model."""
+    num_experts: int
+    """Over all expert-parallel ranks."""
+    local_expert_ids: tuple[int, ...]
+    """Global indices of the experts on this rank, ascending."""
+    experts: Mapping[int, tuple[ParamSlice, ...]]
+    """Slices by global expert index; together they cover each of the named parameters completely."""
+    router: tuple[str, ...]
+    """Names of the router's parameters."""
+    top_k: int | None = None
+    """Experts per token, where the model says so."""
+    holders: Holders = "world"
+    """`expert_data` if other ranks hold other experts of this layer."""
+    count: CountTap | None = None
+    """How tokens per expert are counted; `None` if they cannot be, then experts keep their order."""
+
+    @property
+    def prefix(self) -> str:
+        """First part of the names of this layer's operators."""
+        return self.fqn or "root"
+
+    def __post_init__(self) -> None:
+        ids = self.local_expert_ids
+        if tuple(sorted(self.experts)) != ids or len(set(ids)) != len(ids):
+            raise ValueError(
+                f"MoE layer `{self.fqn}`: `local_expert_ids` must be ascending and name `experts` exactly."
+            )
+        if ids and not (ids[0] >= 0 and ids[-1] < self.num_experts):
+            raise ValueError(f"MoE layer `{self.fqn}`: expert ids {ids} are outside `[0, {self.num_experts})`.")
+
+
+def whole_slice(fqn: str, param: nn.Parameter) -> ParamSlice:
+    """All of a parameter that every holder has in full."""
+    return ParamSlice(fqn=fqn, start=0, stop=param.numel(), global_shape=tuple(param.shape), global_start=0)
+
+
+def stacked_slices(
+    params: Mapping[str, nn.Parameter], local_expert_ids: Sequence[int], num_experts: int
+) -> dict[int, tuple[ParamSlice, ...]]:
+    """Cut stacked tensors `[e, ...]` into their experts.
+
+    Args:
+        params: by live name; dimension 0 of each counts the experts of this rank.
+        local_expert_ids: global expert index of each row.
+        num_experts: over all ranks; the global shape is `[num_experts, ...]`.
+
+    Returns:
+        Slices by global expert index, one per parameter.
+    """
+    slices: dict[int, list[ParamSlice]] = {expert: [] for expert in local_expert_ids}
+    for fqn, param in params.items():
+        if param.shape[0] != len(local_expert_ids):
+            raise ValueError(f"`{fqn}` has {param.shape[0]} rows for {len(local_expert_ids)} local experts.")
+        row = param.numel() // param.shape[0]
+        shape = (num_experts, *param.shape[1:])
+        for local, expert in enumerate(local_expert_ids):
+            start = local * row
+            piece = ParamSlice(fqn=fqn, start=start, stop=start + row, global_shape=shape, global_start=expert * row)
+            slices[expert].append(piece)
+    return {expert: tuple(pieces) for expert, pieces in slices.items()}

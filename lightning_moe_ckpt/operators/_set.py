@@ -1,0 +1,111 @@
+"""All operators of a model, in an order that is the same in every process that builds the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from lightning_moe_ckpt.operators._layers import MoELayerSpec
+from lightning_moe_ckpt.operators._types import Operator
+
+
+@dataclass(frozen=True)
+class OperatorSet:
+    """The operators of one rank; together their slices cover every parameter exactly once."""
+
+    operators: tuple[Operator, ...]
+    """In the order of `named_parameters()`, experts of a layer ascending."""
+    layers: tuple[MoELayerSpec, ...]
+    """MoE layers, in the order of the model."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of each parameter, by first name."""
+    ep_size: int = 1
+    """Ranks over which the experts of layers with `holders="expert_data"` are spread, consecutively."""
+    identity: str = field(default="", repr=False)
+    """See `fingerprint`; kept when operators are split."""
+
+    def __post_init__(self) -> None:
+        if len(self._by_name) < len(self.operators):
+            raise ValueError("Operator names must be unique.")
+
+    @cached_property
+    def _by_name(self) -> dict[str, Operator]:
+        return {op.name: op for op in self.operators}
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.operators)
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> Operator:
+        """The operator called `name`. Raises `KeyError`."""
+        return self._by_name[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in order."""
+        return tuple(op.name for op in self.operators)
+
+    @cached_property
+    def count_offsets(self) -> dict[str, int]:
+        """Where each layer's experts begin in a vector of counts, by layer."""
+        offsets, total = {}, 0
+        for layer in self.layers:
+            offsets[layer.fqn] = total
+            total += layer.num_experts
+        return offsets
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all layers over all ranks: the length of a vector of counts."""
+        return sum(layer.num_experts for layer in self.layers)
+
+    def loads(self, counts: Tensor | Sequence[int]) -> dict[str, int]:
+        """Tokens of each expert operator on this rank.
+
+        Args:
+            counts: over all layers and experts, as `LoadCounter.read_and_reset` gives them.
+        """
+        values = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+        if len(values) != self.num_experts:
+            raise ValueError(f"`counts` has {len(values)} entries for {self.num_experts} experts.")
+        return {
+            op.name: int(values[self.count_offsets[op.layer] + op.expert_idx])
+            for op in self.operators
+            if op.layer is not None and op.expert_idx is not None
+        }
+
+    def with_operators(self, operators: Sequence[Operator]) -> OperatorSet:
+        """The same model cut otherwise, e.g. after `split`; the fingerprint stays."""
+        return replace(self, operators=tuple(operators))
+
+    def fingerprint(self) -> str:
+        """Identifies the model: names, global shapes, dtypes. Equal on all ranks, at any expert parallelism.
+
+        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, with the names
+        left out where they contain the expert's index.
+        """
+        return self.identity
+
+
+def identify(operators: Sequence[Operator], layers: Sequence[MoELayerSpec], dtypes: Mapping[str, torch.dtype]) -> str:
+    """Digest behind `OperatorSet.fingerprint`."""
+    lines = [
+        f"{op.name}|{s.fqn}|{s.global_shape}|{dtypes[s.fqn]}"
+        for op in operators
+        if op.kind != "expert"
+        for s in op.slices
+    ]
+    for layer in layers:
+        experts = {tuple((s.global_shape, str(dtypes[s.fqn])) for s in slices) for slices in layer.experts.values()}
+        lines.append(f"{layer.fqn}|{layer.num_experts}|{sorted(experts)}")
+    return xxh3_128_hexdigest("\n".join(lines).encode())

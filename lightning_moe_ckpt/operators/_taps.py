@@ -1,0 +1,174 @@
+"""Count the tokens each expert processes, without forking the model and without waiting for the device.
+
+Three ways cover the supported layouts: the indices handed to a module with stacked experts, the rows handed to each
+expert that is a module of its own, and a counter the layer keeps itself. Hooks add to an int64 accumulator on the
+device (`bincount` would synchronise), only in training, and never while backward recomputes a forward: activation
+checkpointing would count its tokens twice.
+
+Shape suffixes: T tokens on this rank, K top-k, E all experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+log = logging.getLogger(__name__)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward on this thread, hence a forward now is a recomputation.
+
+    `torch.is_grad_enabled()` cannot tell: non-reentrant checkpointing recomputes with gradients enabled.
+    """
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001  # no public way; a test guards it
+
+
+class TokenCounts:
+    """Accumulates one layer's tokens per expert on the device where they are routed.
+
+    Args:
+        num_experts: E, over all ranks.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        # One place more than experts: indices that mean "dropped" are counted there and not read.
+        self._acc = torch.zeros(num_experts + 1, dtype=torch.int64)
+        self._warned = False
+
+    def add_indices(self, idx_TK: Tensor) -> None:
+        """Count each routed slot; an index outside `[0, E)` marks a dropped one."""
+        idx = idx_TK.detach().reshape(-1).to(torch.int64)
+        idx = torch.where((idx >= 0) & (idx < self.num_experts), idx, self.num_experts)
+        self._on(idx.device).scatter_add_(0, idx, torch.ones_like(idx))
+
+    def add_rows(self, expert_idx: int, rows: int, device: torch.device) -> None:
+        """Count `rows` tokens for one expert."""
+        self._on(device)[expert_idx].add_(rows)
+
+    def add_counts(self, counts_E: Tensor) -> None:
+        """Add counts that the layer kept itself."""
+        self._on(counts_E.device)[: self.num_experts].add_(counts_E.detach())
+
+    def missed(self, name: str) -> None:
+        """Say once that tokens pass through module `name` uncounted."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "`%s` is given no expert indices: its tokens cannot be counted, its experts keep their order", name
+            )
+
+    def take(self) -> Tensor:
+        """The counts since the last call, int64 `[E]` on the device; they start again at zero."""
+        counts = self._acc[: self.num_experts].clone()
+        self._acc.zero_()
+        return counts
+
+    def _on(self, device: torch.device) -> Tensor:
+        if self._acc.device != device:
+            self._acc = self._acc.to(device)
+        return self._acc
+
+
+class CountTap(Protocol):
+    """How one layer's tokens are counted. Holds names only; the module is given at each call."""
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Register what adds to `counts` from now on."""
+
+    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
+        """Move what the layer counted itself into `counts`; called before each reading."""
+
+
+@dataclass(frozen=True)
+class IndexTap:
+    """Counts the expert indices handed to a module with stacked experts."""
+
+    experts: str
+    """Name of that module."""
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook the experts' forward."""
+
+        def before(experts: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if not experts.training or in_backward():
+                return
+            idx_TK = _indices([*args, *kwargs.values()])
+            if idx_TK is None:
+                counts.missed(self.experts)
+                return
+            with torch.no_grad():
+                counts.add_indices(idx_TK)
+
+        return [module.get_submodule(self.experts).register_forward_pre_hook(before, with_kwargs=True)]
+
+    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
+        """Nothing: the hook has counted."""
+
+
+@dataclass(frozen=True)
+class RowsTap:
+    """Counts the rows handed to each expert that is a module of its own: what it really processed."""
+
+    experts: Mapping[int, str]
+    """Names of the modules by global expert index."""
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook each expert's forward."""
+        return [_hook_rows(module.get_submodule(fqn), expert, counts) for expert, fqn in self.experts.items()]
+
+    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
+        """Nothing: the hooks have counted."""
+
+
+@dataclass(frozen=True)
+class AttributeTap:
+    """Takes over a counter `[E]` that the layer keeps on the device."""
+
+    layer: str
+    """Name of the module."""
+    attribute: str
+    """An integer tensor `[E]` that the layer adds to in training forwards only."""
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Forget what was counted before."""
+        self._counter(module).zero_()
+        return []
+
+    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
+        """Move the layer's counter and set it to zero."""
+        counter = self._counter(module)
+        counts.add_counts(counter)
+        counter.zero_()
+
+    def _counter(self, module: nn.Module) -> Tensor:
+        counter: Tensor = getattr(module.get_submodule(self.layer), self.attribute)
+        return counter
+
+
+def _hook_rows(expert: nn.Module, expert_idx: int, counts: TokenCounts) -> RemovableHandle:
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not called.training or in_backward():
+            return
+        x = next((t for t in _tensors([*args, *kwargs.values()])), None)
+        if x is not None:
+            # Shapes are known on the host: nothing waits for the device here.
+            counts.add_rows(expert_idx, x.shape[:-1].numel(), x.device)
+
+    return expert.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _indices(values: Sequence[object]) -> Tensor | None:
+    """The routing indices, found by dtype and shape: their position among the arguments changed between releases."""
+    return next((t for t in _tensors(values) if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))

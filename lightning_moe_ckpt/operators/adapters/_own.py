@@ -1,0 +1,67 @@
+"""Our own `MoELayer`, or any layer that offers the same attributes: stacked experts, expert parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, cast
+
+from torch import Tensor, nn
+
+from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices
+from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators._taps import AttributeTap
+from lightning_moe_ckpt.operators.adapters._routers import find_top_k
+
+_COUNTER = "tokens_per_expert"
+_Params = Mapping[str, nn.Parameter] | Iterable[nn.Parameter | tuple[str, nn.Parameter]]
+
+
+class _OwnLayer(Protocol):
+    num_experts: int
+    local_expert_ids: Sequence[int]
+
+    def expert_parameters(self) -> _Params: ...
+
+    def router_parameters(self) -> _Params: ...
+
+    def expert_parallel_parameters(self) -> _Params: ...
+
+
+_ATTRIBUTES = (
+    "num_experts",
+    "local_expert_ids",
+    "expert_parameters",
+    "router_parameters",
+    "expert_parallel_parameters",
+)
+
+
+def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayerSpec | None:
+    """The layer's spec, or `None` if it lacks one of the attributes.
+
+    `num_experts` counts over all ranks, `local_expert_ids` gives the global index of each row of the stacked expert
+    parameters, `tokens_per_expert` (optional) counts tokens over all experts.
+    """
+    if not all(hasattr(module, name) for name in _ATTRIBUTES):
+        return None
+    layer = cast("_OwnLayer", module)
+    local = tuple(int(i) for i in layer.local_expert_ids)
+    experts = _by_name(layer.expert_parameters(), index)
+    counted = isinstance(getattr(module, _COUNTER, None), Tensor)
+    return MoELayerSpec(
+        fqn=fqn,
+        num_experts=layer.num_experts,
+        local_expert_ids=local,
+        experts=stacked_slices(experts, local, layer.num_experts),
+        router=tuple(_by_name(layer.router_parameters(), index)),
+        top_k=find_top_k(module, *module.children()),
+        holders="expert_data" if len(local) < layer.num_experts else "world",
+        count=AttributeTap(fqn, _COUNTER) if counted else None,
+    )
+
+
+def _by_name(params: _Params, index: ParameterIndex) -> dict[str, nn.Parameter]:
+    """Parameters by live name, whether the layer hands out a mapping, pairs or the parameters alone."""
+    values = params.values() if isinstance(params, Mapping) else params
+    found = (value[1] if isinstance(value, tuple) else value for value in values)
+    return {index.name(param): param for param in found}

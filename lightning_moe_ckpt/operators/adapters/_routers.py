@@ -1,0 +1,89 @@
+"""Find the router that belongs to a group of experts: a sibling by name that emits one value per expert.
+
+Order of registration differs between model families, so only name and shape count. The gate of a shared expert is no
+router: it emits one value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from lightning_moe_ckpt.operators._children import child_slots, own_parameters
+from lightning_moe_ckpt.operators._parameters import ParameterIndex
+
+_ROUTER = re.compile(r"(^|_)(router|gate|gates|gating|wg|classifier|switch)(_|$|\d)")
+_NOT_ROUTER = re.compile(r"shared|proj")
+_BIAS = re.compile(r"bias")
+_MAX_CLIMB = 2
+
+
+def find_block(
+    root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex
+) -> tuple[str, tuple[str, ...]] | None:
+    """The MoE block around a module of experts, and its router's parameters.
+
+    Experts often sit in a wrapper (`experts.local_experts`), so two levels are searched, but only through modules
+    that are called after experts.
+
+    Returns:
+        Name of the block and names of the router's parameters, or `None` if there is no router.
+    """
+    child_fqn = experts_fqn
+    for _ in range(_MAX_CLIMB):
+        if not child_fqn:
+            return None
+        block_fqn, _, child = child_fqn.rpartition(".")
+        block = root.get_submodule(block_fqn)
+        router = tuple(_router_params(block, block_fqn, child, num_experts, index))
+        if router:
+            return block_fqn, router
+        if "expert" not in block_fqn.rpartition(".")[2]:
+            return None
+        child_fqn = block_fqn
+    return None
+
+
+def is_shared(fqn: str) -> bool:
+    """Whether a module is one of the experts every token visits; their wrapper may carry the name."""
+    return any("shared" in part.lower() for part in fqn.split(".")[-2:])
+
+
+def find_top_k(*modules: nn.Module) -> int | None:
+    """Experts per token, from the usual attributes."""
+    for module in modules:
+        for attribute in ("top_k", "num_experts_per_tok", "moe_top_k"):
+            value = getattr(module, attribute, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def _router_params(
+    block: nn.Module, block_fqn: str, experts: str, num_experts: int, index: ParameterIndex
+) -> Iterator[str]:
+    own = list(own_parameters(block).items())
+    named = [(n, p) for n, p in own if _is_router_name(n) and num_experts in p.shape]
+    modules = [
+        child
+        for name, child in child_slots(block).items()
+        if child is not None and name != experts and _is_router_name(name) and _emits(child, num_experts)
+    ]
+    if not named and not modules:
+        return
+    prefix = f"{block_fqn}." if block_fqn else ""
+    # A correction bias beside the router steers the choice of experts: it belongs to it.
+    named += [(n, p) for n, p in own if _BIAS.search(n) and p.numel() == num_experts and f"{prefix}{n}" in index.params]
+    yield from dict.fromkeys(index.name(p) for _, p in named)
+    for child in modules:
+        yield from dict.fromkeys(index.name(p) for p in child.parameters())
+
+
+def _is_router_name(name: str) -> bool:
+    return bool(_ROUTER.search(name.lower())) and not _NOT_ROUTER.search(name.lower())
+
+
+def _emits(module: nn.Module, num_experts: int) -> bool:
+    return any(p.ndim == 2 and num_experts in p.shape for p in module.parameters())

@@ -1,0 +1,67 @@
+"""Where each parameter's gradient lies in a flat buffer that is cut into buckets.
+
+All gradients of one kind (same group, dtype, device) form one flat vector, in reverse order of registration, which is
+about the order in which backward finishes them. The vector is cut every `bucket_numel` elements whatever the
+parameters' borders, so a bucket never outgrows its size however large a stacked expert tensor is.
+
+Invariant: the layout is a pure function of names, shapes and sizes. It knows nothing of which gradients exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """The interval `[start, stop)` of one parameter in the flat vector, and the buckets it touches."""
+
+    start: int
+    stop: int
+    buckets: range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketLayout:
+    """A flat vector of `numel` elements cut into `bucket_numel` pieces; only the last may be shorter."""
+
+    slots: dict[str, Slot]
+    """By name, in the order of the vector."""
+    numel: int
+    bucket_numel: int
+
+    def interval(self, bucket: int) -> tuple[int, int]:
+        """First element of a bucket and one past its last."""
+        start = bucket * self.bucket_numel
+        return start, min(start + self.bucket_numel, self.numel)
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets the vector is cut into."""
+        return -(-self.numel // self.bucket_numel)
+
+
+def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int) -> BucketLayout:
+    """Lay out parameters given in order of registration.
+
+    Args:
+        numels: elements of each parameter.
+        bucket_numel: about how many elements a bucket has.
+        multiple: bucket sizes are multiples of this, the size of the group, so that chunks are equal.
+
+    Returns:
+        The layout; the vector is padded to a multiple of `multiple`.
+    """
+    bucket_numel = _round_up(max(bucket_numel, 1), multiple)
+    slots: dict[str, Slot] = {}
+    start = 0
+    for name, numel in reversed(list(numels.items())):
+        stop = start + numel
+        slots[name] = Slot(start=start, stop=stop, buckets=range(start // bucket_numel, -(-stop // bucket_numel)))
+        start = stop
+    return BucketLayout(slots=slots, numel=_round_up(start, multiple), bucket_numel=bucket_numel)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,68 @@
+"""One lane for collectives beside the training thread: first in, first out.
+
+Ranks must enter the collectives of a group in the same order. A queue that only one worker empties keeps the order of
+submission, whatever the order in which the network completes things. On CPU the worker is a thread (gloo waits
+without the GIL); on CUDA it is a side stream, so nothing waits on the host.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+Work = Callable[[], Tensor]
+
+
+class Lane:
+    """Runs `work` after `work`; starts nothing before the first `submit`."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Work, Future[Tensor]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def submit(self, work: Work, device: torch.device) -> Future[Tensor]:
+        """Queue `work`, which reads and writes memory that the caller leaves alone until the future is done.
+
+        Returns:
+            A future of what `work` returns. Its `wait` raises what `work` raised.
+        """
+        if device.type == "cuda":
+            return self._enqueue_on_stream(work, device)
+        if self._thread is None:
+            # Daemon: a collective whose peer died must not keep this process from ending.
+            self._thread = threading.Thread(target=self._drain, name="gradient-reduction", daemon=True)
+            self._thread.start()
+        future: Future[Tensor] = Future()
+        self._jobs.put((work, future))
+        return future
+
+    def close(self) -> None:
+        """End the worker after the jobs it has. Does not wait for one that hangs."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=5)
+            self._thread = None
+
+    def _enqueue_on_stream(self, work: Work, device: torch.device) -> Future[Tensor]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        future: Future[Tensor] = Future(devices=[device])
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            future.set_result(work())  # remembers this stream; `wait` makes the waiting stream wait for it
+        return future
+
+    def _drain(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, future = job
+            try:
+                with torch.no_grad():
+                    future.set_result(work())
+            except Exception as error:  # noqa: BLE001  # thread entry: the waiter raises it
+                future.set_exception(error)  # type: ignore[arg-type]  # its stub says the result type

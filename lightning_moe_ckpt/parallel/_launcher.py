@@ -1,0 +1,165 @@
+"""Fork a world of ranks from this process and collect what each returns.
+
+Importing torch takes seconds, forking a process that has imported it milliseconds, so the ranks are forked. The
+parent must not have started threads it shares with its children (a process group, a CUDA context) before. The
+environment of a rank looks as under torchrun, so that Lightning joins the world instead of launching one.
+
+The store is hosted by rank 0 on a port the system chooses; no port is guessed, so worlds never collide.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from multiprocessing.queues import SimpleQueue
+from typing import Generic, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+T = TypeVar("T")
+
+_FORK = multiprocessing.get_context("fork")
+_HOST = "127.0.0.1"
+
+
+class WorldFailed(RuntimeError):
+    """A rank raised, died or was too late; the other ranks were killed. The message holds the rank's traceback."""
+
+
+def run_world(
+    world_size: int,
+    work: Callable[[int], T],
+    *,
+    timeout: timedelta = timedelta(seconds=60),
+    process_group: bool = True,
+) -> list[T]:
+    """Run `work(rank)` in forked processes.
+
+    Args:
+        world_size: how many.
+        work: anything callable, closures included; what it returns must pickle.
+        timeout: limit for the whole world; its stacks go to stderr shortly before.
+        process_group: whether to initialise gloo first. Lightning initialises its own.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        WorldFailed: a rank raised, died or was too late.
+    """
+    world = _World(world_size, work, timeout, process_group, _FORK.SimpleQueue())
+    ranks = [_Rank(rank, world) for rank in range(world_size)]
+    patience = 0.0  # after a failure the others wait for the one that failed
+    try:
+        results = _collect(ranks, time.monotonic() + timeout.total_seconds())
+        patience = 5.0
+        return results
+    finally:
+        for rank in ranks:
+            rank.end(patience)
+
+
+@dataclass(frozen=True)
+class _World(Generic[T]):
+    size: int
+    work: Callable[[int], T]
+    timeout: timedelta
+    process_group: bool
+    port: SimpleQueue[int]
+
+
+class _Rank(Generic[T]):
+    """One forked process and the pipe its result comes through."""
+
+    def __init__(self, rank: int, world: _World[T]) -> None:
+        self.rank = rank
+        self.pipe, child = _FORK.Pipe(duplex=False)
+        self.process: ForkProcess = _FORK.Process(target=_child, args=(rank, world, child))
+        self.process.start()
+        child.close()  # else the end of the child would not be seen as the end of the pipe
+
+    def receive(self) -> T:
+        try:
+            succeeded, result = pickle.loads(self.pipe.recv_bytes())  # noqa: S301  # from our own child
+        except EOFError:
+            self.process.join()
+            succeeded, result = False, f"ended with exit code {self.process.exitcode} and no result"
+        if not succeeded:
+            raise WorldFailed(f"rank {self.rank}: {result}")
+        return cast("T", result)
+
+    def end(self, patience: float) -> None:
+        """Wait `patience` seconds for the process to leave by itself, then make it end."""
+        self.process.join(timeout=patience)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _collect(ranks: list[_Rank[T]], deadline: float) -> list[T]:
+    results: dict[int, T] = {}
+    waiting: dict[object, _Rank[T]] = {rank.pipe: rank for rank in ranks}
+    while waiting:
+        ready = wait([rank.pipe for rank in waiting.values()], timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise WorldFailed(f"ranks {sorted(rank.rank for rank in waiting.values())} did not finish in time")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            results[rank.rank] = rank.receive()
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _child(rank: int, world: _World[T], pipe: Connection) -> None:
+    faulthandler.dump_traceback_later(0.9 * world.timeout.total_seconds())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    try:
+        store = _join_store(rank, world.size, world.port)
+        if world.process_group:
+            dist.init_process_group("gloo", timeout=world.timeout)
+        _send(pipe, succeeded=True, result=world.work(rank))
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 hosts the store: leave together
+            dist.destroy_process_group()
+        del store
+    except BaseException:  # noqa: BLE001  # process entry: the parent reports it
+        _send(pipe, succeeded=False, result=traceback.format_exc())
+        os._exit(1)  # without the exit hooks of the parent's libraries, which may wait for peers
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _send(pipe: Connection, *, succeeded: bool, result: object) -> None:
+    # Not `pipe.send`: torch would send tensors as handles to memory that ends with this process.
+    pipe.send_bytes(pickle.dumps((succeeded, result)))
+
+
+def _join_store(rank: int, world_size: int, port: SimpleQueue[int]) -> Store | None:
+    store = None
+    if rank == 0:
+        store = TCPStore(_HOST, 0, world_size, is_master=True, wait_for_workers=False)
+        for _ in range(world_size):
+            port.put(store.port)
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": port.get(),
+        "TORCHELASTIC_RUN_ID": "forked",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    return store

@@ -1,0 +1,283 @@
+"""Reduce gradients over the ranks that share a parameter, with bits that no bucket, freeze or restart can change.
+
+Hooks copy each finished gradient into a static flat buffer; full buckets are reduced beside the rest of the backward
+pass, strictly in one order on all ranks. A gradient that never comes (frozen, unused, on this rank only) counts as
+zero, and stays `None` only if no replica had one.
+
+* Replicated parameters: the mean over all ranks.
+* Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the world size, because
+  the tokens of all ranks have reached the expert already.
+
+Invariant: what is sent, and in which order, depends on the layout alone; what exists decides only about zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel._buckets import BucketLayout, Slot, plan_buckets
+from lightning_moe_ckpt.parallel._exchange import StepExchange
+from lightning_moe_ckpt.parallel._groups import ParallelGroups
+from lightning_moe_ckpt.parallel._lane import Lane
+from lightning_moe_ckpt.parallel._ordered import ordered_all_reduce, plain_all_reduce
+
+log = logging.getLogger(__name__)
+
+ReductionMode = Literal["ordered", "allreduce"]
+_REDUCE: dict[ReductionMode, Callable[..., Tensor]] = {"ordered": ordered_all_reduce, "allreduce": plain_all_reduce}
+
+
+@dataclass(kw_only=True, eq=False)
+class _Bucket:
+    flat: Tensor
+    scratch: Tensor
+    """As long as the bucket, shared by all: one bucket is reduced at a time."""
+    group: dist.ProcessGroup
+    complete_at: int
+    """Position, in reverse order of registration, of the last parameter it waits for."""
+    num_slots: int = 0
+    pending: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Gradient:
+    """One parameter, the place of its gradient in the flat vector, and the buckets that wait for it."""
+
+    fqn: str
+    parameter: nn.Parameter
+    flat: Tensor
+    buckets: list[_Bucket]
+    ready: bool = False
+    hook: RemovableHandle | None = field(default=None, repr=False)
+
+    def fill(self) -> None:
+        """Copy in, or zero. `flat` is ours until its buckets are launched."""
+        grad = self.parameter.grad
+        if grad is None:
+            self.flat.zero_()
+        elif grad.is_sparse:
+            raise ConfigurationError(
+                f"`{self.fqn}` has a sparse gradient, which cannot be reduced in a static bucket. "
+                "Build its module with `sparse=False`."
+            )
+        else:
+            self.flat.copy_(grad.detach())
+
+    def write_back(self) -> None:
+        if self.parameter.grad is None:
+            self.parameter.grad = self.flat.clone()  # not a view: the buffer is overwritten in the next step
+        else:
+            self.parameter.grad.copy_(self.flat)
+
+
+class GradientReducer:
+    """Averages gradients over ranks during backward.
+
+    Use, once per backward: `prepare(sync=...)`, backward, `finish()`. The gradients are reduced after `finish`.
+
+    Args:
+        named_parameters: all parameters, in the same order on every rank; only those that require a gradient on some
+            rank are reduced. One that requires a gradient later joins then, provided it does so on all ranks.
+        groups: this rank's place; in a world of one nothing is reduced.
+        is_expert_parallel: names of parameters whose experts differ between the ranks of an `expert` group.
+        bucket_nbytes: size of one message of the reduction.
+        mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over
+            the same static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`,
+            the set of parameters and the backend's choice of algorithm.
+        flags: names of integers that travel with the exchange of every reduction.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        groups: ParallelGroups,
+        is_expert_parallel: Collection[str] = (),
+        bucket_nbytes: int = 32 * 2**20,
+        mode: ReductionMode = "ordered",
+        flags: Iterable[str] = ("stop",),
+    ) -> None:
+        if mode not in _REDUCE:
+            raise ConfigurationError(f"`gradient_reduction={mode!r}` must be one of {sorted(_REDUCE)}.")
+        if bucket_nbytes < 1:
+            raise ConfigurationError(f"`bucket_nbytes={bucket_nbytes}` must be positive.")
+        self._parameters = dict(named_parameters)
+        self._groups = groups
+        self._sharded = frozenset(is_expert_parallel)
+        self._bucket_nbytes = bucket_nbytes
+        self._mode = mode
+        self._reduce = _REDUCE[mode]
+        self.flags: dict[str, int] = dict.fromkeys(flags, 0)
+        """This rank's values. Whoever owns a flag sets and clears it, a signal handler at any time."""
+        self.agreed: dict[str, int] = dict(self.flags)
+        """Maximum of each flag over all ranks, as of the last reduction."""
+        self._lane = Lane()
+        self._armed = False
+        self._gradients: dict[str, _Gradient] = {}
+        self._queue: list[_Bucket] = []
+        self._launched: list[Future[Tensor]] = []
+        self._unshared: list[str] = []
+        self._build()
+
+    @property
+    def armed(self) -> bool:
+        """Whether the running backward pass will be reduced over more than one rank."""
+        return self._armed
+
+    def prepare(self, *, sync: bool) -> None:
+        """Call before backward. With `sync=False`, while gradients accumulate, nothing is reduced."""
+        self._armed = sync and self._groups.world_size > 1
+        if not self._armed:
+            return
+        if any(p.requires_grad and fqn not in self._known for fqn, p in self._parameters.items()):
+            self._build()
+        self._launched.clear()
+        for bucket in self._queue:
+            bucket.pending = bucket.num_slots
+        for gradient in self._gradients.values():
+            gradient.ready = False
+            self._watch(gradient)
+        for gradient in self._gradients.values():
+            if not gradient.parameter.requires_grad:
+                self._contribute(gradient)  # it will not fire; do not let its bucket wait
+
+    def finish(self) -> None:
+        """Call after backward. Waits for the reduction and puts the result into `.grad`, then `agreed`.
+
+        Raises:
+            RuntimeError: a collective failed or timed out; the gradients are not usable.
+        """
+        if self._groups.world_size == 1:
+            self.agreed = dict(self.flags)
+        if not self._armed:
+            return
+        self._armed = False
+        present = {fqn: self._parameters[fqn].grad is not None for fqn in self._known}
+        for gradient in self._gradients.values():
+            if not gradient.ready:
+                self._contribute(gradient)
+        present, self.agreed = self._exchange.run(present, self.flags)  # while the last buckets travel
+        self._write_back(present)
+
+    def close(self) -> None:
+        """Remove the hooks and end the worker."""
+        for gradient in self._gradients.values():
+            if gradient.hook is not None:
+                gradient.hook.remove()
+                gradient.hook = None
+        self._lane.close()
+
+    # -- layout ------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Lay out what requires a gradient on any rank. Collective."""
+        self.close()
+        self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
+        self._gradients, self._queue, self._unshared = {}, [], []
+        if self._groups.world_size == 1:
+            return
+        order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
+        for (is_sharded, dtype, device), fqns in self._kinds().items():
+            group = self._groups.groups["expert_data" if is_sharded else "reduce"]
+            if group.size() == 1:
+                self._unshared += fqns
+                continue
+            layout = plan_buckets(
+                {fqn: self._parameters[fqn].numel() for fqn in fqns},
+                bucket_numel=self._bucket_nbytes // dtype.itemsize,
+                multiple=group.size(),
+            )
+            self._lay_out(layout, torch.zeros(layout.numel, dtype=dtype, device=device), group, order)
+        self._queue.sort(key=lambda bucket: bucket.complete_at)
+        self._exchange = StepExchange(
+            [fqn for fqn in self._parameters if fqn in self._known - self._sharded],
+            [fqn for fqn in self._parameters if fqn in self._known & self._sharded],
+            list(self.flags),
+            self._groups,
+        )
+        log.debug("gradient reduction %s: %d gradients in %d buckets", self._mode, len(self._known), len(self._queue))
+
+    def _agree_on_names(self) -> frozenset[str]:
+        own = [fqn for fqn, parameter in self._parameters.items() if parameter.requires_grad]
+        everyone: list[list[str]] = [[] for _ in range(self._groups.world_size)]
+        dist.all_gather_object(everyone, own, group=self._groups.group("control"))
+        return frozenset(name for names in everyone for name in names)
+
+    def _kinds(self) -> Mapping[tuple[bool, torch.dtype, torch.device], list[str]]:
+        kinds: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
+        for fqn, parameter in self._parameters.items():
+            if fqn in self._known:
+                kinds.setdefault((fqn in self._sharded, parameter.dtype, parameter.device), []).append(fqn)
+        return kinds
+
+    def _lay_out(self, layout: BucketLayout, flat: Tensor, group: dist.ProcessGroup, order: Mapping[str, int]) -> None:
+        scratch = torch.empty_like(flat[: layout.bucket_numel])
+        buckets = [
+            _Bucket(flat=flat[slice(*layout.interval(bucket))], scratch=scratch, group=group, complete_at=-1)
+            for bucket in range(layout.num_buckets)
+        ]
+        for fqn, slot in layout.slots.items():
+            self._gradients[fqn] = self._place(fqn, slot, flat, [buckets[bucket] for bucket in slot.buckets])
+            for bucket in slot.buckets:
+                buckets[bucket].num_slots += 1
+                buckets[bucket].complete_at = max(buckets[bucket].complete_at, order[fqn])
+        self._queue += buckets
+
+    def _place(self, fqn: str, slot: Slot, flat: Tensor, buckets: list[_Bucket]) -> _Gradient:
+        parameter = self._parameters[fqn]
+        view = flat[slot.start : slot.stop].view(parameter.shape)
+        return _Gradient(fqn=fqn, parameter=parameter, flat=view, buckets=buckets)
+
+    # -- one reduction -----------------------------------------------------------------------------------------------
+
+    def _watch(self, gradient: _Gradient) -> None:
+        """Hook a parameter once; a frozen one cannot be hooked before it is thawed."""
+        if gradient.hook is None and gradient.parameter.requires_grad:
+            gradient.hook = gradient.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _: self._on_gradient(gradient) if self._armed else None
+            )
+
+    def _on_gradient(self, gradient: _Gradient) -> None:
+        if gradient.ready:
+            raise ConfigurationError(
+                f"`{gradient.fqn}` got a gradient twice in one backward pass, after the first may have been sent. "
+                "Pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`, and call backward once per step."
+            )
+        self._contribute(gradient)
+
+    def _contribute(self, gradient: _Gradient) -> None:
+        gradient.fill()
+        gradient.ready = True
+        for bucket in gradient.buckets:
+            bucket.pending -= 1
+        while (position := len(self._launched)) < len(self._queue) and self._queue[position].pending == 0:
+            self._launched.append(self._launch(self._queue[position]))
+
+    def _launch(self, bucket: _Bucket) -> Future[Tensor]:
+        divisor = self._groups.world_size
+        return self._lane.submit(
+            lambda: self._reduce(bucket.flat, bucket.group, divisor=divisor, scratch=bucket.scratch),
+            device=bucket.flat.device,
+        )
+
+    def _write_back(self, present: Mapping[str, bool]) -> None:
+        for reduced in self._launched:
+            reduced.wait()
+        with torch.no_grad():
+            for fqn, gradient in self._gradients.items():
+                if present[fqn]:
+                    gradient.write_back()
+            for fqn in self._unshared:
+                grad = self._parameters[fqn].grad
+                if grad is not None:
+                    grad.div_(self._groups.world_size)

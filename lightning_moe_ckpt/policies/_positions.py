@@ -1,0 +1,122 @@
+"""Plans that expert-parallel ranks agree on although their experts differ.
+
+Ranks that share a reduction must capture a dense operator in the same slot, but rank 0's experts may be popular in
+another order than rank 1's. So what is planned is *positions*: dense operators and routers by name, and "the k-th
+least popular expert here" of each layer. The positions, their sizes and their order depend only on what all ranks
+know (counts summed over all ranks), so all make the same plan; each then puts its own experts into the positions.
+
+Source: DESIGN invariant 7; MoEvement (2024), Sec. 3.5, orders one rank's operators only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet
+from lightning_moe_ckpt.policies._base import Plan
+from lightning_moe_ckpt.policies._planner import PlanItem
+from lightning_moe_ckpt.policies._popularity import Order
+
+Counts = Tensor | Sequence[int]
+
+
+def positions(
+    operators: OperatorSet, counts: Counts, *, sizes: Mapping[str, tuple[int, int]], by: Order = "popularity"
+) -> list[PlanItem]:
+    """What to plan instead of operators; equal on all ranks if `counts` and `by` are.
+
+    Args:
+        operators: of this rank, possibly split.
+        counts: tokens per expert over all layers, summed over all ranks (frozen at the window's slot 0).
+        sizes: `(FULL, COMPUTE)` bytes of each operator. Experts of one layer must have equal sizes on all ranks.
+        by: order of capture, see `order`; only `popularity` looks at `counts`.
+    """
+    layers = _layers(operators, counts, by)
+    items = []
+    for i, (position, op) in enumerate(_assign(operators, layers)):
+        key = {"fixed": i, "back_to_front": -i}.get(by, _popularity(position, layers))
+        full_nbytes, compute_nbytes = sizes[op.name]
+        items.append(PlanItem(position.name, full_nbytes, compute_nbytes, key))
+    return items
+
+
+def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: Order = "popularity") -> Plan:
+    """The plan over operators of this rank, from the plan over positions.
+
+    Args:
+        plan: made of the positions of these operators.
+        operators: of this rank.
+        counts: the counts from which the positions were made.
+        by: the order with which they were made.
+
+    Raises:
+        ValueError: the plan does not name exactly the positions of these operators.
+    """
+    assigned = {position.name: op.name for position, op in _assign(operators, _layers(operators, counts, by))}
+    if set(plan.names) != set(assigned):
+        raise ValueError("The plan does not belong to these operators: it names other positions.")
+    return Plan(tuple(tuple(assigned[position] for position in slot) for slot in plan.slots))
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    name: str
+    layer: str | None = None
+    k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    ordered: list[int]
+    """Local experts, least popular first."""
+    keys: list[int]
+    """Tokens at each position, summed over the expert-parallel ranks."""
+
+
+def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tuple[_Position, Operator]]:
+    """Positions in the order of the model, each with the operator of this rank that takes it."""
+    local = {(layer.fqn, expert): k for layer in operators.layers for k, expert in enumerate(layer.local_expert_ids)}
+    pieces = {(op.layer, op.expert_idx, _piece(op)): op for op in operators}
+    for op in operators:
+        if op.layer is None or op.expert_idx is None:
+            yield _Position(op.name), op
+        else:
+            k = local[op.layer, op.expert_idx]
+            expert = layers[op.layer].ordered[k]
+            name = f"{op.layer}/position.{k}{_piece(op)}"
+            yield _Position(name, op.layer, k), pieces[op.layer, expert, _piece(op)]
+
+
+def _piece(op: Operator) -> str:
+    """What `split` appended to the name."""
+    _, mark, number = op.name.partition("#")
+    return mark + number
+
+
+def _popularity(position: _Position, layers: Mapping[str, _Layer]) -> float:
+    # Everything that every token uses comes after all experts.
+    return float("inf") if position.layer is None else layers[position.layer].keys[position.k]
+
+
+def _layers(operators: OperatorSet, counts: Counts, by: Order) -> dict[str, _Layer]:
+    values = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+    if len(values) != operators.num_experts:
+        raise ValueError(f"`counts` has {len(values)} entries for {operators.num_experts} experts.")
+    if by != "popularity":
+        values = [0] * len(values)
+    offsets = operators.count_offsets
+    return {
+        layer.fqn: _layer(layer, values[offsets[layer.fqn] :][: layer.num_experts], operators.ep_size)
+        for layer in operators.layers
+    }
+
+
+def _layer(layer: MoELayerSpec, counts_E: list[int], ep_size: int) -> _Layer:
+    ordered = sorted(layer.local_expert_ids, key=lambda expert: (counts_E[expert], expert))
+    parts = ep_size if layer.holders == "expert_data" else 1
+    each = layer.num_experts // parts
+    columns = zip(*(sorted(counts_E[r * each : (r + 1) * each]) for r in range(parts)), strict=True)
+    return _Layer(ordered, [sum(column) for column in columns])

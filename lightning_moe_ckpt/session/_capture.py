@@ -1,0 +1,332 @@
+"""The life of a window: boundaries are captured, sealed one batch later, and handed to the persist worker.
+
+At boundary t the slices of this slot are copied into a segment of the ring, overlapped with forward and backward of
+t+1; `fence` waits for the copies before the optimizer overwrites their sources; `seal` writes the journal at the next
+batch start. A window whose segments are all sealed is a generation. All ranks open windows together: one small
+exchange decides whether a window starts and whether storage takes it, so that no rank fills half a generation.
+
+Source: MoEvement (2024), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import RingFull
+from lightning_moe_ckpt.native import CopyEngine, Ticket
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._journal import Journal, JournalOverflow, encode_journal
+from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, WindowLayout, as_memoryview
+from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
+from lightning_moe_ckpt.session._ring import SegmentRing, Slot
+from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.storage import GenerationId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Window:
+    generation: GenerationId
+    first: int
+    layout: WindowLayout
+    persist: bool
+    spoiled: bool = False
+    """A segment could not be taken: the window runs to its end, so that ranks stay in step, but gives no generation."""
+    segments: list[SealedSegment] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    step: int
+    slot: Slot
+    layout: SlotLayout
+    ticket: Ticket
+    copies: list[tuple[Tensor, Tensor]]
+    versions: list[int]
+    outcome: Journal
+
+
+class CaptureSession:
+    """Captures windows for one life of a run.
+
+    Args:
+        epoch: number of this life.
+        exchange: control exchange between the ranks.
+        engine: copies device tensors to the ring.
+        worker: persists sealed segments.
+        stalls: where every wait is recorded.
+        make_ring: allocates a ring for a slot size in bytes and a window length in steps.
+        relayout: the plan in force with a larger journal capacity, in bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        exchange: Exchange,
+        engine: CopyEngine,
+        worker: PersistWorker,
+        stalls: StallMeter,
+        make_ring: Callable[[int, int], SegmentRing],
+        relayout: Callable[[int], WindowLayout],
+    ) -> None:
+        self._epoch, self._exchange, self._engine = epoch, exchange, engine
+        self._worker, self._stalls = worker, stalls
+        self._make_ring, self._relayout = make_ring, relayout
+        self._journal_nbytes = 0
+        self.failures: list[str] = []
+        """Why windows were spoiled; read and cleared by the owner, which reports them."""
+        self._layout: WindowLayout | None = None
+        self._ring: SegmentRing | None = None
+        self._window: _Window | None = None
+        self._pending: _Pending | None = None
+        self._complete: _Window | None = None
+        self.generations_complete = 0
+        self.windows_skipped = 0
+        self.segments_captured = 0
+        self.nbytes_captured = 0
+
+    @property
+    def layout(self) -> WindowLayout | None:
+        """The plan in force; `None` before the first."""
+        return self._layout
+
+    @property
+    def window_open(self) -> bool:
+        """Whether the next boundary belongs to a window that has started."""
+        return self._window is not None
+
+    def use_layout(self, layout: WindowLayout) -> bool:
+        """Put a plan in force from the next window on; `False` if it does not fit the ring."""
+        assert self._window is None
+        if self._ring is None:
+            self._ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
+        elif not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
+            log.warning(
+                "a new plan needs %d segments of %d bytes, more than the ring has; the old plan stays in force",
+                len(layout.slots),
+                layout.slot_nbytes,
+            )
+            return False
+        self._layout = layout
+        return True
+
+    def open_window(self, step: int) -> bool:
+        """Agree with all ranks to start a window whose slot 0 is boundary `step`."""
+        assert self._layout is not None
+        assert self._ring is not None
+        with self._stalls.measure("exchange"):
+            votes = self._exchange.gather(
+                [int(self._worker.idle), int(self._ring.has_room(len(self._layout.slots))), self._journal_nbytes]
+            )
+        # Everybody who is here has sealed the previous window: it is complete everywhere.
+        self._recycle()
+        self._grow_journal(max(vote[2] for vote in votes))
+        if not (all(vote[1] for vote in votes) or self._has_room_now()):
+            self.windows_skipped += 1
+            return False
+        idle = all(vote[0] for vote in votes)
+        self._start(step, persist=idle and not self._take_newest())
+        return True
+
+    def capture(self, step: int, outcome: Journal) -> None:
+        """Start copying the slot that boundary `step` takes; call right after the optimizer step."""
+        window, ring = self._window, self._ring
+        assert window is not None
+        assert ring is not None
+        if window.spoiled:
+            return
+        layout = window.layout.slots[step - window.first]
+        try:
+            slot = ring.acquire(window.generation, step)
+        except RingFull as error:
+            self._spoil(window, str(error))
+            return
+        copies = self._fill(layout, slot.view)
+        self._pending = _Pending(
+            step=step,
+            slot=slot,
+            layout=layout,
+            ticket=self._engine.submit(copies),
+            copies=copies,
+            versions=[source._version for source, _ in copies],
+            outcome=outcome,
+        )
+        self.segments_captured += 1
+        self.nbytes_captured += layout.segment.nbytes
+
+    def fence(self) -> None:
+        """Wait until the optimizer may overwrite what the newest capture reads."""
+        if self._pending is not None:
+            with self._stalls.measure("fence"):
+                self._engine.fence(self._pending.ticket)
+
+    def seal(self, start: Journal, *, step: int) -> None:
+        """Complete the capture of boundary `step` with the journal's start half; call at the next batch start."""
+        window, pending = self._window, self._pending
+        if window is None:
+            return
+        self._pending = None
+        if pending is not None and not window.spoiled:
+            self._seal_segment(window, pending, start)
+        if step == window.generation.step:
+            self._finish(window)
+
+    def _seal_segment(self, window: _Window, pending: _Pending, start: Journal) -> None:
+        assert self._ring is not None
+        with self._stalls.measure("journal"):
+            self._recapture_changed(pending)
+            try:
+                write_journal(pending.layout, pending.slot.view, {"outcome": pending.outcome, "start": start})
+            except JournalOverflow as error:
+                self._journal_nbytes = 2 * error.nbytes
+                self._spoil(window, str(error))
+                return
+        self._ring.seal(pending.slot)
+        segment = sealed_segment(pending.step, pending.layout, pending.slot.view, pending.ticket)
+        window.segments.append(segment)
+        if window.persist:
+            self._worker.add(window.generation, segment)
+
+    def abort_window(self) -> None:
+        """Forget the window being filled; every rank does so at the same boundary."""
+        if self._pending is not None:
+            self._engine.wait(self._pending.ticket)
+            self._pending = None
+        window, self._window = self._window, None
+        if window is None:
+            return
+        assert self._ring is not None
+        if window.persist:
+            self._worker.abandon(window.generation)
+        self._ring.abort_window(window.generation)
+
+    def close(self) -> None:
+        """Give the ring's memory back; nothing may be pending."""
+        if self._pending is not None:
+            self._engine.wait(self._pending.ticket)
+        if self._ring is not None:
+            self._ring.close(unlink=True)
+
+    # -- private
+
+    def _start(self, step: int, *, persist: bool) -> None:
+        assert self._layout is not None
+        assert self._ring is not None
+        generation = GenerationId(step=step + len(self._layout.slots) - 1, epoch=self._epoch)
+        self._window = _Window(generation=generation, first=step, layout=self._layout, persist=persist)
+        self._ring.begin_window(generation)
+        if persist:
+            self._begin_persist(self._window)
+
+    def _begin_persist(self, window: _Window) -> None:
+        assert self._ring is not None
+        self._ring.pin(window.generation)
+        self._worker.begin(
+            window.generation,
+            plan_hash=window.layout.plan_hash,
+            plan_json=window.layout.plan_json,
+            num_segments=len(window.layout.slots),
+            on_released=self._ring.unpin,
+        )
+
+    def _take_newest(self) -> bool:
+        """Storage is free everywhere: give it the newest complete generation, if it has not had it."""
+        newest = self._complete
+        if newest is None or newest.persist:
+            return False
+        newest.persist = True
+        self._begin_persist(newest)
+        for segment in newest.segments:
+            self._worker.add(newest.generation, segment)
+        return True
+
+    def _recycle(self) -> None:
+        if self._complete is not None and self._ring is not None:
+            self._ring.complete_everywhere(self._complete.generation)
+
+    def _has_room_now(self) -> bool:
+        """Recycling may have made room: ask again, once."""
+        assert self._layout is not None
+        assert self._ring is not None
+        return self._exchange.all_agree(self._ring.has_room(len(self._layout.slots)))
+
+    def _grow_journal(self, nbytes: int) -> None:
+        if nbytes > 0:
+            self._journal_nbytes = 0
+            self.use_layout(self._relayout(nbytes))
+
+    def _spoil(self, window: _Window, reason: str) -> None:
+        window.spoiled = True
+        self.failures.append(f"generation {window.generation.step} was not taken: {reason}")
+        if window.persist:
+            self._worker.abandon(window.generation)
+
+    def _finish(self, window: _Window) -> None:
+        assert self._ring is not None
+        self._window = None
+        if window.spoiled:
+            self._ring.abort_window(window.generation)
+            return
+        self._ring.finish_window(window.generation)
+        self._complete = window
+        self.generations_complete += 1
+
+    def _fill(self, layout: SlotLayout, view: Tensor) -> list[tuple[Tensor, Tensor]]:
+        with self._stalls.measure("buffers"):
+            # The next forward changes buffers before any fence: they are copied here and now.
+            copy_local(layout, view)
+        return record_copies(layout, view)
+
+    def _recapture_changed(self, pending: _Pending) -> None:
+        changed = [
+            copy for copy, version in zip(pending.copies, pending.versions, strict=True) if copy[0]._version != version
+        ]
+        if changed:
+            self._engine.wait(pending.ticket)
+            self._engine.wait(self._engine.submit(changed))
+
+
+def record_copies(layout: SlotLayout, view: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (live slice, place in the segment); the presence of optimizer state is written at once."""
+    copies = []
+    for each in layout.own:
+        place = layout.segment.view(view, each.name)
+        if each.key == PRESENT:
+            param = layout.view.params[each.part.piece.fqn]
+            place.fill_(int(layout.view.schema.has_state(param)))
+            continue
+        live = layout.view.live(each)
+        if live is not None:
+            copies.append((live, place))
+    return copies
+
+
+def copy_local(layout: SlotLayout, view: Tensor) -> None:
+    """Copy this rank's buffers into the segment, synchronously."""
+    for name, buffer in layout.view.buffers.items():
+        layout.segment.view(view, f"buffer/{name}").copy_(buffer)
+
+
+def write_journal(layout: SlotLayout, view: Tensor, journal: Journal) -> None:
+    """Put the journal in its record; the rest of the record stays as it is, its length comes first."""
+    place = layout.segment.view(view, JOURNAL)
+    payload = encode_journal(journal, place.numel())
+    place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+
+def sealed_segment(step: int, layout: SlotLayout, view: Tensor, ticket: Ticket | None) -> SealedSegment:
+    """What the persist worker needs of a sealed segment."""
+    layout.segment.write_header(view)
+    return SealedSegment(
+        step=step,
+        view=as_memoryview(view)[: layout.segment.nbytes],
+        entries=layout.entries(view),
+        ticket=ticket,
+    )

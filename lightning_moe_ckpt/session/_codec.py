@@ -1,0 +1,362 @@
+"""The journal's codec: plain values and tensors to bytes and back, equal in type and in every bit.
+
+A closed list of exact types is accepted; everything else is refused by name, so that nothing comes back as something
+merely similar. There is no pickle and no import by name: bytes from a file can only build values of the list below.
+
+Bytes, little endian::
+
+    u64 length of the JSON | u64 length of the array bytes | JSON, ASCII | bytes of all arrays, in order of appearance
+
+The JSON is `[version, node]`. A node is null, true, false, a string, an integer of 64 bits, or `[tag, ...]`::
+
+    i    larger integer: hex                      dt   torch dtype: name
+    f    float: `float.hex()`                     dv   torch device: text
+    n    float NaN: 16 hex digits                 sz   torch.Size: integers
+    s    string that UTF-8 cannot hold: hex       T    tensor: dtype, shape, device it came from
+    b    bytes: hex                               A    numpy array: dtype, shape
+    l t  list, tuple: nodes                       N    numpy scalar: dtype, hex of its bytes
+    e z  set, frozenset: nodes, sorted as text    E    enum member: registered name, node of its value
+    d o  dict, OrderedDict: [key, value] pairs    p    Path: node of its text
+    c    Counter: pairs                           td   timedelta: days, seconds, microseconds
+    x    defaultdict: name of its factory, pairs
+
+Invariant: one value has one encoding, and `decode` encodes what it read once more and compares the bytes. Duplicate
+keys, other spellings of a number, sets in another order and spare bytes therefore all fail in the same place.
+
+Not kept: that two places hold the same object, the memory layout of arrays, the device of a tensor (it returns on CPU).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import CodecError, Corrupt
+from lightning_moe_ckpt.session._codec_leaves import (
+    FACTORIES,
+    LEAF_READERS,
+    LEAF_WRITERS,
+    NUMPY_DTYPES,
+    TORCH_DTYPES,
+    TORCH_NAMES,
+    Node,
+    is_plain,
+    tensor_content,
+    tensor_refusal,
+)
+
+_VERSION = 1
+_LENGTHS = struct.Struct("<QQ")
+_MAX_DEPTH = 64
+_NATIVE_PATH = type(Path())
+_ENUMS: dict[str, type[Enum]] = {}
+
+
+def register_enum(cls: type[Enum]) -> type[Enum]:
+    """Allow members of `cls` in the journal; also usable as a class decorator.
+
+    A member travels as the qualified name of its class and its value. A file can name a registered class; it can
+    never load one.
+
+    Raises:
+        ValueError: another class was registered under the same name, or the class is local to a function.
+    """
+    name = _enum_name(cls)
+    if "<locals>" in name:
+        raise ValueError(f"`register_enum({name})`: another process cannot know a class inside a function.")
+    if _ENUMS.setdefault(name, cls) is not cls:
+        raise ValueError(f"`register_enum({name})`: another class has that name already.")
+    return cls
+
+
+def encode(value: object) -> bytes:
+    """Bytes of `value`. CUDA tensors are copied to the host, which waits for the device.
+
+    Raises:
+        CodecError: a part of `value` is not on the closed list; the message says where it sits and what it is.
+    """
+    return _Encoder().encode(value)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """The value that `encode` was given; tensors on the CPU, in memory of their own.
+
+    Raises:
+        Corrupt: `data` is not, byte for byte, something `encode` returns.
+        CodecError: `data` holds a member of an enum that this process has not registered.
+    """
+    view = memoryview(data).cast("B")
+    decoder = _Decoder(view)
+    try:
+        value = decoder.decode()
+        again = _Encoder(devices=decoder.devices).encode(value)
+    except CodecError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
+        raise Corrupt(f"A journal of {len(view)} bytes cannot be read: {error}. Use another copy.") from error
+    if again != view:
+        raise Corrupt(f"A journal of {len(view)} bytes is not in canonical form. Use another copy.")
+    return value
+
+
+def refusals(value: object) -> list[str]:
+    """What `encode` refuses in `value`, one line each with place and type; empty if `value` can be stored."""
+    encoder = _Encoder(collect=True)
+    encoder.node(value)
+    return encoder.refused
+
+
+class _Encoder:
+    """Builds the tree and gathers the arrays of one value.
+
+    Args:
+        collect: note refusals and go on, instead of raising the first.
+        devices: what to note as the devices of the tensors, in order; by default where they are.
+    """
+
+    def __init__(self, *, collect: bool = False, devices: Iterable[str] | None = None) -> None:
+        self.refused: list[str] = []
+        self._collect = collect
+        self._devices = iter(devices) if devices is not None else None
+        self._arrays: list[memoryview | bytes] = []
+        self._place: list[tuple[str, object]] = []
+        self._open: list[int] = []
+
+    def encode(self, value: object) -> bytes:
+        text = _dumps([_VERSION, self.node(value)]).encode("ascii")
+        lengths = _LENGTHS.pack(len(text), sum(len(array) for array in self._arrays))
+        return b"".join([lengths, text, *self._arrays])
+
+    def node(self, value: Any) -> Node:
+        kind = type(value)
+        leaf = LEAF_WRITERS.get(kind)
+        if leaf is not None:
+            return leaf(value)
+        writer = _WRITERS.get(kind)
+        if writer is not None:
+            return self._enter(writer, value)
+        if isinstance(value, Enum):
+            return self._enum(value)
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value)
+        return self.refuse(f"{kind.__module__}.{kind.__qualname__} is not a type that can be stored exactly")
+
+    def items(self, values: Iterable[Any]) -> list[Node]:
+        return [self._part("[{}]", index, item) for index, item in enumerate(values)]
+
+    def pairs(self, mapping: Mapping[Any, Any]) -> list[Node]:
+        return [[self.key(key), self._part("[{!r:.80}]", key, item)] for key, item in mapping.items()]
+
+    def key(self, value: Any) -> Node:
+        """Node of a dict key or set element. Tensors are hashed by identity, so they could not be found again."""
+        if _is_key(value):
+            return self._part("[key {!r:.80}]", value, value)
+        return self.refuse(f"{type(value).__qualname__} cannot be a key or the element of a set")
+
+    def array(self, content: memoryview | bytes) -> None:
+        self._arrays.append(content)
+
+    def device(self, tensor: Tensor) -> str:
+        return str(tensor.device) if self._devices is None else next(self._devices)
+
+    def refuse(self, reason: str) -> Node:
+        place = "".join(template.format(key) for template, key in self._place)
+        line = f"`value{place}`: {reason}"
+        if not self._collect:
+            raise CodecError(f"{line}. Keep plain values or tensors there, or leave it out of the state.")
+        self.refused.append(line)
+        return None
+
+    def _part(self, template: str, key: object, value: Any) -> Node:
+        self._place.append((template, key))  # turned into text only for a refusal
+        node = self.node(value)
+        self._place.pop()
+        return node
+
+    def _enter(self, writer: Callable[[_Encoder, Any], Node], value: Any) -> Node:
+        if id(value) in self._open:
+            return self.refuse("contains itself")
+        if len(self._open) >= _MAX_DEPTH:
+            return self.refuse(f"nested more than {_MAX_DEPTH} deep")
+        self._open.append(id(value))
+        node = writer(self, value)
+        self._open.pop()
+        return node
+
+    def _enum(self, member: Enum) -> Node:
+        name = _enum_name(type(member))
+        if _ENUMS.get(name) is not type(member):
+            return self.refuse(f"enum {name} is not registered")
+        return ["E", name, self._part(".value", None, member.value)]
+
+    def _numpy_scalar(self, value: np.generic) -> Node:
+        if not is_plain(value.dtype) or value.dtype.type is not type(value):
+            return self.refuse(f"numpy scalar of {value.dtype}, which is not a plain number")
+        return ["N", value.dtype.str, value.tobytes().hex()]
+
+
+class _Decoder:
+    """Rebuilds one value; raises almost anything on bytes that `encode` did not write."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.devices: list[str] = []
+        self._view = view
+        self._arrays = view[:0]
+
+    def decode(self) -> Any:
+        text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._view)
+        stop = _LENGTHS.size + text_nbytes
+        if stop + arrays_nbytes != len(self._view):
+            raise ValueError("the lengths at its start do not add up to its size")
+        self._arrays = self._view[stop:]
+        version, node = _loads(str(self._view[_LENGTHS.size : stop], "ascii"))
+        if version != _VERSION:
+            raise ValueError(f"format version {version!r} is not {_VERSION}")
+        value = self.value(node)
+        if len(self._arrays):
+            raise ValueError("array bytes are left over")
+        return value
+
+    def value(self, node: Node) -> Any:
+        if node is None or type(node) in {bool, int, str}:
+            return node
+        tag, *args = node
+        leaf = LEAF_READERS.get(tag)
+        return leaf(args) if leaf is not None else _READERS[tag](self, args)
+
+    def values(self, nodes: list[Node]) -> Iterator[Any]:
+        return map(self.value, nodes)
+
+    def pairs(self, nodes: list[Node]) -> Iterator[tuple[Any, Any]]:
+        return ((self.value(key), self.value(item)) for key, item in nodes)
+
+    def take(self, nbytes: int) -> memoryview:
+        """The next array; checked before anything of that size is allocated."""
+        if not 0 <= nbytes <= len(self._arrays):
+            raise ValueError("an array is larger than the bytes that are there")
+        taken, self._arrays = self._arrays[:nbytes], self._arrays[nbytes:]
+        return taken
+
+
+def _dumps(tree: Node) -> str:
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False)
+
+
+def _loads(text: str) -> Node:
+    return json.loads(text, parse_float=_no_such_token, parse_constant=_no_such_token, object_hook=_no_such_token)
+
+
+def _no_such_token(token: object) -> NoReturn:
+    raise ValueError(f"{token!r:.40} has no place in a journal")
+
+
+def _enum_name(cls: type[Enum]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_key(value: object) -> bool:
+    if type(value) in {tuple, frozenset}:
+        return all(map(_is_key, value))  # type: ignore[call-overload]  # both are iterable
+    return value is None or type(value) in _KEY_TYPES or isinstance(value, (Enum, np.generic))
+
+
+_KEY_TYPES = {*LEAF_WRITERS, _NATIVE_PATH, torch.dtype}
+
+
+def _write_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> Node:
+    tag = "e" if type(value) is set else "z"
+    return [tag, *sorted((encoder.key(item) for item in value), key=_dumps)]
+
+
+def _write_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> Node:
+    name = getattr(value.default_factory, "__name__", None)
+    if FACTORIES.get(name, encoder) is not value.default_factory:
+        return encoder.refuse(f"defaultdict of {value.default_factory!r:.80}, which is not a builtin type")
+    return ["x", name, *encoder.pairs(value)]
+
+
+def _write_torch_dtype(encoder: _Encoder, value: torch.dtype) -> Node:
+    if value not in TORCH_NAMES:
+        return encoder.refuse(f"{value} is not a supported dtype")
+    return ["dt", TORCH_NAMES[value]]
+
+
+def _write_tensor(encoder: _Encoder, value: Tensor) -> Node:
+    reason = tensor_refusal(value)
+    if reason is not None:
+        return encoder.refuse(reason)
+    encoder.array(tensor_content(value))
+    return ["T", TORCH_NAMES[value.dtype], list(value.shape), encoder.device(value)]
+
+
+def _write_array(encoder: _Encoder, value: np.ndarray[Any, Any]) -> Node:
+    if not is_plain(value.dtype):
+        return encoder.refuse(f"numpy array of {value.dtype}, which is not a plain number")
+    encoder.array(value.tobytes())
+    return ["A", value.dtype.str, list(value.shape)]
+
+
+def _read_tensor(decoder: _Decoder, args: list[Node]) -> Tensor:
+    name, shape, device = args
+    decoder.devices.append(str(torch.device(device)))
+    dtype = TORCH_DTYPES[name]
+    content = decoder.take(math.prod(shape) * dtype.itemsize)
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(content, np.uint8)
+    return tensor
+
+
+def _read_array(decoder: _Decoder, args: list[Node]) -> np.ndarray[Any, Any]:
+    name, shape = args
+    dtype = NUMPY_DTYPES[name]
+    content = decoder.take(math.prod(shape) * dtype.itemsize)
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+    return array
+
+
+def _read_enum(decoder: _Decoder, args: list[Node]) -> Enum:
+    name, node = args
+    if name not in _ENUMS:
+        raise CodecError(f"The journal holds a member of enum {name}. Call `register_enum` for it before the restore.")
+    return _ENUMS[name](decoder.value(node))
+
+
+_WRITERS: dict[type, Callable[[_Encoder, Any], Node]] = {
+    list: lambda encoder, value: ["l", *encoder.items(value)],
+    tuple: lambda encoder, value: ["t", *encoder.items(value)],
+    set: _write_set,
+    frozenset: _write_set,
+    dict: lambda encoder, value: ["d", *encoder.pairs(value)],
+    OrderedDict: lambda encoder, value: ["o", *encoder.pairs(value)],
+    Counter: lambda encoder, value: ["c", *encoder.pairs(value)],
+    defaultdict: _write_defaultdict,
+    _NATIVE_PATH: lambda encoder, value: ["p", encoder.node(str(value))],
+    torch.dtype: _write_torch_dtype,
+    Tensor: _write_tensor,
+    np.ndarray: _write_array,
+}
+_READERS: dict[str, Callable[[_Decoder, list[Node]], Any]] = {
+    "l": lambda decoder, args: list(decoder.values(args)),
+    "t": lambda decoder, args: tuple(decoder.values(args)),
+    "e": lambda decoder, args: set(decoder.values(args)),
+    "z": lambda decoder, args: frozenset(decoder.values(args)),
+    "d": lambda decoder, args: dict(decoder.pairs(args)),
+    "o": lambda decoder, args: OrderedDict(decoder.pairs(args)),
+    "c": lambda decoder, args: Counter(dict(decoder.pairs(args))),
+    "x": lambda decoder, args: defaultdict(FACTORIES[args[0]], decoder.pairs(args[1:])),
+    "p": lambda decoder, args: Path(decoder.value(*args)),
+    "T": _read_tensor,
+    "A": _read_array,
+    "E": _read_enum,
+}

@@ -1,0 +1,76 @@
+"""Small exchanges between all ranks, outside the training collectives.
+
+They carry a few integers or a journal-codec value, over the `control` group (gloo, CPU tensors), in an order that is
+the same on every rank. No pickle: `torch.distributed`'s object collectives would execute what a peer sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.session._codec import decode, encode
+
+
+class Exchange:
+    """Collectives on control values; every method must be called by all ranks.
+
+    Args:
+        groups: this rank's place; needs a `control` group when there is more than one rank.
+    """
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self._group = groups.group("control")
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides for all; always rank 0."""
+        return self._groups.rank == 0
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, by rank; all ranks must pass equally many."""
+        if self._group is None:
+            return [list(values)]
+        own = torch.tensor(list(values), dtype=torch.int64)
+        out = [torch.empty_like(own) for _ in range(self._groups.world_size)]
+        dist.all_gather(out, own, group=self._group)
+        return [each.tolist() for each in out]
+
+    def gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's CPU tensor, by rank; shapes and dtypes must agree."""
+        if self._group is None:
+            return [own]
+        out = [torch.empty_like(own) for _ in range(self._groups.world_size)]
+        dist.all_gather(out, own.contiguous(), group=self._group)
+        return out
+
+    def all_agree(self, flag: bool) -> bool:
+        """Whether every rank says yes."""
+        return all(row[0] for row in self.gather([int(flag)]))
+
+    def broadcast(self, value: object) -> object:
+        """The coordinator's value, on every rank."""
+        if self._group is None:
+            return value
+        payload = encode(value) if self.is_coordinator else b""
+        nbytes = self.gather([len(payload)])[0][0]
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if self.is_coordinator:
+            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0, group=self._group)
+        return decode(buffer.numpy().tobytes())
+
+    def gather_values(self, value: object) -> list[object]:
+        """Every rank's value, by rank."""
+        if self._group is None:
+            return [value]
+        payload = encode(value)
+        sizes = [row[0] for row in self.gather([len(payload)])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = self.gather_tensor(padded)
+        return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]

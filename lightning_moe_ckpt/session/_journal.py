@@ -1,0 +1,63 @@
+"""The journal record of a segment: a length, then one codec value, in a record of fixed capacity.
+
+The capacity is fixed because a segment's header is written once per plan. A journal that outgrows it spoils one
+window, and the next plan reserves twice what was needed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.session._codec import decode, encode
+
+Journal = dict[str, Any]
+
+_LENGTH = struct.Struct("<Q")
+
+
+class JournalOverflow(Exception):  # noqa: N818  # never leaves the session, which turns it into a report
+    """A journal is larger than its record.
+
+    Attributes:
+        nbytes: what it needs.
+    """
+
+    def __init__(self, nbytes: int, capacity: int) -> None:
+        super().__init__(
+            f"the step journal takes {nbytes} bytes, its record holds {capacity}; the next plan reserves more"
+        )
+        self.nbytes = nbytes
+
+
+def encode_journal(journal: Journal, capacity: int) -> bytes:
+    """The bytes to put at the start of a record of `capacity` bytes.
+
+    Raises:
+        JournalOverflow: they do not fit.
+        CodecError: a value in the journal cannot be stored exactly.
+    """
+    payload = encode(journal)
+    nbytes = _LENGTH.size + len(payload)
+    if nbytes > capacity:
+        raise JournalOverflow(nbytes, capacity)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode_journal(record_U8: Tensor) -> Journal:
+    """The journal in a record.
+
+    Raises:
+        Corrupt: the length or the value is not what was written.
+    """
+    data = record_U8.numpy().tobytes()
+    (length,) = _LENGTH.unpack_from(data)
+    if length > len(data) - _LENGTH.size:
+        raise Corrupt(f"journal: its length {length} exceeds its record of {len(data)} bytes. Use an older generation.")
+    journal = decode(data[_LENGTH.size : _LENGTH.size + length])
+    if not isinstance(journal, dict):
+        raise Corrupt(f"journal: found a {type(journal).__name__}, wanted a dict. Use an older generation.")
+    return journal

@@ -1,0 +1,245 @@
+"""Which bytes of which tensor lie where in a segment, computed alike by the writer and by every reader.
+
+A segment has three regions: records held by the whole world, records held by the ranks that share this rank's
+experts, and what belongs to this rank alone (buffers, journal). A record is cut into parts with exactly one writer
+each. Since the layout is a pure function of plan, operators and groups, a reader knows every writer's layout and can
+take a whole region from a broadcast without a description of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import RecordPiece, assign_writers
+from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, TensorSpec, dtype_code
+
+REGIONS = ("world", "expert_data")
+JOURNAL = "journal"
+PRESENT = "present"
+PARAM = "param"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of one record, written by one rank."""
+
+    operator: str
+    kind: RecordKind
+    piece: ParamSlice
+    writer: int
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of this part's tensors, in global coordinates."""
+        return f"{self.kind.value}/{self.piece.fqn}/{self.piece.global_start}+{self.piece.numel}"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a part."""
+
+    part: Part
+    key: str
+    """`param`, `present`, or a key of the optimizer's state."""
+    dtype: torch.dtype
+    per_element: bool
+
+    @property
+    def name(self) -> str:
+        """Name in the segment's header."""
+        return f"{self.part.prefix}/{self.key}"
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype in the segment."""
+        return TensorSpec(self.name, self.dtype, (self.part.piece.numel,) if self.per_element else (1,))
+
+
+class StateView:
+    """Live parameters, buffers and optimizer state by name, and the fields that records of them have.
+
+    Args:
+        module: holds the parameters and buffers.
+        operators: what was found in it.
+        schema: the optimizer's state.
+        compute_dtypes: precision of COMPUTE by parameter; a parameter not named keeps its own.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        operators: OperatorSet,
+        schema: StateSchema,
+        compute_dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self.module, self.operators, self.schema = module, operators, schema
+        self.params = dict(module.named_parameters())
+        self.buffers = dict(module.named_buffers())
+        self.compute_dtypes = dict(compute_dtypes)
+
+    def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
+        """The same live state, cut into other operators and stored at other precisions."""
+        return StateView(self.module, operators, self.schema, compute_dtypes)
+
+    def fields(self, part: Part) -> Iterator[Field]:
+        """Tensors of one part, in the order in which they are stored."""
+        param = self.params[part.piece.fqn]
+        if part.kind is RecordKind.COMPUTE:
+            yield Field(part, PARAM, self.compute_dtypes.get(part.piece.fqn, param.dtype), per_element=True)
+            return
+        yield Field(part, PRESENT, torch.uint8, per_element=False)
+        yield Field(part, PARAM, param.dtype, per_element=True)
+        for entry in self.schema.entries(param):
+            yield Field(part, entry.key, entry.dtype, per_element=entry.per_element)
+
+    def live(self, field: Field) -> Tensor | None:
+        """The live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
+        param = self.params[field.part.piece.fqn]
+        if field.key == PARAM:
+            return param.detach().view(-1)[field.part.piece.start : field.part.piece.stop]
+        state = self.schema.get_state(param, field.key)
+        if state is None:
+            return None
+        flat = state.detach().view(-1)
+        return flat[field.part.piece.start : field.part.piece.stop] if field.per_element else flat
+
+    def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
+        """Bytes of one record, over all its writers, without alignment."""
+        return sum(s.numel * self.bytes_per_element(s.fqn, kind) for s in operator.slices)
+
+    def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
+        """Bytes that a record of `kind` takes per element of the parameter."""
+        param = self.params[fqn]
+        if kind is RecordKind.COMPUTE:
+            return self.compute_dtypes.get(fqn, param.dtype).itemsize
+        state = sum(e.dtype.itemsize for e in self.schema.entries(param) if e.per_element)
+        return param.element_size() + state
+
+
+def region_parts(
+    operators: Iterable[tuple[Operator, RecordKind]], region: str, view: StateView, groups: ParallelGroups
+) -> list[Part]:
+    """All parts of one region over all its writers, in the order in which they are stored."""
+    ranks = groups.ranks("expert_data") if region == "expert_data" else groups.ranks("world")
+    pieces: list[RecordPiece[tuple[str, RecordKind]]] = [
+        RecordPiece(record=(op.name, kind), piece=piece, nbytes_per_element=view.bytes_per_element(piece.fqn, kind))
+        for op, kind in operators
+        if op.holders == region
+        for piece in op.slices
+    ]
+    return [
+        Part(operator=p.record[0], kind=p.record[1], piece=p.piece, writer=p.writer)
+        for p in assign_writers(pieces, ranks)
+    ]
+
+
+class SlotLayout:
+    """Layout of one slot of a plan: every writer's regions, and this rank's whole segment.
+
+    Args:
+        full: names of the operators whose FULL record this slot takes.
+        compute: names of those of which it takes COMPUTE.
+        view: live state.
+        groups: who holds what.
+        journal_nbytes: capacity of the journal record.
+    """
+
+    def __init__(
+        self, full: Sequence[str], compute: Sequence[str], view: StateView, groups: ParallelGroups, journal_nbytes: int
+    ) -> None:
+        self.view, self.groups = view, groups
+        chosen = [(view.operators[n], RecordKind.FULL) for n in full]
+        chosen += [(view.operators[n], RecordKind.COMPUTE) for n in compute]
+        self.parts = {region: region_parts(chosen, region, view, groups) for region in REGIONS}
+        local = [TensorSpec(f"buffer/{n}", b.dtype, tuple(b.shape)) for n, b in view.buffers.items()]
+        local.append(TensorSpec(JOURNAL, torch.uint8, (journal_nbytes,)))
+        self.own = [f for region in REGIONS for f in self.fields(region, groups.rank)]
+        self._local = [spec.name for spec in local]
+        self.segment = SegmentLayout([f.spec for f in self.own] + local, metadata={"format": "lightning-moe-ckpt"})
+
+    def fields(self, region: str, writer: int) -> list[Field]:
+        """What `writer` stores in `region`, in order."""
+        return [f for part in self.parts[region] if part.writer == writer for f in self.view.fields(part)]
+
+    def region(self, region: str, writer: int) -> SegmentLayout | None:
+        """Layout of one writer's region alone; `None` if it stores nothing there."""
+        specs = [f.spec for f in self.fields(region, writer)]
+        return SegmentLayout(specs, metadata={}) if specs else None
+
+    def entries(self, buffer: Tensor) -> list[RecordEntry]:
+        """What the marker says of the records in `buffer`; digests are filled in when the bytes are final."""
+        found = [self._entry(field, buffer) for field in self.own]
+        return found + [self._local_entry(name) for name in self._local]
+
+    def _entry(self, field: Field, buffer: Tensor) -> RecordEntry:
+        part, span = field.part, self.segment.spans[field.name]
+        is_state = field.key not in (PARAM, PRESENT)
+        present = not is_state or bool(self.segment.view(buffer, f"{part.prefix}/{PRESENT}").item())
+        return RecordEntry(
+            name=field.name,
+            operator=part.operator,
+            kind=part.kind.value,
+            fqn=part.piece.fqn,
+            state_key=field.key,
+            dtype=dtype_code(field.dtype),
+            global_shape=part.piece.global_shape if field.per_element else (),
+            global_start=part.piece.global_start if field.per_element else 0,
+            numel=part.piece.numel if field.per_element else 1,
+            offset=span.offset,
+            nbytes=span.nbytes,
+            digest="",
+            present=present,
+        )
+
+    def _local_entry(self, name: str) -> RecordEntry:
+        span = self.segment.spans[name]
+        kind, _, fqn = name.partition("/")
+        return RecordEntry(
+            name=name,
+            operator="",
+            kind=kind,
+            fqn=fqn,
+            state_key="",
+            dtype=dtype_code(span.dtype),
+            global_shape=span.shape,
+            global_start=0,
+            numel=math.prod(span.shape),
+            offset=span.offset,
+            nbytes=span.nbytes,
+            digest="",
+        )
+
+
+@dataclass(kw_only=True)
+class WindowLayout:
+    """A plan made concrete: where every byte of every slot lies."""
+
+    plan_hash: str
+    """Equal on all ranks."""
+    record: dict[str, Any]
+    """What a later life needs to lay the window out again; JSON values, equal on all ranks."""
+    slots: list[SlotLayout]
+
+    @property
+    def plan_json(self) -> str:
+        """`record` as canonical text."""
+        return json.dumps(self.record, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the largest segment."""
+        return max(slot.segment.nbytes for slot in self.slots)
+
+
+def as_memoryview(buffer_U8: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, without a copy."""
+    return memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers

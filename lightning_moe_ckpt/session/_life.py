@@ -1,0 +1,408 @@
+"""One life of a run: from finding what to resume, over replay and capture, to the last durable byte.
+
+Everything here is independent of Lightning; the callbacks call one method per hook. All methods are called from the
+training thread, by every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.native import create_engine
+from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.session._capture import CaptureSession, copy_local, record_copies, sealed_segment, write_journal
+from lightning_moe_ckpt.session._codec import encode
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._journal import Journal
+from lightning_moe_ckpt.session._layout import StateView, WindowLayout
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_layout, lay_out
+from lightning_moe_ckpt.session._replay import Replay
+from lightning_moe_ckpt.session._restore import Found, Runs
+from lightning_moe_ckpt.session._ring import SegmentRing
+from lightning_moe_ckpt.session._shm import shared_name
+from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.storage import GenerationId
+
+log = logging.getLogger(__name__)
+
+Resume = Literal["auto", "must", "never"]
+
+RING_GENERATIONS = 3
+"""Snapshot, persist and recovery each hold one: the ring never runs out, however slow storage is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeConfig:
+    """Where a run's checkpoints live and how it resumes."""
+
+    url: str
+    keep: int = 2
+    """Committed generations kept."""
+    resume: Resume = "auto"
+    storage_options: Mapping[str, Any] | None = None
+    commit_timeout: timedelta = timedelta(seconds=120)
+    """How long a generation may take to become durable at start and end, when training waits for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Figures of one life, on this rank."""
+
+    steps: int
+    """Optimizer steps taken in this life, replayed ones included."""
+    window: int
+    """Steps per generation; 0 before the first plan."""
+    nbytes_per_step: float
+    """Mean bytes of the segments taken."""
+    dense_nbytes: int
+    """Bytes of a snapshot of everything on this rank."""
+    stall_seconds: dict[str, float]
+    """Seconds that training waited, by cause."""
+    seconds: float
+    """Wall time since the first batch of this life."""
+    generations_complete: int
+    generations_committed: int
+    windows_skipped: int
+    resumed_from: int | None
+    """Boundary at which this life became, or will become, dense again; `None` for a fresh start."""
+    replayed_steps: int
+    replay_mismatches: int
+    restore_seconds: float
+    """From the start of `fit` to the first slot loaded."""
+
+    @property
+    def stall_seconds_per_step(self) -> float:
+        """Mean wait per optimizer step."""
+        return sum(self.stall_seconds.values()) / max(1, self.steps)
+
+    @property
+    def checkpoint_share(self) -> float:
+        """Part of the wall time that training waited for checkpoints."""
+        return sum(self.stall_seconds.values()) / self.seconds if self.seconds else 0.0
+
+
+class Life:
+    """Checkpointing of one `fit`.
+
+    Args:
+        config: where and how.
+        policy: what is taken when.
+        module: the module being trained.
+        schema: its optimizer's state.
+        groups: this rank's place in the world.
+        autocast_dtype: low precision of forward under autocast, `None` without.
+        may_skip: whether `requires_grad` may be toggled in replay.
+    """
+
+    def __init__(
+        self,
+        config: LifeConfig,
+        *,
+        policy: WindowPolicy,
+        module: torch.nn.Module,
+        schema: StateSchema,
+        groups: ParallelGroups,
+        autocast_dtype: torch.dtype | None,
+        may_skip: bool,
+    ) -> None:
+        self._config, self._policy, self._groups, self._may_skip = config, policy, groups, may_skip
+        self._operators = discover(module, ep_size=groups.ep_size)
+        self._view = StateView(module, self._operators, schema, {})
+        self._exchange = Exchange(groups)
+        self._counter = LoadCounter(self._operators, module)
+        self._planner = Planner(policy, self._view, groups, self._exchange, self._counter, autocast_dtype, module)
+        self._stalls = StallMeter()
+        self._runs: Runs | None = None
+        self._worker: PersistWorker | None = None
+        self._capture: CaptureSession | None = None
+        self._engine = create_engine(next(iter(self._view.params.values())).device)
+        self._found: Found | None = None
+        self._replay: Replay | None = None
+        self._replay_layout: WindowLayout | None = None
+        self._steps = self._replayed = self._mismatches = self._committed = 0
+        self._restore_seconds = 0.0
+        self._first_batch: float | None = None
+        self._last_window: int | None = None
+
+    # -- start
+
+    def begin(self) -> Journal | None:
+        """Open the run and load what it can resume from.
+
+        Returns:
+            The start half of the boundary to continue from; `None` for a fresh start.
+        """
+        started = time.perf_counter()
+        fingerprint = f"{self._operators.fingerprint()}-{self._view.schema.fingerprint()}"
+        self._runs = Runs(self._config.url, self._config.storage_options, self._exchange, self._groups)
+        self._found = self._runs.open(resume=self._config.resume, fingerprint=fingerprint)
+        self._worker = PersistWorker(
+            self._runs.store,
+            rank=self._groups.rank,
+            world_size=self._groups.world_size,
+            keep=self._config.keep,
+            policy={
+                "policy": self._policy.kind,
+                "fingerprint": fingerprint,
+                "expert_parallel": self._groups.ep_size,
+            },
+            in_use=self._found.generation if self._found is not None else None,
+            commit_timeout=self._config.commit_timeout,
+            on_durable=self._durable,
+        )
+        self._capture = CaptureSession(
+            epoch=self._runs.epoch,
+            exchange=self._exchange,
+            engine=self._engine,
+            worker=self._worker,
+            stalls=self._stalls,
+            make_ring=self._make_ring,
+            relayout=self._planner.relayout,
+        )
+        self._counter.install()
+        if self._found is None:
+            return None
+        start = self._load(self._found)
+        self._restore_seconds = time.perf_counter() - started
+        log.info(
+            "resumes from %s at step %d in %.2f s; dense after %d replayed steps",
+            self._found.generation,
+            self._found.first_step,
+            self._restore_seconds,
+            len(self._found.segments) - 1,
+        )
+        return start
+
+    def _load(self, found: Found) -> Journal:
+        assert self._capture is not None
+        layout = lay_out(found.plan, self._view, self._groups, found.journal_nbytes)
+        found.check_headers([slot.segment for slot in layout.slots])
+        replay = Replay(
+            view=layout.slots[0].view,
+            groups=self._groups,
+            slots=layout.slots,
+            segments=found.segments,
+            first_step=found.first_step,
+            may_skip=self._may_skip,
+        )
+        replay.load(found.first_step)
+        if not replay.dense:
+            self._replay, self._replay_layout = replay, layout
+        if self._planner.accepts(layout):
+            # The next windows follow the restored plan, so that capture can go on during replay.
+            self._planner.adopt(layout)
+            self._capture.use_layout(layout)
+        start: Journal = replay.journals[0]["start"]
+        return start
+
+    # -- replay
+
+    @property
+    def replaying(self) -> bool:
+        """Whether some operators are still frozen."""
+        return self._replay is not None
+
+    def replay_outcome(self, step: int) -> Journal | None:
+        """What the original run recorded of the step that ends at boundary `step`, while replaying it."""
+        return self._replay.outcome(step) if self._replay is not None else None
+
+    def drop_frozen_gradients(self) -> None:
+        """Take frozen parameters out of the optimizer step at hand."""
+        if self._replay is not None:
+            self._replay.drop_frozen_gradients()
+
+    def replayed(self, step: int, losses: list[Tensor]) -> None:
+        """Compare a replayed step with its journal, then load the slot of its boundary."""
+        replay = self._replay
+        assert replay is not None
+        self._replayed += 1
+        expected = replay.outcome(step)["losses"]
+        if not _same_bits(losses, expected):
+            self._mismatches += 1
+            log.error(
+                "replay of step %d gave another loss than the original run (%s, was %s): this restart is not bit-exact. "
+                "Look for kernels that are not deterministic, or data that cannot be repositioned.",
+                step,
+                _shown(losses),
+                _shown(expected),
+            )
+        replay.load(step)
+        if replay.dense:
+            replay.unfreeze()
+            self._replay = self._replay_layout = None
+            log.info("dense again at step %d after %d replayed steps", step, self._replayed)
+
+    # -- capture
+
+    def forward_begins(self) -> None:
+        """A batch is about to run forward and backward."""
+        if self._first_batch is None:
+            self._first_batch = time.perf_counter()
+        self._planner.forward_begins()
+
+    def fence(self) -> None:
+        """The optimizer is about to overwrite parameters."""
+        assert self._capture is not None
+        self._planner.forward_ends()
+        self._capture.fence()
+
+    def boundary(self, step: int, outcome: Journal) -> None:
+        """An optimizer step just ended; take what the policy asks for."""
+        capture = self._capture
+        assert capture is not None
+        self._report_failures()
+        self._steps += 1
+        if not capture.window_open:
+            self._plan(step)
+            if capture.layout is None or not self._due(step) or not capture.open_window(step):
+                return
+            self._last_window = step
+        capture.capture(step, outcome)
+
+    def _plan(self, step: int) -> None:
+        assert self._capture is not None
+        if self._replay is not None:
+            return
+        layout = self._planner.next_layout(window_due=self._due(step))
+        if layout is not None and self._capture.use_layout(layout):
+            self._planner.adopt(layout)
+            log.info(
+                "plan: %d segments of at most %.1f MiB (dense: %.1f MiB)",
+                len(layout.slots),
+                layout.slot_nbytes / 2**20,
+                self._dense_nbytes() / 2**20,
+            )
+
+    def _due(self, step: int) -> bool:
+        assert self._capture is not None
+        if self._replay is not None and self._capture.layout is not self._replay_layout:
+            return False  # another plan could ask for the full state of an operator that is still frozen
+        return self._policy.due(step, self._last_window, self._planner.interval_steps)
+
+    def seal(self, start: Journal, *, step: int) -> None:
+        """The next batch begins: complete what boundary `step` took. Boundary 0 of a fresh run is taken here."""
+        capture = self._capture
+        assert capture is not None
+        if self._steps < 2:
+            self._planner.journal_needs(len(encode({"outcome": {}, "start": start})))
+        if self._found is None and self._steps == 0 and self._committed == 0 and self._first_batch is None:
+            self._write_dense(step, {"outcome": {"step": step, "losses": []}, "start": start})
+        capture.seal(start, step=step)
+
+    def end(self, step: int, start: Journal) -> None:
+        """Training ended normally: leave a dense generation of the last boundary."""
+        capture, worker = self._capture, self._worker
+        assert capture is not None
+        assert worker is not None
+        capture.abort_window()
+        if self._replay is None and (self._steps > 0 or self._found is None):
+            worker.drain(self._config.commit_timeout.total_seconds())
+            self._write_dense(step, {"outcome": {"step": step, "losses": []}, "start": start})
+        self._report_failures()
+
+    def _write_dense(self, step: int, journal: Journal) -> None:
+        """Capture everything at once through a temporary buffer and wait until it is durable."""
+        assert self._runs is not None
+        assert self._worker is not None
+        with self._stalls.measure("dense"):
+            layout = dense_layout(self._view, self._groups, 2 * len(encode(journal)))
+            slot = layout.slots[0]
+            buffer = torch.zeros(slot.segment.nbytes, dtype=torch.uint8)
+            copy_local(slot, buffer)
+            ticket = self._engine.submit(record_copies(slot, buffer))
+            write_journal(slot, buffer, journal)
+            generation = GenerationId(step=step, epoch=self._runs.epoch)
+            self._worker.begin(
+                generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1, on_released=None
+            )
+            self._worker.add(generation, sealed_segment(step, slot, buffer, ticket))
+            self._worker.drain(self._config.commit_timeout.total_seconds())
+            self._exchange.all_agree(True)  # nobody trains on before the coordinator has committed
+
+    # -- end
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until everything handed to storage is durable; seconds."""
+        return self._worker is None or self._worker.drain(timeout)
+
+    def close(self) -> None:
+        """Release threads, shared memory and hooks; what was sealed stays on its way until the worker is done."""
+        self._counter.remove()
+        self._planner.close()
+        if self._replay is not None:
+            self._replay.unfreeze()
+            self._replay = None
+        if self._worker is not None:
+            self._worker.close()
+        if self._capture is not None:
+            self._capture.close()
+        self._engine.close()
+        if self._runs is not None:
+            self._runs.close()
+
+    def report(self) -> Report:
+        """Figures so far."""
+        capture = self._capture
+        taken = capture.segments_captured if capture is not None else 0
+        return Report(
+            steps=self._steps,
+            window=len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
+            nbytes_per_step=capture.nbytes_captured / taken if capture is not None and taken else 0.0,
+            dense_nbytes=self._dense_nbytes(),
+            stall_seconds=self._stalls.totals(),
+            seconds=time.perf_counter() - self._first_batch if self._first_batch is not None else 0.0,
+            generations_complete=capture.generations_complete if capture is not None else 0,
+            generations_committed=self._committed,
+            windows_skipped=capture.windows_skipped if capture is not None else 0,
+            resumed_from=self._found.generation.step if self._found is not None else None,
+            replayed_steps=self._replayed,
+            replay_mismatches=self._mismatches,
+            restore_seconds=self._restore_seconds,
+        )
+
+    # -- private
+
+    def _dense_nbytes(self) -> int:
+        return dense_layout(self._view, self._groups, 0).slots[0].segment.nbytes
+
+    def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
+        assert self._runs is not None
+        ring = SegmentRing.create(
+            shared_name(self._runs.run_id, self._groups.rank), slot_nbytes, RING_GENERATIONS * window
+        )
+        self._engine.register(ring.memory)
+        return ring
+
+    def _durable(self, generation: GenerationId, seconds: float, nbytes: int) -> None:
+        """Called by the persist thread."""
+        self._committed += 1
+        log.info("%s is durable: %.1f MiB in %.2f s", generation, nbytes / 2**20, seconds)
+
+    def _report_failures(self) -> None:
+        assert self._worker is not None
+        assert self._capture is not None
+        for failure in self._worker.take_failures():
+            log.error("a checkpoint was not saved; training goes on: %s", failure)
+        while self._capture.failures:
+            log.error("a checkpoint was not taken; training goes on: %s", self._capture.failures.pop(0))
+
+
+def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _shown(losses: list[Tensor]) -> str:
+    return ", ".join(f"{loss.item():.9g}" for loss in losses)

@@ -1,0 +1,396 @@
+"""From a policy to bytes: what windows look like, when they start, and when they are planned anew.
+
+All inputs of a plan are agreed on first (the smallest budget, the summed token counts, the strictest compute
+precision), so every rank computes the same plan. The plan is over positions (`policies`), so that expert-parallel
+ranks may order their experts differently. What a later life needs to lay the same window out again is stored with
+each generation as a small JSON value.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
+from lightning_moe_ckpt.native import measure_bandwidth
+from lightning_moe_ckpt.operators import ComputeDtypeProbe, LoadCounter, Operator, RecordKind, split
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import (
+    Plan,
+    PlanItem,
+    WindowPlan,
+    assign_positions,
+    plan_for_window,
+    plan_window,
+    positions,
+    should_reorder,
+    split_nbytes,
+)
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayout
+
+PlanRecord = dict[str, Any]
+"""JSON values, equal on all ranks: `kind`, `config`, `plan`, `counts`, `compute_dtypes`, `split_nbytes`, `interval`."""
+
+MEASURED_STEPS = 3
+"""Steps of a life before budgets and compute precisions are known."""
+
+BUDGET_SHARE = 0.8
+"""Part of the measured bandwidth that a plan may use; the rest absorbs noise."""
+
+_BANDWIDTH_NBYTES = 16 * 2**20
+
+_PAGE = 4096
+
+
+class WindowPolicy(Protocol):
+    """What is taken when, as far as whole windows go."""
+
+    @property
+    def kind(self) -> Literal["dense", "sparse"]:
+        """Whether a window is one slot of everything."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether a plan needs measured budgets."""
+
+    def config(self) -> dict[str, Any]:
+        """Identifies the policy; a stored plan is adopted only under an equal one."""
+
+    def plan(self, items: Sequence[PlanItem], budget_nbytes: int) -> WindowPlan:
+        """Plan a window over `items`."""
+
+    def due(self, step: int, last: int | None, interval_steps: int) -> bool:
+        """Whether a window should start at boundary `step`; `last` is where the newest one of this life started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseWindows:
+    """Everything at once, every so many steps."""
+
+    every_n_steps: int
+
+    kind: Literal["dense"] = "dense"
+    measures: bool = False
+
+    def config(self) -> dict[str, Any]:
+        """See `WindowPolicy`; the cadence does not change what a window looks like."""
+        return {"kind": self.kind}
+
+    def plan(self, items: Sequence[PlanItem], budget_nbytes: int) -> WindowPlan:
+        """One slot."""
+        return plan_for_window(items, 1)
+
+    def due(self, step: int, last: int | None, interval_steps: int) -> bool:
+        """At multiples of `every_n_steps`, whatever life this is."""
+        return step % self.every_n_steps == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseWindows:
+    """MoEvement's sparse windows; arguments as in `SparseCheckpoint`, `None` for `auto`."""
+
+    window: int | None
+    budget_nbytes: int | None
+    planner: Literal["packed", "algorithm1"]
+    order: Literal["popularity", "fixed", "back_to_front"]
+    schedule: tuple[tuple[str, ...], ...] | None
+    max_window: int
+    over_budget: Literal["stall", "dense"]
+
+    kind: Literal["sparse"] = "sparse"
+
+    @property
+    def measures(self) -> bool:
+        """Neither a window nor a budget nor a schedule was given."""
+        return self.window is None and self.budget_nbytes is None and self.schedule is None
+
+    def config(self) -> dict[str, Any]:
+        """See `WindowPolicy`."""
+        config: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return config
+
+    def plan(self, items: Sequence[PlanItem], budget_nbytes: int) -> WindowPlan:
+        """By schedule, by window, or by budget."""
+        if self.schedule is not None:
+            return self._by_schedule(items)
+        if self.window is not None:
+            return plan_for_window(items, self.window)
+        return plan_window(
+            items,
+            budget_nbytes=budget_nbytes,
+            planner=self.planner,
+            max_window=self.max_window,
+            over_budget=self.over_budget,
+        )
+
+    def due(self, step: int, last: int | None, interval_steps: int) -> bool:
+        """Back to back, unless the plan asks for a longer interval."""
+        return last is None or step - last >= interval_steps
+
+    def _by_schedule(self, items: Sequence[PlanItem]) -> WindowPlan:
+        assert self.schedule is not None
+        scheduled = [name for slot in self.schedule for name in slot]
+        known = [item.name for item in items]
+        if sorted(scheduled) != sorted(known):
+            raise ConfigurationError(
+                f"`SparseCheckpoint(schedule=...)` must name every operator once. Not named: "
+                f"{sorted(set(known) - set(scheduled))[:8]}; unknown or repeated: "
+                f"{sorted(set(scheduled) - set(known))[:8] or 'see repeats'}."
+            )
+        return WindowPlan(
+            plan=Plan(self.schedule),
+            planner=self.planner,
+            budget_nbytes=0,
+            slot_nbytes=tuple(0 for _ in self.schedule),
+            interval_steps=len(self.schedule),
+        )
+
+
+def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
+    """Make a stored or fresh plan concrete on this rank.
+
+    Raises:
+        IdentityMismatch: the plan is for other operators.
+    """
+    dtypes = {fqn: getattr(torch, name) for fqn, name in record["compute_dtypes"].items()}
+    view = view.replanned(_split_operators(view, groups, record["split_nbytes"]), dtypes)
+    try:
+        positions_plan = Plan.from_json(record["plan"])
+        named = record["config"].get("schedule") is not None
+        plan = positions_plan if named else assign_positions(positions_plan, view.operators, record["counts"])
+    except ValueError as error:
+        raise IdentityMismatch(
+            f"The stored plan names operators that this model does not have ({error}). "
+            "Resume with the code that wrote it, or start anew with resume='never'."
+        ) from error
+    slots = [SlotLayout(plan.full(j), plan.compute(j), view, groups, journal_nbytes) for j in range(plan.window)]
+    layout = WindowLayout(plan_hash="", record=record, slots=slots)
+    layout.plan_hash = xxh3_128_hexdigest(layout.plan_json.encode())
+    return layout
+
+
+def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
+    """One slot of everything, whatever the policy: the first and the last generation of a run."""
+    items = _items(view, groups, [0] * view.operators.num_experts, "fixed")
+    plan = DenseWindows(every_n_steps=1).plan(items, 0)
+    config = DenseWindows(every_n_steps=1).config()
+    return lay_out(_record(config, plan, [0] * view.operators.num_experts, {}, 0), view, groups, journal_nbytes)
+
+
+class Planner:
+    """Decides when a new plan is due and makes it.
+
+    Args:
+        policy: the kind of windows.
+        view: live state, operators not split.
+        groups: this rank's place.
+        exchange: control exchange.
+        counter: tokens per expert on this rank.
+        autocast_dtype: low precision under autocast, `None` without.
+        module: probed for the precision in which parameters are consumed.
+    """
+
+    def __init__(
+        self,
+        policy: WindowPolicy,
+        view: StateView,
+        groups: ParallelGroups,
+        exchange: Exchange,
+        counter: LoadCounter,
+        autocast_dtype: torch.dtype | None,
+        module: torch.nn.Module,
+    ) -> None:
+        self._policy, self._view, self._groups = policy, view, groups
+        self._exchange, self._counter = exchange, counter
+        self._probe = Probe(module, autocast_dtype) if autocast_dtype is not None and policy.kind == "sparse" else None
+        self._current: WindowLayout | None = None
+        self._counts = torch.zeros(view.operators.num_experts, dtype=torch.int64)
+        self._journal_nbytes = _PAGE
+        self._steps = 0
+        self._step_seconds: list[float] = []
+        self._boundary_at: float | None = None
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps from one window's start to the next."""
+        return int(self._current.record["interval"]) if self._current is not None else 1
+
+    def adopt(self, layout: WindowLayout) -> None:
+        """`layout` is in force."""
+        self._current = layout
+
+    def accepts(self, layout: WindowLayout) -> bool:
+        """Whether a restored plan is what this policy would go on with."""
+        return bool(layout.record["config"] == self._policy.config())
+
+    def journal_needs(self, nbytes: int) -> None:
+        """A journal of `nbytes` was seen; records reserve twice that."""
+        self._journal_nbytes = max(self._journal_nbytes, -(-2 * nbytes // _PAGE) * _PAGE)
+
+    def forward_begins(self) -> None:
+        """A batch is about to run forward and backward."""
+        if self._probe is not None:
+            self._probe.enter(self._steps < MEASURED_STEPS and self._current is None)
+
+    def forward_ends(self) -> None:
+        """The optimizer is about to step, or the batch was only accumulated."""
+        if self._probe is not None:
+            self._probe.leave()
+        if self._boundary_at is not None:
+            self._step_seconds.append(time.perf_counter() - self._boundary_at)
+            self._boundary_at = None
+
+    def next_layout(self, *, window_due: bool) -> WindowLayout | None:
+        """At a boundary outside any window: a plan to put in force, if one is due. All ranks get an equal one."""
+        self._steps += 1
+        self._boundary_at = time.perf_counter()
+        if self._current is None:
+            wait = self._policy.measures or self._probe is not None
+            if wait and self._steps < MEASURED_STEPS:
+                return None
+            return self._plan()
+        if not window_due or self._policy.kind == "dense" or not self._reorders():
+            return None
+        counts = self._global_counts()
+        if not should_reorder(self._current.record["counts"], counts):
+            return None
+        return self._plan(counts)
+
+    def relayout(self, journal_nbytes: int) -> WindowLayout:
+        """The plan in force with room for a larger journal."""
+        assert self._current is not None
+        self._journal_nbytes = journal_nbytes
+        return lay_out(self._current.record, self._view, self._groups, journal_nbytes)
+
+    def close(self) -> None:
+        """Stop probing."""
+        if self._probe is not None:
+            self._probe.leave()
+
+    # -- private
+
+    def _reorders(self) -> bool:
+        return isinstance(self._policy, SparseWindows) and self._policy.order == "popularity" and len(self._counts) > 0
+
+    def _plan(self, counts: Sequence[int] | None = None) -> WindowLayout:
+        counts = self._global_counts() if counts is None else counts
+        order = self._policy.order if isinstance(self._policy, SparseWindows) else "fixed"
+        dtypes = self._compute_dtypes()
+        view = self._view.replanned(self._view.operators, dtypes)
+        budget = self._budget()
+        limit = 0
+        if budget:
+            limit = split_nbytes(_items(view, self._groups, counts, order), budget)
+            view = view.replanned(_split_operators(view, self._groups, limit), dtypes)
+        named = isinstance(self._policy, SparseWindows) and self._policy.schedule is not None
+        items = _named_items(view, self._groups) if named else _items(view, self._groups, counts, order)
+        plan = self._policy.plan(items, budget)
+        names = {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()}
+        record = _record(self._policy.config(), plan, counts, names, limit)
+        return lay_out(record, self._view, self._groups, self._journal_nbytes)
+
+    def _global_counts(self) -> list[int]:
+        own = self._counter.read_and_reset().cpu()
+        total: list[int] = torch.stack(self._exchange.gather_tensor(own)).sum(0).tolist()
+        return total
+
+    def _budget(self) -> int:
+        """Bytes per step and rank, the smallest over all ranks; 0 where the policy needs none."""
+        if not isinstance(self._policy, SparseWindows) or self._policy.window or self._policy.schedule:
+            return 0
+        if self._policy.budget_nbytes is not None:
+            return self._policy.budget_nbytes
+        seconds = sorted(self._step_seconds)[len(self._step_seconds) // 2]
+        own = int(
+            seconds * measure_bandwidth(_BANDWIDTH_NBYTES, next(iter(self._view.params.values())).device) * BUDGET_SHARE
+        )
+        return max(1, min(row[0] for row in self._exchange.gather([own])))
+
+    def _compute_dtypes(self) -> dict[str, torch.dtype]:
+        """Low precision where every rank found it exact."""
+        if self._probe is None:
+            return {}
+        verdict = self._probe.verdict()
+        names = list(self._view.params)
+        rows = self._exchange.gather([int(name in verdict) for name in names])
+        return {name: self._probe.dtype for i, name in enumerate(names) if all(row[i] for row in rows)}
+
+
+class Probe:
+    """Runs the precision probe around forward and backward of the first iterations."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._probe = ComputeDtypeProbe(module, dtype)
+        self._entered = False
+
+    def enter(self, wanted: bool) -> None:
+        if wanted and not self._entered:
+            self._probe.__enter__()
+            self._entered = True
+
+    def leave(self) -> None:
+        if self._entered:
+            self._entered = False
+            self._probe.__exit__(None, None, None)
+
+    def verdict(self) -> set[str]:
+        """Parameters that may be stored in the low precision."""
+        return {fqn for fqn, dtype in self._probe.verdict().items() if dtype == self.dtype}
+
+
+def _record(
+    config: Mapping[str, Any], plan: WindowPlan, counts: Sequence[int], dtypes: Mapping[str, str], limit: int
+) -> PlanRecord:
+    return {
+        "config": dict(config),
+        "plan": plan.plan.to_json(),
+        "counts": list(counts),
+        "compute_dtypes": dict(dtypes),
+        "split_nbytes": limit,
+        "interval": plan.interval_steps,
+    }
+
+
+def _num_holders(operator: Operator, groups: ParallelGroups) -> int:
+    return groups.dp_size if operator.holders == "expert_data" else groups.world_size
+
+
+def _sizes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]]:
+    """Bytes this rank writes of each operator's FULL and COMPUTE record: its even share among the holders."""
+    return {
+        op.name: (
+            -(-view.record_nbytes(op, RecordKind.FULL) // _num_holders(op, groups)),
+            -(-view.record_nbytes(op, RecordKind.COMPUTE) // _num_holders(op, groups)),
+        )
+        for op in view.operators
+    }
+
+
+def _items(view: StateView, groups: ParallelGroups, counts: Sequence[int], order: Any) -> list[PlanItem]:
+    return positions(view.operators, counts, sizes=_sizes(view, groups), by=order)
+
+
+def _named_items(view: StateView, groups: ParallelGroups) -> list[PlanItem]:
+    return [PlanItem(name, *nbytes) for name, nbytes in _sizes(view, groups).items()]
+
+
+def _split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Any:
+    if limit == 0:
+        return view.operators
+    sizes = _sizes(view, groups)
+    cut: list[Operator] = []
+    for op in view.operators:
+        if sizes[op.name][0] <= limit:
+            cut.append(op)
+        else:
+            nbytes = limit * _num_holders(op, groups)
+            cut += split(op, nbytes, lambda s: view.bytes_per_element(s.fqn, RecordKind.FULL))
+    return view.operators.with_operators(cut)

@@ -1,0 +1,172 @@
+"""Sparse-to-dense replay: slots are loaded one boundary at a time while ordinary training re-runs the steps between.
+
+At the first boundary of the window the operators of slot 0 get their full state and are active; all others get the
+weights that forward and backward consume and stay frozen. After every replayed step the next slot is loaded, until
+every operator is active and the state is dense. Forward runs through frozen operators with exact compute weights, so
+activations, and with them the gradients of active operators, are those of the original run.
+
+Frozen experts compute no weight gradient (`skip`) where that is safe. Everything else that is frozen computes its
+gradient and drops it (`discard`), so that gradients reach every collective on every rank.
+
+Source: MoEvement (2024), Sec. 3.3; we differ in replaying inside the user's own training loop, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.session._journal import Journal, decode_journal
+from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, REGIONS, Field, SlotLayout, StateView
+
+
+class Replay:
+    """Rebuilds the dense state from one generation.
+
+    Args:
+        view: live state to write to.
+        groups: this rank's place.
+        slots: layouts of the generation's slots.
+        segments: this rank's segment of every slot, verified; released slot by slot.
+        first_step: the boundary of slot 0.
+        may_skip: whether `requires_grad` of frozen experts may be switched off (not under plain DDP).
+    """
+
+    def __init__(
+        self,
+        *,
+        view: StateView,
+        groups: ParallelGroups,
+        slots: Sequence[SlotLayout],
+        segments: Sequence[Tensor],
+        first_step: int,
+        may_skip: bool,
+    ) -> None:
+        self._view, self._groups = view, groups
+        self._slots = list(slots)
+        self._segments: list[Tensor | None] = list(segments)
+        self._first, self._may_skip = first_step, may_skip
+        self.journals: list[Journal] = [
+            decode_journal(layout.segment.view(segment, JOURNAL))
+            for layout, segment in zip(slots, segments, strict=True)
+        ]
+        self._active: set[str] = set()
+        self._switched_off: list[torch.nn.Parameter] = []
+        self._dropped: list[torch.nn.Parameter] = []
+
+    @property
+    def dense(self) -> bool:
+        """Whether every operator is active."""
+        return len(self._active) == len(self._view.operators.operators)
+
+    @property
+    def last_step(self) -> int:
+        """The boundary at which the state is dense."""
+        return self._first + len(self._slots) - 1
+
+    def outcome(self, step: int) -> Journal:
+        """What the original run recorded of the optimizer step that ends at boundary `step`."""
+        outcome: Journal = self.journals[step - self._first]["outcome"]
+        return outcome
+
+    @torch.no_grad()
+    def load(self, step: int) -> None:
+        """Load the slot of boundary `step`; every rank must call it."""
+        index = step - self._first
+        layout, segment = self._slots[index], self._segments[index]
+        assert segment is not None
+        for region in REGIONS:
+            for writer in self._groups.ranks("expert_data" if region == "expert_data" else "world"):
+                self._load_region(layout, segment, region, writer)
+        for name, buffer in self._view.buffers.items():
+            buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
+        self._segments[index] = None
+        self._active.update(
+            {part.operator for parts in layout.parts.values() for part in parts if part.kind is RecordKind.FULL}
+        )
+        self._freeze()
+
+    def drop_frozen_gradients(self) -> None:
+        """Before the optimizer step: what is wholly frozen takes no part in it."""
+        for param in self._dropped:
+            param.grad = None
+
+    def unfreeze(self) -> None:
+        """Give every parameter the user's own `requires_grad` back."""
+        for param in self._switched_off:
+            param.requires_grad_(True)
+        self._switched_off = []
+        self._dropped = []
+
+    # -- private
+
+    def _load_region(self, layout: SlotLayout, segment: Tensor, region: str, writer: int) -> None:
+        fields = layout.fields(region, writer)
+        if not fields:
+            return
+        spans = _relative_spans(layout, region, writer)
+        nbytes = max(offset + size for offset, size in spans.values())
+        own = writer == self._groups.rank
+        source = _region_bytes(layout, segment, fields[0], nbytes) if own else torch.empty(nbytes, dtype=torch.uint8)
+        source = self._broadcast(source, region, writer)
+        present: dict[str, bool] = {}
+        for field in fields:
+            offset, size = spans[field.name]
+            # A copy, since a slice need not be aligned for its dtype once it left the segment.
+            self._load_field(field, source[offset : offset + size].clone().view(field.dtype), present)
+
+    def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
+        group = self._groups.group("expert_data" if region == "expert_data" else "world")
+        if group is None or dist.get_world_size(group) == 1:
+            return source
+        on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()
+        dist.broadcast(on_device, src=writer, group=group)
+        return on_device.cpu()
+
+    def _load_field(self, field: Field, value: Tensor, present: dict[str, bool]) -> None:
+        fqn, schema = field.part.piece.fqn, self._view.schema
+        param = self._view.params[fqn]
+        if field.key == PRESENT:
+            present[field.part.prefix] = bool(value.item())
+            if present[field.part.prefix]:
+                schema.ensure_state(param)
+            else:
+                schema.drop_state(param)
+            return
+        if field.key != "param" and not present[field.part.prefix]:
+            return
+        live = self._view.live(field)
+        if live is not None:
+            live.copy_(value.to(live.device))
+
+    def _freeze(self) -> None:
+        """Freeze what no active operator shares; a parameter of which one slice is active has to take its steps."""
+        self.unfreeze()
+        active = {s.fqn for name in self._active for s in self._view.operators[name].slices}
+        frozen = [op for op in self._view.operators.operators if op.name not in self._active]
+        for op in frozen:
+            for fqn in {s.fqn for s in op.slices} - active:
+                param = self._view.params[fqn]
+                if not param.requires_grad:
+                    continue
+                if op.freeze == "skip" and self._may_skip:
+                    param.requires_grad_(False)
+                    self._switched_off.append(param)
+                self._dropped.append(param)
+
+
+def _relative_spans(layout: SlotLayout, region: str, writer: int) -> dict[str, tuple[int, int]]:
+    alone = layout.region(region, writer)
+    assert alone is not None
+    first = min(span.offset for span in alone.spans.values())
+    return {name: (span.offset - first, span.nbytes) for name, span in alone.spans.items()}
+
+
+def _region_bytes(layout: SlotLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:
+    start = layout.segment.spans[first.name].offset
+    return segment[start : start + nbytes]

@@ -1,0 +1,151 @@
+"""The contract between checkpoint storage and a medium, and the choice of a medium by URL.
+
+One object, one key, written whole, never changed: that is all the commit protocol needs, next to create-exclusive
+for a few small keys. Every backend passes `lightning_moe_ckpt.testing.BackendContract`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, StorageError
+from lightning_moe_ckpt.storage._names import PROBE_PREFIX
+
+log = logging.getLogger(__name__)
+
+StorageOptions = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored object as a listing shows it."""
+
+    key: str
+    nbytes: int
+
+
+class Backend(Protocol):
+    """A place that keeps objects under slash-separated keys.
+
+    Called from the main thread at start and from the persist thread afterwards; calls may overlap, so an
+    implementation must be thread safe. Views belong to the caller again as soon as a call returns or raises.
+    Every failure of the medium is a `StorageError` and leaves either the whole object or nothing.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the objects are, for messages."""
+
+    @property
+    def creates_exclusively(self) -> bool:
+        """Whether `create` refuses an existing key whatever the timing; probed by writing at first use."""
+
+    def put(self, key: str, *views: bytes | memoryview) -> None:
+        """Store the concatenated views; durable and visible when this returns, replacing an older object whole."""
+
+    def create(self, key: str, data: bytes) -> None:
+        """Store a small object if the key is free. Raises `KeyExists`; of many callers one wins."""
+
+    def get(self, key: str) -> bytes:
+        """Read an object. Raises `KeyMissing`."""
+
+    def get_into(self, key: str, out: memoryview) -> None:
+        """Fill `out` completely. Raises `KeyMissing`, or `Corrupt` if the object has another size."""
+
+    def list(self, prefix: str) -> list[Entry]:
+        """All objects whose key starts with `prefix`, sorted by key; never one that is half written."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is fine. Need not survive a power cut."""
+
+    def sweep(self, prefix: str) -> None:
+        """Remove what interrupted writes left under `prefix` and `list` does not show.
+
+        A write in progress elsewhere may fail from this with a `StorageError`, never silently; its retry succeeds.
+        """
+
+    def close(self) -> None:
+        """Release connections; no call may follow."""
+
+
+def open_backend(url: str, *, storage_options: StorageOptions | None = None) -> Backend:
+    """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet.
+
+    Args:
+        url: a path, `file://...`, or any URL fsspec knows. Open after a fork, not before.
+        storage_options: passed to the fsspec file system; not accepted for paths.
+
+    Raises:
+        ConfigurationError: the scheme is unknown, its package is missing, or the options do not fit.
+    """
+    from lightning_moe_ckpt.storage._retry import Retrying
+
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
+    if "::" in url:
+        raise ConfigurationError(f"`{url}` chains file systems, whose caches hide failures. Name one store.")
+    factory = _FACTORIES.get(match[1].lower() if match else "file", _open_fsspec)
+    return Retrying(factory(url, storage_options or {}))
+
+
+def _open_posix(url: str, storage_options: StorageOptions) -> Backend:
+    from lightning_moe_ckpt.storage._posix import PosixBackend
+
+    if storage_options:
+        raise ConfigurationError(f"`{url}` is a path and takes no storage_options, got {sorted(storage_options)}.")
+    return PosixBackend(re.sub(r"^\w+://", "", url))
+
+
+def _open_fsspec(url: str, storage_options: StorageOptions) -> Backend:
+    from lightning_moe_ckpt.storage._fsspec import FsspecBackend
+
+    return FsspecBackend(url, storage_options=storage_options)
+
+
+# Schemes that do not go through fsspec; `s3`, `gs` and `az` take their seat here when obstore arrives.
+_FACTORIES: dict[str, Callable[[str, StorageOptions], Backend]] = {"file": _open_posix, "local": _open_posix}
+
+
+def create_once(backend: Backend, key: str, data: bytes) -> bool:
+    """Create `key`, counting it as ours if it already holds exactly `data`.
+
+    After an unknown result (a time-out, a lost reply) the first attempt may have succeeded, and its retry meets our
+    own object. Callers put a nonce into `data` where two writers could otherwise write the same bytes.
+
+    Returns:
+        Whether the key now holds `data`.
+    """
+    try:
+        backend.create(key, data)
+    except KeyExists:
+        return backend.get(key) == data
+    return True
+
+
+def probe_create(url: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> bool:
+    """Find out whether `create` refuses an existing key, by creating a fresh one twice.
+
+    The caller removes what is left under `PROBE_PREFIX`.
+
+    Raises:
+        ConfigurationError: nothing can be written at all.
+    """
+    key = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
+    try:
+        create(key, b"first")
+        with contextlib.suppress(StorageError):  # stores disagree on the error; what the key holds decides
+            create(key, b"second")
+        exclusive = get(key) == b"first"
+    except StorageError as error:
+        raise ConfigurationError(f"`{url}` cannot be written: {error} Give a URL this user may write to.") from error
+    if not exclusive:
+        log.warning(
+            "%s ignores create-exclusive: unfenced mode, two jobs started on it at once would not notice each other",
+            url,
+        )
+    return exclusive

@@ -1,0 +1,89 @@
+"""What is stored of each generation, from one listing of `snap/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage._backend import Backend
+from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._names import (
+    COMMITTED,
+    SNAP_PREFIX,
+    GenerationId,
+    commit_key,
+    marker_key,
+    parse_marker_name,
+    parse_snap_key,
+)
+from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker, stored_sizes
+
+
+@dataclass(slots=True)
+class Contents:
+    """Objects of one generation."""
+
+    generation: GenerationId
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes by key."""
+    ranks: set[int] = field(default_factory=set)
+    """Ranks whose marker is there."""
+    committed: bool = False
+    """Whether there is a `_COMMITTED`, readable or not."""
+
+    def deletion_order(self) -> list[str]:
+        """Keys in the order in which they may go: the manifest, then markers, then segments."""
+        return sorted(self.sizes, key=lambda key: (not key.endswith(f"/{COMMITTED}"), not key.endswith(".done"), key))
+
+
+Catalog = Mapping[GenerationId, Contents]
+
+
+def read_catalog(backend: Backend, prefix: str = SNAP_PREFIX) -> Catalog:
+    """List everything below `prefix`; objects with foreign names are not ours and left out."""
+    catalog: dict[GenerationId, Contents] = {}
+    for entry in backend.list(prefix):
+        place = parse_snap_key(entry.key)
+        if place is None:
+            continue
+        contents = catalog.setdefault(place[0], Contents(place[0]))
+        contents.sizes[entry.key] = entry.nbytes
+        contents.committed |= place[1] == COMMITTED
+        if (rank := parse_marker_name(place[1])) is not None:
+            contents.ranks.add(rank)
+    return catalog
+
+
+def read_commit(backend: Backend, run_id: str, generation: GenerationId) -> Commit:
+    """Read a manifest and check that it is this run's and this generation's.
+
+    Raises:
+        Corrupt: it is not what was written, or belongs elsewhere.
+        KeyMissing: it was deleted.
+    """
+    key = commit_key(generation)
+    commit = Commit.from_bytes(backend.get(key), key)
+    if (commit.run_id, commit.generation) != (run_id, generation):
+        raise Corrupt(f"{key}: belongs to {commit.generation} of run {commit.run_id}. It is skipped.")
+    return commit
+
+
+def read_marker(backend: Backend, generation: GenerationId, rank: int) -> StoredMarker:
+    """Read a marker and check that it is this generation's and rank's.
+
+    Raises:
+        Corrupt: it is not what was written, or belongs elsewhere.
+        KeyMissing: it was deleted.
+    """
+    key = marker_key(generation, rank)
+    data = backend.get(key)
+    marker = RankMarker.from_bytes(data, key)
+    if (marker.generation, marker.rank) != (generation, rank):
+        raise Corrupt(f"{key}: is the marker of rank {marker.rank} for {marker.generation}. It is skipped.")
+    return StoredMarker(marker, digest_of(data))
+
+
+def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
+    """Keys a marker vouches for which are not there in the size it says."""
+    return [key for key, nbytes in stored_sizes(marker).items() if contents.sizes.get(key) != nbytes]

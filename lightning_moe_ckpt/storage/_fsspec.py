@@ -1,0 +1,236 @@
+"""Objects in any fsspec file system, as it is, with a deadline around every call.
+
+Only `pipe_file` writes: `open("wb")` publishes what was written so far when an exception passes, and even when an
+unclosed handle is collected. fsspec wants `bytes`, so a segment is copied once, in chunks that leave the GIL free in
+between. File systems that have no deadline of their own (s3fs was seen hanging for minutes) are called in a daemon
+thread which is abandoned when time is up; a late success of such a call is harmless, because keys are never reused.
+
+Source: the storage study, Sec. 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.registry import known_implementations
+
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError
+from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.storage._names import PROBE_PREFIX
+
+_CHUNK_NBYTES = 16 * 2**20
+_IN_PROCESS = {"memory", "file", "local"}  # their create is check-then-write, so this process takes turns
+_TURNS = threading.RLock()
+
+T = TypeVar("T")
+
+
+class FsspecBackend:
+    """Any fsspec URL. Thread safe; open it after a fork, because asynchronous file systems do not survive one."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, object] | None = None,
+        timeout: timedelta = timedelta(seconds=60),
+        min_nbytes_per_second: int = 4 * 2**20,
+    ) -> None:
+        """Open the file system of `url`; nothing is read or written.
+
+        Args:
+            url: where the objects go; `memory://` is seen by this process only.
+            storage_options: arguments of the file system.
+            timeout: limit of one call, to which the time for its bytes is added.
+            min_nbytes_per_second: the slowest transfer that counts as alive.
+
+        Raises:
+            ConfigurationError: unknown scheme, missing package, or options the file system refuses.
+        """
+        self._url = url.rstrip("/") if not url.endswith("://") else url
+        self._fs = _file_system(url, dict(storage_options or {}))
+        self._root = str(self._fs._strip_protocol(url)).rstrip("/")  # noqa: SLF001 - the documented way to a path
+        self._timeout = timeout
+        self._min_nbytes_per_second = min_nbytes_per_second
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        self._turns: contextlib.AbstractContextManager[Any] = (
+            _TURNS if protocols & _IN_PROCESS else contextlib.nullcontext()
+        )
+
+    @property
+    def url(self) -> str:
+        """The URL as given."""
+        return self._url
+
+    @cached_property
+    def creates_exclusively(self) -> bool:
+        """Whether `pipe_file(mode="create")` refuses an existing key; probed once."""
+        try:
+            return probe_create(self.url, self._create, self.get)
+        finally:
+            self._remove_probes()
+
+    def put(self, key: str, *views: bytes | memoryview) -> None:
+        """Upload one object."""
+        body = _joined(views)
+        self._call("put", key, lambda path: self._pipe(path, body, mode="overwrite"), nbytes=len(body))
+
+    def create(self, key: str, data: bytes) -> None:
+        """Upload if the key is free; where the store cannot refuse, check first, which a race can beat."""
+        if not self.creates_exclusively and self._holds(key):
+            raise KeyExists(f"create {key}: exists at {self.url}.")
+        try:
+            self._create(key, data)
+        except KeyExists:
+            raise
+        except StorageError as error:  # some stores refuse in words of their own
+            if self._holds(key):
+                raise KeyExists(f"create {key}: exists at {self.url}.") from error
+            raise
+
+    def get(self, key: str) -> bytes:
+        """Download one object."""
+        return bytes(self._call("get", key, self._fs.cat_file))
+
+    def get_into(self, key: str, out: memoryview) -> None:
+        """Download an object of exactly `out.nbytes` bytes, chunk by chunk."""
+        nbytes = self._call("get", key, self._size)
+        if nbytes != out.nbytes:
+            raise Corrupt(f"{self.url}/{key}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
+        rest = out.cast("B") if nbytes else out
+        for start in range(0, nbytes, _CHUNK_NBYTES):
+            stop = min(start + _CHUNK_NBYTES, nbytes)
+            rest[start:stop] = self._range(key, start, stop)
+
+    def list(self, prefix: str) -> list[Entry]:
+        """List the directory part of `prefix`, past every listing cache."""
+        found = self._call("list", prefix.rpartition("/")[0], self._find)
+        entries = [Entry(self._key(name), int(facts["size"])) for name, facts in found.items()]
+        return sorted((entry for entry in entries if entry.key.startswith(prefix)), key=lambda entry: entry.key)
+
+    def delete(self, key: str) -> None:
+        """Remove one object."""
+        with contextlib.suppress(KeyMissing):
+            self._call("delete", key, self._fs.rm_file)
+
+    def sweep(self, prefix: str) -> None:
+        """Nothing to do: incomplete uploads of these file systems are not visible to us."""
+
+    def close(self) -> None:
+        """Connections belong to fsspec's instance cache."""
+
+    def _holds(self, key: str) -> bool:
+        return any(entry.key == key for entry in self.list(key))
+
+    def _create(self, key: str, data: bytes) -> None:
+        self._call("create", key, lambda path: self._pipe(path, data, mode="create"), nbytes=len(data))
+
+    def _pipe(self, path: str, body: bytes | bytearray, *, mode: str) -> None:
+        try:
+            self._fs.pipe_file(path, body, mode=mode)
+        except FileNotFoundError:  # a file system with real directories
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, body, mode=mode)
+
+    def _size(self, path: str) -> int:
+        self._fs.invalidate_cache(path)
+        return int(self._fs.info(path)["size"])
+
+    def _range(self, key: str, start: int, stop: int) -> bytes:
+        # By keyword: s3fs puts `version_id` where the base class has `start`.
+        chunk = self._call("get", key, lambda path: self._fs.cat_file(path, start=start, end=stop), nbytes=stop - start)
+        if len(chunk) != stop - start:
+            raise Corrupt(f"{self.url}/{key}: ended at byte {start + len(chunk)} of {stop}. Another copy may be good.")
+        return bytes(chunk)
+
+    def _find(self, path: str) -> dict[str, dict[str, Any]]:
+        self._fs.invalidate_cache(path)
+        try:
+            return dict(self._fs.find(path, detail=True))
+        except FileNotFoundError:
+            return {}
+
+    def _key(self, name: str) -> str:
+        return name[len(self._root) :].lstrip("/")
+
+    def _remove_probes(self) -> None:
+        with contextlib.suppress(StorageError):
+            for entry in self.list(PROBE_PREFIX):
+                self.delete(entry.key)
+
+    def _call(self, operation: str, key: str, call: Callable[[str], T], *, nbytes: int = 0) -> T:
+        """Run `call(path)` under the deadline and turn its exceptions into ours."""
+        what = f"{operation} {key} at {self.url}"
+        limit = self._timeout.total_seconds() + nbytes / self._min_nbytes_per_second
+        outcome = _in_background(lambda: self._in_turn(call, f"{self._root}/{key}"), what)
+        try:
+            error = outcome.exception(limit)
+        except FutureTimeoutError as late:
+            raise StorageError(f"{what}: no answer in {limit:.0f} s. Check the store and the network.") from late
+        if error is not None:
+            raise _ours(error, what) from error
+        return outcome.result()
+
+    def _in_turn(self, call: Callable[[str], T], path: str) -> T:
+        with self._turns:
+            return call(path)
+
+
+def _file_system(url: str, storage_options: dict[str, object]) -> Any:
+    scheme = url.partition("://")[0]
+    try:
+        return fsspec.filesystem(scheme, **storage_options)
+    except ImportError as error:
+        remedy = known_implementations.get(scheme, {}).get("err", str(error))
+        raise ConfigurationError(f"`{url}` needs a package that is not installed: {remedy}.") from error
+    except ValueError as error:
+        raise ConfigurationError(f"`{url}` cannot be opened: {error}. Name a path or a URL fsspec knows.") from error
+    except TypeError as error:
+        raise ConfigurationError(f"`{url}` does not accept {sorted(storage_options)}: {error}.") from error
+
+
+def _joined(views: Sequence[bytes | memoryview]) -> bytes | bytearray:
+    """Views as one object that fsspec accepts; one slice at a time, so that the GIL changes hands in between."""
+    if len(views) == 1 and isinstance(views[0], bytes):
+        return views[0]
+    body = bytearray(sum(memoryview(view).nbytes for view in views))
+    position = 0
+    for view in views:
+        rest = memoryview(view)
+        rest = rest.cast("B") if rest.nbytes else memoryview(b"")
+        while rest.nbytes:
+            chunk, rest = rest[:_CHUNK_NBYTES], rest[_CHUNK_NBYTES:]
+            body[position : position + chunk.nbytes] = chunk
+            position += chunk.nbytes
+    return body
+
+
+def _in_background(operation: Callable[[], T], what: str) -> Future[T]:
+    """Run `operation` in a daemon thread, which is left behind if nobody waits to its end."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(operation())
+        except BaseException as error:  # noqa: BLE001 - thread entry; the caller raises it
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name=f"moe-ckpt {what}", daemon=True).start()
+    return outcome
+
+
+def _ours(error: BaseException, what: str) -> StorageError:
+    """Our error for one of a file system; every one of them brings exceptions of its own."""
+    if isinstance(error, FileExistsError):
+        return KeyExists(f"{what}: exists.")
+    if isinstance(error, FileNotFoundError):
+        return KeyMissing(f"{what}: not there.")
+    return StorageError(f"{what}: {type(error).__name__}: {error}.")

@@ -1,0 +1,152 @@
+r"""Canonical JSON documents that carry the digest of their own bytes.
+
+```text
+{"digest":"<32 hex digits>","document":{"body":{...},"format":"lightning-moe-ckpt/<kind>","version":1}}\n
+```
+
+The digest covers the bytes of the value of `document`. Keys are sorted, no blanks, ASCII only, no NaN: one value has
+one spelling. The reader writes what it parsed again and compares bytes, so a flip that JSON forgives (a letter's case
+in an escape, a blank, a repeated key) is seen too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage._digest import digest_of
+
+VERSION = 1
+"""Version of the document grammar; a reader refuses any other."""
+
+T = TypeVar("T")
+
+
+def encode(kind: str, body: Mapping[str, object]) -> bytes:
+    """Write a document.
+
+    Args:
+        kind: what the document is: `log`, `marker` or `commit`.
+        body: JSON values; keys must be strings, numbers finite.
+
+    Raises:
+        ValueError: a number is not finite.
+        TypeError: a value has no JSON form.
+    """
+    payload = _canonical({"body": body, "format": _format(kind), "version": VERSION})
+    return _sealed(payload)
+
+
+def decode(data: bytes, *, kind: str, where: str) -> Fields:
+    """Read a document back, or say why it is not one.
+
+    Args:
+        data: all bytes of the object.
+        kind: what the document must be.
+        where: key or path, for messages.
+
+    Raises:
+        Corrupt: grammar, spelling, digest, kind or version is not as written by `encode`.
+    """
+    try:
+        document = json.loads(data.decode("ascii"))["document"]
+        payload = _canonical(document)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Corrupt(f"{where}: not a document of this format ({error}). Another copy may be good.") from error
+    if _sealed(payload) != data:
+        raise Corrupt(f"{where}: its bytes do not match the digest they carry. Another copy may be good.")
+    fields = Fields(document, where)
+    written = (fields.text("format"), fields.integer("version"))
+    if written != (_format(kind), VERSION):
+        raise Corrupt(
+            f"{where}: is {written}, expected {(_format(kind), VERSION)}. Read it with the release that wrote it."
+        )
+    body = fields.mapping("body")
+    fields.end()
+    return body
+
+
+def _format(kind: str) -> str:
+    return f"lightning-moe-ckpt/{kind}"
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _sealed(payload: bytes) -> bytes:
+    return b'{"digest":"%s","document":%s}\n' % (digest_of(payload).encode("ascii"), payload)
+
+
+class Fields:
+    """Typed reader of one JSON object: a missing, foreign or left-over key is `Corrupt`, never a default."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise Corrupt(f"{where}: an object was expected, found {type(value).__name__}.")
+        self._left = dict(value)
+        self._where = where
+
+    def integer(self, name: str) -> int:
+        """Take a whole number of zero or more."""
+        value = self._take(name, int)
+        if isinstance(value, bool) or value < 0:
+            raise Corrupt(f"{self._where}: {name!r} must be a whole number of zero or more, found {value}.")
+        return value
+
+    def text(self, name: str) -> str:
+        """Take a string."""
+        return self._take(name, str)
+
+    def flag(self, name: str) -> bool:
+        """Take true or false."""
+        return self._take(name, bool)
+
+    def mapping(self, name: str) -> Fields:
+        """Take an object, as a reader of its own."""
+        return Fields(self._take(name, dict), f"{self._where}: {name}")
+
+    def plain(self, name: str) -> dict[str, object]:
+        """Take an object as it is."""
+        return self._take(name, dict)
+
+    def rows(self, name: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
+        """Take a list, each element through `read(element, where)`."""
+        where = f"{self._where}: {name}"
+        return tuple(read(value, where) for value in self._take(name, list))
+
+    def optional(self, name: str, read: Callable[[object, str], T]) -> T | None:
+        """Take `null` or a value that goes through `read(value, where)`."""
+        value = self._take(name, object)
+        return None if value is None else read(value, f"{self._where}: {name}")
+
+    def end(self) -> None:
+        """Refuse keys nobody took."""
+        if self._left:
+            raise Corrupt(f"{self._where}: unknown keys {sorted(self._left)}.")
+
+    def _take(self, name: str, kind: type[T]) -> T:
+        value = self._left.pop(name, _MISSING)
+        if value is _MISSING or not isinstance(value, kind):
+            found = "nothing" if value is _MISSING else type(value).__name__
+            raise Corrupt(f"{self._where}: {name!r} must be {kind.__name__}, found {found}.")
+        return value
+
+
+_MISSING = object()
+
+
+def read_text(value: object, where: str) -> str:
+    """Check a string inside a list."""
+    if not isinstance(value, str):
+        raise Corrupt(f"{where}: a string was expected, found {type(value).__name__}.")
+    return value
+
+
+def read_integer(value: object, where: str) -> int:
+    """Check a whole number of zero or more inside a list."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise Corrupt(f"{where}: a whole number of zero or more was expected, found {value!r}.")
+    return value

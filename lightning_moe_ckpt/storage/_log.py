@@ -1,0 +1,201 @@
+"""The run's log: a dense list of small create-exclusive entries that hold epochs (fencing) and the watermark.
+
+Whoever appends entry `n` has seen everything before it, because a create-exclusive at a taken index fails. Every entry
+repeats the live history, so the newest readable entry is the whole state, and one that went bad is healed by its
+successors. If the newest entry itself is bad, only what it alone said is lost: epochs skip over it, and the life that
+wrote it, if it still runs, says it again with its next entry.
+
+Timeline rule: a generation is dead once a later epoch began from an earlier step, however late its commit lands.
+Source: the storage study, Sec. 4; we differ in repeating the history.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
+from lightning_moe_ckpt.storage._backend import Backend, create_once
+from lightning_moe_ckpt.storage._json import Fields, decode, encode, read_integer
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
+from lightning_moe_ckpt.storage._records import generation_body
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An epoch and the step it began from; generations of earlier epochs beyond that step are dead."""
+
+    epoch: int
+    step: int | None
+    """`None` if the epoch began from nothing."""
+
+    @property
+    def floor(self) -> int:
+        """Newest step that survives."""
+        return -1 if self.step is None else self.step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """All that readers need from the log."""
+
+    run_id: str
+    first_epoch: int
+    """First epoch of this run; earlier ones belong to runs it replaced."""
+    last_epoch: int
+    """Newest epoch opened under this URL."""
+    watermark: int = 0
+    """Generations below this step may be gone; zero until the run has more than it keeps."""
+    cuts: tuple[Cut, ...] = ()
+    """The epochs that still decide something, oldest first."""
+
+    def opened(self, epoch: int, resumed: GenerationId | None) -> History:
+        """The history after `epoch` began."""
+        cut = Cut(epoch, None if resumed is None else resumed.step)
+        return replace(self, last_epoch=epoch, cuts=_deciding((*self.cuts, cut), self.watermark))
+
+    def advanced(self, step: int) -> History:
+        """The history after the watermark moved up to `step`."""
+        return replace(self, watermark=step, cuts=_deciding(self.cuts, step))
+
+    def why_dead(self, generation: GenerationId) -> str | None:
+        """Why a generation must not be restored, `None` if it may."""
+        if generation.epoch < self.first_epoch:
+            return "belongs to an earlier run"
+        if generation.step < self.watermark:
+            return f"below the watermark {self.watermark}"
+        for cut in self.cuts:
+            if generation.epoch < cut.epoch and generation.step > cut.floor:
+                return f"epoch {cut.epoch} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
+        return None
+
+
+def _deciding(cuts: Sequence[Cut], watermark: int) -> tuple[Cut, ...]:
+    """Drop cuts that no generation at or above the watermark can tell are missing.
+
+    A cut is implied by a later one with the same or a lower floor; below the watermark the newest is enough.
+    """
+    kept: list[Cut] = []
+    for cut in reversed(cuts):
+        if not kept or watermark <= kept[-1].floor > cut.floor:
+            kept.append(cut)
+    return tuple(reversed(kept))
+
+
+class Log:
+    """Reads and appends entries. Only the coordinator uses it, one thread at a time."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._newest = -1  # index of the newest entry we know of, readable or not
+        self.num_lost = 0
+        """Unreadable entries after the one the history was read from; each may have opened an epoch."""
+
+    def read(self) -> History | None:
+        """Read the newest readable entry; `None` if there is no log yet.
+
+        Raises:
+            Corrupt: there are entries, but none can be read.
+        """
+        indices = self._indices(LOG_PREFIX)
+        self._newest = indices[-1] if indices else -1
+        for self.num_lost, index in enumerate(reversed(indices)):
+            if (history := self._read_entry(index)) is not None:
+                return history
+        if indices:
+            raise Corrupt(
+                f"{self._backend.url}: none of the {len(indices)} log entries can be read. "
+                'Restore `_log/` from a copy, or start a new run with resume="never".'
+            )
+        return None
+
+    def append(self, event: dict[str, object], history: History) -> bool:
+        """Create the next entry; the history includes the event.
+
+        Returns:
+            False if another process was faster, and nothing was written.
+        """
+        body = {"index": self._newest + 1, "event": event, "nonce": uuid.uuid4().hex, "history": _body(history)}
+        if not create_once(self._backend, log_key(self._newest + 1), encode("log", body)):
+            return False
+        self._newest += 1
+        return True
+
+    def check_fence(self) -> None:
+        """Raise `Fenced` if there is an entry that this process did not write.
+
+        After our `open` only a later life or run appends, so even an unreadable entry means that.
+        """
+        newest = max(self._indices(log_block(self._newest + 1)), default=-1)  # dense: the next one is in this block
+        if newest > self._newest:
+            raise Fenced(
+                f"{self._backend.url}: log entry {newest} was written by a later start of this job. "
+                "This process must stop; the newer one carries on."
+            )
+
+    def _read_entry(self, index: int) -> History | None:
+        try:
+            return _parse_entry(self._backend.get(log_key(index)), index)
+        except (Corrupt, KeyMissing) as error:
+            log.error("log entry %d cannot be read and is skipped: %s", index, error)
+            return None
+
+    def _indices(self, prefix: str) -> list[int]:
+        found = (parse_log_key(entry.key) for entry in self._backend.list(prefix))
+        return sorted(index for index in found if index is not None)
+
+
+def run_event(run_id: str) -> dict[str, object]:
+    """A new run begins under this URL."""
+    return {"type": "run", "run_id": run_id}
+
+
+def open_event(epoch: int, resumed: GenerationId | None) -> dict[str, object]:
+    """A life of the job begins from a generation."""
+    return {"type": "open", "epoch": epoch, "resumed": None if resumed is None else generation_body(resumed)}
+
+
+def watermark_event(epoch: int, step: int) -> dict[str, object]:
+    """Generations below `step` are about to be deleted."""
+    return {"type": "watermark", "epoch": epoch, "step": step}
+
+
+def _body(history: History) -> dict[str, object]:
+    return {
+        "run_id": history.run_id,
+        "first_epoch": history.first_epoch,
+        "last_epoch": history.last_epoch,
+        "watermark": history.watermark,
+        "cuts": [{"epoch": cut.epoch, "step": cut.step} for cut in history.cuts],
+    }
+
+
+def _parse_entry(data: bytes, index: int) -> History:
+    where = log_key(index)
+    entry = decode(data, kind="log", where=where)
+    if (written := entry.integer("index")) != index:
+        raise Corrupt(f"{where}: is entry {written} under a wrong name.")
+    entry.text("nonce")
+    entry.plain("event")
+    body = entry.mapping("history")
+    entry.end()
+    history = History(
+        run_id=body.text("run_id"),
+        first_epoch=body.integer("first_epoch"),
+        last_epoch=body.integer("last_epoch"),
+        watermark=body.integer("watermark"),
+        cuts=body.rows("cuts", _read_cut),
+    )
+    body.end()
+    return history
+
+
+def _read_cut(value: object, where: str) -> Cut:
+    body = Fields(value, where)
+    cut = Cut(body.integer("epoch"), body.optional("step", read_integer))
+    body.end()
+    return cut

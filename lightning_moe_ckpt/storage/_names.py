@@ -1,0 +1,92 @@
+"""Names of stored objects, and their way back to what they name.
+
+```text
+_log/<n:020d>.json                                               epochs and watermark, dense
+snap/<step:012d>/e<epoch:06d>/rank<r:05d>.<step:012d>.safetensors     one segment
+snap/<step:012d>/e<epoch:06d>/rank<r:05d>.<step:012d>.overflow        what did not fit in its journal
+snap/<step:012d>/e<epoch:06d>/rank<r:05d>.done                    that rank's marker over all its segments
+snap/<step:012d>/e<epoch:06d>/_COMMITTED                         the generation exists
+```
+
+Invariant: a name is used by one life only (the epoch is in it), so no reader ever sees it change.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+LOG_PREFIX = "_log/"
+SNAP_PREFIX = "snap/"
+PROBE_PREFIX = "_probe/"
+COMMITTED = "_COMMITTED"
+
+_LOG = re.compile(r"_log/(\d{20,})\.json")
+_SNAP = re.compile(r"snap/(\d{12,})/e(\d{6,})/([^/]+)")
+_MARKER = re.compile(r"rank(\d{5,})\.done")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class GenerationId:
+    """What recovery can start from; ordered by step, then by epoch."""
+
+    step: int
+    """Boundary at which the generation becomes dense."""
+    epoch: int
+    """Life of the job that wrote it."""
+
+    def __str__(self) -> str:
+        return f"step {self.step} (epoch {self.epoch})"
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of every key of this generation, with the slash."""
+        return f"{SNAP_PREFIX}{self.step:012d}/e{self.epoch:06d}/"
+
+
+def log_key(index: int) -> str:
+    """Key of entry `index` of the log."""
+    return f"{LOG_PREFIX}{index:020d}.json"
+
+
+def log_block(index: int) -> str:
+    """Prefix shared by the thousand log keys around `index`."""
+    return f"{LOG_PREFIX}{index:020d}"[:-3]
+
+
+def segment_key(generation: GenerationId, rank: int, step: int) -> str:
+    """Key of what `rank` captured at `step`."""
+    return f"{generation.prefix}rank{rank:05d}.{step:012d}.safetensors"
+
+
+def overflow_key(generation: GenerationId, rank: int, step: int) -> str:
+    """Key of the side file of a segment."""
+    return f"{generation.prefix}rank{rank:05d}.{step:012d}.overflow"
+
+
+def marker_key(generation: GenerationId, rank: int) -> str:
+    """Key of the marker of `rank`."""
+    return f"{generation.prefix}rank{rank:05d}.done"
+
+
+def commit_key(generation: GenerationId) -> str:
+    """Key of the manifest that makes `generation` visible."""
+    return f"{generation.prefix}{COMMITTED}"
+
+
+def parse_log_key(key: str) -> int | None:
+    """Index of a log entry, `None` for any other key."""
+    match = _LOG.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
+    """Generation and last part of a key, `None` for a key that is not of this layout."""
+    match = _SNAP.fullmatch(key)
+    return (GenerationId(step=int(match[1]), epoch=int(match[2])), match[3]) if match else None
+
+
+def parse_marker_name(name: str) -> int | None:
+    """Rank of a marker from the last part of its key, `None` for any other object."""
+    match = _MARKER.fullmatch(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,247 @@
+"""Objects as files: written beside their place, synced, then renamed or linked into it.
+
+fsspec's local file system writes in place and never syncs, so a kill leaves half a file under its final name and a
+power cut an empty one. Here a file is under its name only when all its bytes are on the medium: write and fsync a
+temporary file in the same directory, rename (put) or link (create; link refuses an existing name, also on NFS), fsync
+the directory. Directories we need are synced into their parents the first time this process uses them, whoever made
+them. No lock files: their meaning depends on mount options.
+
+Source: the storage study, Sec. 2 (races of fsspec's create, Lustre) and Sec. 5 (early write-back).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+
+from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError
+from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.storage._names import PROBE_PREFIX
+
+log = logging.getLogger(__name__)
+
+_CHUNK_NBYTES = 4 * 2**20
+_TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class PosixBackend:
+    """Files under one directory: local disk, Lustre, NFS. Safe to use from any thread and after a fork."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(root).expanduser().absolute()
+        self._synced: set[Path] = set()  # directories known to be in their parent on the medium
+
+    @property
+    def url(self) -> str:
+        """The directory as a URL."""
+        return f"file://{self._root}"
+
+    @cached_property
+    def creates_exclusively(self) -> bool:
+        """Whether the file system has hard links; probed once."""
+        try:
+            return probe_create(self.url, self._link, self.get)
+        finally:
+            self._remove_probes()
+
+    def put(self, key: str, *views: bytes | memoryview) -> None:
+        """Write, sync, rename, sync the directory."""
+        path = self._path(key)
+        with _reported("put", path), self._written(path, views) as temporary:
+            temporary.replace(path)
+            _sync_directory(path.parent)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write, sync, link, sync the directory; without hard links check first, which a race can beat."""
+        if self.creates_exclusively:
+            self._link(key, data)
+        elif self._path(key).exists():
+            raise KeyExists(f"create {key}: exists at {self.url}.")
+        else:
+            self.put(key, data)
+
+    def get(self, key: str) -> bytes:
+        """Read a whole file."""
+        path = self._path(key)
+        with _reported("get", path):
+            return path.read_bytes()
+
+    def get_into(self, key: str, out: memoryview) -> None:
+        """Read a file of exactly `out.nbytes` bytes into `out`."""
+        path = self._path(key)
+        with _reported("get", path), path.open("rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes != out.nbytes or _read_into(file.fileno(), out) != nbytes:
+                raise Corrupt(f"{path}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
+
+    def list(self, prefix: str) -> list[Entry]:
+        """Walk the directory part of `prefix`; temporary files are not shown."""
+        directory = self._root / prefix.rpartition("/")[0]
+        found = []
+        with _reported("list", directory):
+            for file in _files(directory):
+                if self._key(file).startswith(prefix) and not _TEMPORARY.fullmatch(file.name):
+                    with suppress(FileNotFoundError):  # deleted since the directory was read
+                        found.append(Entry(self._key(file), file.stat().st_size))
+        return sorted(found, key=lambda entry: entry.key)
+
+    def delete(self, key: str) -> None:
+        """Unlink a file, and every directory this leaves empty."""
+        path = self._path(key)
+        with _reported("delete", path):
+            path.unlink(missing_ok=True)
+            self._prune(path.parent)
+
+    def sweep(self, prefix: str) -> None:
+        """Unlink temporary files; whoever still writes one gets a `StorageError` at its rename."""
+        directory = self._root / prefix.rpartition("/")[0]
+        with _reported("sweep", directory):
+            for file in _files(directory):
+                if self._key(file).startswith(prefix) and _TEMPORARY.fullmatch(file.name):
+                    log.info("removing %s, left by an interrupted write", file.path)
+                    Path(file.path).unlink(missing_ok=True)
+                    self._prune(Path(file.path).parent)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _link(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with _reported("create", path), self._written(path, (data,)) as temporary:
+            try:
+                path.hardlink_to(temporary)
+            except FileExistsError as error:
+                # NFS repeats a link whose reply was lost and then reports our own success as a conflict.
+                if temporary.stat().st_nlink == 1:
+                    raise KeyExists(f"create {key}: exists at {self.url}.") from error
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                temporary.replace(path)  # the probe then sees that a second create was not refused
+            _sync_directory(path.parent)
+
+    @contextmanager
+    def _written(self, path: Path, views: Sequence[bytes | memoryview]) -> Iterator[Path]:
+        """Yield a synced temporary file beside `path`; gone afterwards unless it was renamed."""
+        self._make_directory(path.parent)
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                _write_all(file, views)
+                os.fsync(file)
+            finally:
+                os.close(file)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _make_directory(self, directory: Path) -> None:
+        ours = [d for d in (directory, *directory.parents) if self._root in d.parents or not d.exists()]
+        for needed in reversed(ours):
+            if needed not in self._synced or not needed.is_dir():
+                needed.mkdir(exist_ok=True)
+                _sync_directory(needed.parent)
+                self._synced.add(needed)
+
+    def _prune(self, directory: Path) -> None:
+        with suppress(OSError):  # not empty, or somebody else was faster
+            while directory != self._root:
+                directory.rmdir()
+                self._synced.discard(directory)
+                directory = directory.parent
+
+    def _remove_probes(self) -> None:
+        with suppress(StorageError):
+            for entry in self.list(PROBE_PREFIX):
+                self.delete(entry.key)
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/")
+        if any(part in {"", ".", ".."} for part in parts) or _TEMPORARY.fullmatch(parts[-1]):
+            raise ValueError(f"`{key}` is not a key: it must be a relative path without `.` and `..`.")
+        return self._root.joinpath(*parts)
+
+    def _key(self, file: os.DirEntry[str]) -> str:
+        return Path(file.path).relative_to(self._root).as_posix()
+
+
+@contextmanager
+def _reported(operation: str, path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into ours, with the operation and the place."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except FileNotFoundError as error:
+        kind = KeyMissing if operation == "get" else StorageError
+        raise kind(f"{operation} {path}: not there.") from error
+    except OSError as error:
+        raise StorageError(f"{operation} {path}: {error.strerror or error}.") from error
+
+
+def _files(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """Files below `directory`, tolerating that others delete meanwhile."""
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _files(Path(entry.path))
+                else:
+                    yield entry
+    except FileNotFoundError:
+        return
+
+
+def _sync_directory(directory: Path) -> None:
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write_all(file: int, views: Sequence[bytes | memoryview]) -> None:
+    """Write views straight from their memory; `os.write` releases the GIL for each chunk."""
+    position = 0
+    for view in views:
+        rest = memoryview(view)
+        rest = rest.cast("B") if rest.nbytes else memoryview(b"")
+        while rest.nbytes:
+            written = os.write(file, rest[:_CHUNK_NBYTES])
+            _start_writeback(file, position, written)
+            position, rest = position + written, rest[written:]
+
+
+def _read_into(file: int, out: memoryview) -> int:
+    """Fill `out`; returns the bytes read, fewer only at the end of the file."""
+    rest, filled = out.cast("B") if out.nbytes else memoryview(bytearray()), 0
+    while rest.nbytes:
+        count = os.readv(file, [rest[:_CHUNK_NBYTES]])
+        if count == 0:
+            break
+        filled, rest = filled + count, rest[count:]
+    return filled
+
+
+def _start_writeback(file: int, position: int, nbytes: int) -> None:
+    """Let the device write this chunk while we copy the next; only a hint, the fsync decides.
+
+    Measured: 256 MB are durable in two thirds of the time of write-then-fsync.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(file, position, nbytes, 2)  # SYNC_FILE_RANGE_WRITE
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

@@ -1,0 +1,408 @@
+"""One run's checkpoints under one URL: what may be restored, and the protocol that makes more of it.
+
+```text
+every rank     put_segment ... put_segment, put_marker          data, then the statement that it is durable
+coordinator    commit                                           markers of all ranks -> `_COMMITTED`
+coordinator    retain                                           watermark -> log, then delete
+next start     open, promote, candidates, (verify), open_epoch  pick inside the loop: the log has not moved meanwhile
+```
+
+Only create-exclusive is asked of the medium: no rename, no overwrite, no clock. Crash points are in `FORMAT.md`.
+
+Threads: `put_*`, `read_*` and `verify_records` keep no state and may be called from any thread at once. The rest
+belongs to the coordinator (rank 0), one thread at a time: the main thread at start, the persist thread afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from lightning_moe_ckpt.errors import (
+    CheckpointError,
+    Corrupt,
+    Fenced,
+    KeyMissing,
+    NoUsableGeneration,
+    StorageError,
+)
+from lightning_moe_ckpt.storage._backend import Backend
+from lightning_moe_ckpt.storage._catalog import Catalog, Contents, read_catalog, read_commit, read_marker
+from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
+from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._log import History, Log, open_event, run_event, watermark_event
+from lightning_moe_ckpt.storage._names import (
+    LOG_PREFIX,
+    SNAP_PREFIX,
+    GenerationId,
+    marker_key,
+    overflow_key,
+    segment_key,
+)
+from lightning_moe_ckpt.storage._records import Commit, OverflowEntry, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage._retention import doomed_generations, next_watermark
+from lightning_moe_ckpt.storage._segment import SegmentLayout, dtype_of
+
+log = logging.getLogger(__name__)
+
+Resume = Literal["auto", "must", "never"]
+
+
+class RunStore:
+    """The checkpoints of one run. Make one with `open` on the coordinator and with `join` on every other rank."""
+
+    def __init__(self, backend: Backend, run_id: str, *, coordination: _Coordination | None = None) -> None:
+        self.run_id = run_id
+        self.rejected: list[tuple[str, str]] = []
+        """What the last `candidates` passed over, newest first: generation and reason."""
+        self._backend = backend
+        self._coordination = coordination
+
+    @classmethod
+    def open(cls, backend: Backend, *, resume: Resume) -> RunStore:
+        """Find the run under the URL, or begin one.
+
+        Args:
+            backend: from `open_backend`; written to once, to see that it can be and refuses existing keys.
+            resume: `auto` continues the newest run or begins the first; `must` continues or raises; `never` begins
+                another run, beside which the older one stays until the new one has more than it keeps.
+
+        Raises:
+            ConfigurationError: the URL cannot be written.
+            NoUsableGeneration: `must`, and there is no run.
+            Corrupt: no entry of the log can be read.
+        """
+        log.debug("%s: creates exclusively: %s", backend.url, backend.creates_exclusively)
+        run_log = Log(backend)
+        while True:
+            history = _read_history(run_log, resume)
+            if history is not None and resume != "never":
+                return cls(backend, history.run_id, coordination=_Coordination(run_log, history))
+            if resume == "must":
+                raise NoUsableGeneration(f'{backend.url} holds no run, and resume="must" asks for one. Check the URL.')
+            history = _begin_run(history, run_log, read_catalog(backend))
+            if run_log.append(run_event(history.run_id), history):
+                log.info("%s: run %s begins", backend.url, history.run_id)
+                return cls(backend, history.run_id, coordination=_Coordination(run_log, history))
+
+    @classmethod
+    def join(cls, backend: Backend, *, run_id: str) -> RunStore:
+        """The store of a rank that only reads and writes data; `run_id` comes from the coordinator by broadcast."""
+        return cls(backend, run_id)
+
+    @property
+    def url(self) -> str:
+        """Where the run is stored."""
+        return self._backend.url
+
+    @property
+    def epoch(self) -> int | None:
+        """This life's epoch; `None` before `open_epoch`, and on ranks that joined."""
+        return None if self._coordination is None else self._coordination.epoch
+
+    # Data: any rank, any thread.
+
+    def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
+        """Store a sealed segment; durable when this returns its key. The caller may then reuse the memory."""
+        key = segment_key(generation, rank, step)
+        self._backend.put(key, view)
+        return key
+
+    def put_overflow(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> OverflowEntry:
+        """Store the side file of a segment, durably."""
+        key = overflow_key(generation, rank, step)
+        self._backend.put(key, view)
+        return OverflowEntry(key=key, nbytes=view.nbytes, digest=digest_of(view))
+
+    def put_marker(self, marker: RankMarker) -> None:
+        """State that all segments of `marker` are durable. Call it last."""
+        self._backend.put(marker_key(marker.generation, marker.rank), marker.to_bytes())
+
+    def read_marker(self, commit: Commit, rank: int) -> RankMarker:
+        """Read the marker the manifest vouches for.
+
+        Raises:
+            Corrupt: it is not the one that was committed.
+            KeyMissing: it is gone.
+        """
+        stored = read_marker(self._backend, commit.generation, rank)
+        if stored.digest != commit.markers[rank]:
+            raise Corrupt(f"{marker_key(commit.generation, rank)}: is not the marker that was committed.")
+        return stored.marker
+
+    def read_segment(self, entry: SegmentEntry, out: memoryview) -> None:
+        """Fill `out`, of exactly `entry.nbytes` bytes, and verify the digest of the whole file.
+
+        Raises:
+            Corrupt: other bytes or another size than written; `out` then holds rubbish.
+            KeyMissing: it is gone.
+        """
+        if out.nbytes != entry.nbytes:
+            raise ValueError(f"`read_segment`: `out` has {out.nbytes} bytes, {entry.key} has {entry.nbytes}.")
+        self._backend.get_into(entry.key, out)
+        _expect(entry.key, digest_of(out), entry.digest)
+
+    def read_overflow(self, entry: OverflowEntry) -> bytes:
+        """Read and verify a side file. Raises `Corrupt` or `KeyMissing`."""
+        data = self._backend.get(entry.key)
+        _expect(entry.key, digest_of(data), entry.digest)
+        return data
+
+    # Coordination: rank 0, one thread at a time.
+
+    def promote(self) -> list[GenerationId]:
+        """Commit what the preceding life finished on every rank but was killed before committing; call before a pick.
+
+        Only the immediately preceding epoch: what it left undone nobody has started over yet. If that life still
+        lives, it writes the same manifest, and one of the two finds it done.
+
+        Returns:
+            Generations committed, oldest first.
+        """
+        coordination = self._coordinator()
+        coordination.refresh()
+        return [g.generation for g in self._promotable(coordination) if self._promote(g)]
+
+    def candidates(self) -> list[Commit]:
+        """Committed generations of this run that may be restored, newest first; the rest is in `rejected`.
+
+        Also notes the position in the log that `open_epoch` builds on.
+        """
+        coordination = self._coordinator()
+        coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_epoch` refuse
+        usable, self.rejected = self._survey(coordination.history, read_catalog(self._backend))
+        for name, reason in self.rejected:
+            log.info("%s is not a candidate: %s", name, reason)
+        coordination.offered = frozenset(commit.generation for commit in usable)
+        return usable
+
+    def open_epoch(self, resumed: GenerationId | None) -> int | None:
+        """Begin this life from one of the last `candidates`, or from nothing.
+
+        Returns:
+            The new epoch; `None` if another process wrote to the log since `candidates`: pick again.
+
+        Raises:
+            ValueError: `resumed` was not a candidate.
+        """
+        coordination = self._coordinator()
+        if resumed is not None and resumed not in coordination.offered:
+            raise ValueError(f"`open_epoch({resumed})`: not one of the generations `candidates` returned.")
+        if not coordination.open(resumed, read_catalog(self._backend)):
+            return None
+        log.info("%s: epoch %d begins from %s", self.url, coordination.epoch, resumed or "nothing")
+        self._sweep_leftovers()
+        return coordination.epoch
+
+    def commit(self, own: RankMarker, *, timeout: timedelta) -> Commit:
+        """Wait until every rank's marker agrees with ours and is true, then make the generation visible.
+
+        Args:
+            own: the coordinator's marker, already put.
+            timeout: how long to wait for the other ranks.
+
+        Raises:
+            Fenced: a later life has begun.
+            StorageError: time is up or the medium failed; the previous generation stays the newest.
+            Corrupt: ranks disagree.
+        """
+        coordination = self._coordinator()
+        if own.generation.epoch != coordination.epoch:
+            raise ValueError(f"`commit`: {own.generation} is not of this life, epoch {coordination.epoch}.")
+        stored = await_markers(self._backend, own, timeout=timeout)
+        coordination.log.check_fence()
+        return publish(self._backend, stored)
+
+    def retain(self, keep: int, in_use: GenerationId | None) -> list[GenerationId]:
+        """Move the watermark up to the `keep`-th newest generation, then delete what nobody may restore any more.
+
+        Args:
+            keep: how many restorable generations stay, at least one.
+            in_use: the generation the run is restoring from; never deleted.
+
+        Returns:
+            Generations deleted, oldest first.
+
+        Raises:
+            Fenced: a later life has begun.
+            StorageError: the medium failed; the next call goes on where this one stopped.
+        """
+        if keep < 1:
+            raise ValueError(f"`retain(keep={keep})` must be one or more.")
+        coordination = self._coordinator()
+        coordination.log.check_fence()
+        catalog = read_catalog(self._backend)
+        usable, _ = self._survey(coordination.history, catalog)
+        step = next_watermark(coordination.history, [c.generation for c in usable], keep=keep, in_use=in_use)
+        if step is not None:
+            coordination.advance(step)
+        doomed = doomed_generations(catalog, coordination.history, epoch=coordination.opened_epoch(), in_use=in_use)
+        for generation in doomed:
+            self._delete(catalog[generation])
+        return doomed
+
+    def discard(self, generation: GenerationId) -> None:
+        """Delete a generation of this life that will not be committed, because saving it failed.
+
+        Raises:
+            ValueError: it belongs to another life, or is committed.
+        """
+        contents = read_catalog(self._backend, generation.prefix).get(generation)
+        if generation.epoch != self._coordinator().epoch or (contents is not None and contents.committed):
+            raise ValueError(f"`discard({generation})`: only an uncommitted generation of this life can be discarded.")
+        if contents is not None:
+            self._delete(contents)
+
+    def close(self) -> None:
+        """Release the backend."""
+        self._backend.close()
+
+    def _coordinator(self) -> _Coordination:
+        if self._coordination is None:
+            raise ValueError("`RunStore.join` gives a store for data; only the coordinator's `open` may coordinate.")
+        return self._coordination
+
+    def _survey(self, history: History, catalog: Catalog) -> tuple[list[Commit], list[tuple[str, str]]]:
+        """Restorable generations, newest first, and why the others are not."""
+        usable, rejected = [], []
+        for generation in sorted(catalog, reverse=True):
+            found = self._read_restorable(history, catalog[generation])
+            if isinstance(found, Commit):
+                usable.append(found)
+            else:
+                rejected.append((str(generation), str(found)))
+        return usable, rejected
+
+    def _read_restorable(self, history: History, contents: Contents) -> Commit | CheckpointError:
+        """The manifest of a generation, or what speaks against it."""
+        if (reason := history.why_dead(contents.generation)) is not None:
+            return Corrupt(reason)
+        if not contents.committed:
+            return KeyMissing(f"not committed; {len(contents.ranks)} ranks had finished")
+        try:
+            return read_commit(self._backend, history.run_id, contents.generation)
+        except (Corrupt, StorageError) as error:
+            return error
+
+    def _promotable(self, coordination: _Coordination) -> list[Contents]:
+        """Uncommitted generations of the preceding epoch, newer than every committed one; oldest first."""
+        history = coordination.history
+        if coordination.log.num_lost or coordination.epoch is not None:
+            return []  # which epoch preceded is not known, or we are it
+        catalog = read_catalog(self._backend)
+        alive = [contents for generation, contents in catalog.items() if history.why_dead(generation) is None]
+        newest = max((c.generation.step for c in alive if c.committed), default=-1)
+        finished = [c for c in alive if not c.committed and c.ranks and c.generation.epoch == history.last_epoch]
+        return sorted((c for c in finished if c.generation.step > newest), key=lambda c: c.generation)
+
+    def _promote(self, contents: Contents) -> bool:
+        try:
+            publish(self._backend, complete_markers(self._backend, self.run_id, contents))
+        except (Corrupt, StorageError) as error:
+            log.info("%s cannot be promoted: %s", contents.generation, error)
+            return False
+        log.info("%s was complete on every rank and is committed now", contents.generation)
+        return True
+
+    def _delete(self, contents: Contents) -> None:
+        for key in contents.deletion_order():
+            self._backend.delete(key)
+        self._backend.sweep(contents.generation.prefix)
+
+    def _sweep_leftovers(self) -> None:
+        try:
+            for prefix in (LOG_PREFIX, SNAP_PREFIX):
+                self._backend.sweep(prefix)
+        except StorageError as error:  # the epoch is open already; leftovers cost space only
+            log.warning("leftovers of interrupted writes stay for now: %s", error)
+
+
+@dataclass(slots=True)
+class _Coordination:
+    """What the coordinator knows: where the log stands, and which epoch is its own."""
+
+    log: Log
+    history: History
+    epoch: int | None = None
+    offered: frozenset[GenerationId] = frozenset()
+
+    def refresh(self) -> None:
+        """See what others wrote; once we have an epoch of our own, that can only be a fence."""
+        if self.epoch is not None:
+            self.log.check_fence()
+            return
+        history = self.log.read()
+        if history is None or history.run_id != self.history.run_id:
+            raise Fenced(f"another run replaced run {self.history.run_id} while this one was starting. Start again.")
+        self.history = history
+
+    def open(self, resumed: GenerationId | None, catalog: Catalog) -> bool:
+        epoch = _next_epoch(self.history, self.log, catalog)
+        history = self.history.opened(epoch, resumed)
+        if not self.log.append(open_event(epoch, resumed), history):
+            return False
+        self.history, self.epoch = history, epoch
+        return True
+
+    def advance(self, step: int) -> None:
+        history = self.history.advanced(step)
+        if not self.log.append(watermark_event(self.opened_epoch(), step), history):
+            raise Fenced("the log entry after ours was written by a later start of this job. This process must stop.")
+        self.history = history
+
+    def opened_epoch(self) -> int:
+        if self.epoch is None:
+            raise ValueError("`open_epoch` comes before anything that deletes.")
+        return self.epoch
+
+
+def _read_history(run_log: Log, resume: Resume) -> History | None:
+    try:
+        return run_log.read()
+    except Corrupt as error:
+        if resume != "never":
+            raise
+        log.warning("a new run begins over an unreadable log: %s", error)
+        return None
+
+
+def _begin_run(history: History | None, run_log: Log, catalog: Catalog) -> History:
+    """A new run; its epochs follow those of the runs before, so that names never meet."""
+    epoch = _next_epoch(history, run_log, catalog)
+    return History(run_id=uuid.uuid4().hex, first_epoch=epoch, last_epoch=epoch - 1)
+
+
+def _next_epoch(history: History | None, run_log: Log, catalog: Catalog) -> int:
+    """One that no life has had, even if its `open` entry was lost."""
+    logged = run_log.num_lost + (history.last_epoch if history is not None else 0)
+    return 1 + max([logged, *(generation.epoch for generation in catalog)])
+
+
+def _expect(key: str, found: str, written: str) -> None:
+    if found != written:
+        raise Corrupt(
+            f"{key}: digest {found}, its marker says {written}. Another copy or an older generation may be good."
+        )
+
+
+def verify_records(segment: SegmentEntry, data: memoryview) -> None:
+    """Check every record of a segment in memory: its place in the header, its dtype and its digest.
+
+    Args:
+        segment: as its marker describes it.
+        data: all bytes of the file.
+
+    Raises:
+        Corrupt: the first record that is not as written.
+    """
+    spans = SegmentLayout.parse(data).spans
+    for record in segment.records:
+        span = spans.get(record.name)
+        place = (record.offset, record.nbytes, dtype_of(record.dtype))
+        if span is None or (span.offset, span.nbytes, span.dtype) != place:
+            raise Corrupt(f"{segment.key}: {record.name} is not where its marker says.")
+        found = digest_of(data[record.offset : record.offset + record.nbytes])
+        _expect(f"{segment.key}: {record.name}", found, record.digest)

@@ -1,0 +1,233 @@
+"""The bytes of a segment: a safetensors file whose header sits in a reserved, page-aligned prefix.
+
+The buffer a snapshot is copied into is the file that is written and the buffer a restore reads from, byte for byte.
+safetensors forbids holes and guarantees no alignment, so gaps are filled with `U8` tensors named `__pad__.N` and the
+header is padded with spaces until the first tensor starts on a page. The header depends on the layout alone: it is
+written once per plan, while digests, which depend on the bytes, live in the markers.
+
+Invariant: one layout has one header; `parse` rebuilds the layout from a header and refuses any that differs.
+Source: the storage study, Sec. 3 (rules of the safetensors parser, measured).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_moe_ckpt.errors import Corrupt
+
+_PAGE_NBYTES = 4096
+_MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors parser
+_PAD_PREFIX = "__pad__."
+_METADATA = "__metadata__"
+_FORMAT_KEY = "segment_format"
+_ALIGN_KEY = "segment_align"
+_FORMAT = "1"
+
+_TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _TORCH_NAMES.items()}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """Name of a dtype in safetensors files and in markers, e.g. `BF16`.
+
+    Raises:
+        ValueError: the format has no such type.
+    """
+    if dtype not in _CODES:
+        raise ValueError(f"`{dtype}` cannot be stored; supported are {', '.join(_TORCH_NAMES.values())}.")
+    return _CODES[dtype]
+
+
+def dtype_of(code: str) -> torch.dtype:
+    """The dtype a code names.
+
+    Raises:
+        Corrupt: no such code.
+    """
+    if code not in _DTYPES:
+        raise Corrupt(f"unknown dtype {code!r}.")
+    return _DTYPES[code]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to find room for."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a tensor lies in the file."""
+
+    offset: int
+    """From the start of the file, in bytes."""
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SegmentLayout:
+    """Places of all tensors of a segment, in the order given, and the header that says so."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], *, metadata: Mapping[str, str], align: int = 64) -> None:
+        """Lay tensors out.
+
+        Args:
+            tensors: names must differ; shapes may hold zeros; order is kept.
+            metadata: goes into the header; what changes from step to step does not belong here.
+            align: bytes on which every tensor starts, a power of two up to a page.
+
+        Raises:
+            ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
+        """
+        _check(tensors, metadata, align)
+        self.metadata = dict(metadata)
+        """As given."""
+        self.align = align
+        placed = _place(tensors, align)
+        self.header = _header(placed, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
+        """The file's first bytes, up to the first tensor; a multiple of 4096."""
+        start = len(self.header)
+        spans = {spec.name: Span(start + offset, spec.nbytes, spec.dtype, spec.shape) for spec, offset in placed}
+        self.pads = {name: span for name, span in spans.items() if name.startswith(_PAD_PREFIX)}
+        """Fillers, by name."""
+        self.spans = {name: span for name, span in spans.items() if name not in self.pads}
+        """Tensors by name, in file order."""
+        self.nbytes = start + sum(spec.nbytes for spec, _ in placed)
+        """Size of the file, a multiple of `align`."""
+
+    def write_header(self, buffer: torch.Tensor) -> None:
+        """Write the header into `buffer` (uint8, 1-D, at least `nbytes`) and zeros into the gaps."""
+        buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
+        for pad in self.pads.values():
+            buffer[pad.offset : pad.offset + pad.nbytes].zero_()
+
+    def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor `name` inside `buffer` (uint8, 1-D, starting at the file's first byte), without a copy."""
+        span = self.spans[name]
+        return buffer[span.offset : span.offset + span.nbytes].view(span.dtype).view(span.shape)
+
+    @classmethod
+    def parse(cls, data: memoryview) -> SegmentLayout:
+        """Read the layout of a whole segment file.
+
+        Args:
+            data: all bytes of the file.
+
+        Raises:
+            Corrupt: the header is not the one this layout writes, or the file has another size.
+        """
+        header = _split_header(data)
+        layout = _rebuild(header)
+        if layout.header != bytes(data[: len(layout.header)]):
+            raise Corrupt("segment: the header is not spelled as this format writes it. Another copy may be good.")
+        if layout.nbytes != data.nbytes:
+            raise Corrupt(f"segment: {data.nbytes} bytes, its header says {layout.nbytes}. Another copy may be good.")
+        return layout
+
+
+def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: int) -> None:
+    names = [spec.name for spec in tensors]
+    if len(set(names)) != len(names):
+        raise ValueError(f"`SegmentLayout`: repeated names {sorted({n for n in names if names.count(n) > 1})}.")
+    if reserved := [n for n in names if n == _METADATA or n.startswith(_PAD_PREFIX)]:
+        raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
+    if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
+        raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
+    if align < 8 or _PAGE_NBYTES % align:
+        raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
+
+
+def _place(tensors: Sequence[TensorSpec], align: int) -> list[tuple[TensorSpec, int]]:
+    """Tensors and pads with their offsets from the end of the header, without a hole."""
+    placed: list[tuple[TensorSpec, int]] = []
+    position = num_pads = 0
+    for spec in tensors:
+        placed.append((spec, position))
+        position += spec.nbytes
+        if gap := -position % align:
+            placed.append((TensorSpec(f"{_PAD_PREFIX}{num_pads}", torch.uint8, (gap,)), position))
+            position, num_pads = position + gap, num_pads + 1
+    return placed
+
+
+def _header(placed: Sequence[tuple[TensorSpec, int]], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
+    for spec, offset in placed:
+        table[spec.name] = {
+            "dtype": dtype_code(spec.dtype),
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
+    if len(text) > _MAX_HEADER_NBYTES:
+        raise ValueError(
+            f"`SegmentLayout`: {len(placed)} tensors need a header of {len(text)} bytes; 100 MB is the limit."
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def _split_header(data: memoryview) -> dict[str, object]:
+    nbytes = struct.unpack("<Q", data[:8])[0] if data.nbytes >= 8 else -1
+    if not 0 < nbytes <= min(_MAX_HEADER_NBYTES, data.nbytes - 8):
+        raise Corrupt(f"segment: header of {nbytes} bytes in a file of {data.nbytes}. Another copy may be good.")
+    try:
+        table = json.loads(bytes(data[8 : 8 + nbytes]).decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"segment: the header is not JSON ({error}). Another copy may be good.") from error
+    if not isinstance(table, dict):
+        raise Corrupt("segment: the header is not a JSON object. Another copy may be good.")
+    return table
+
+
+def _rebuild(table: dict[str, object]) -> SegmentLayout:
+    """Lay out what a header names; whatever differs from the original shows when headers are compared."""
+    try:
+        metadata = _string_map(table.pop(_METADATA))
+        if metadata.pop(_FORMAT_KEY) != _FORMAT:
+            raise Corrupt("segment: written in another version of the format. Read it with the release that wrote it.")
+        align = int(metadata.pop(_ALIGN_KEY))
+        specs = [_read_spec(name, place) for name, place in table.items() if not name.startswith(_PAD_PREFIX)]
+        return SegmentLayout(specs, metadata=metadata, align=align)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
+        if isinstance(error, Corrupt):
+            raise
+        raise Corrupt(
+            f"segment: the header does not describe a segment ({error!r}). Another copy may be good."
+        ) from error
+
+
+def _string_map(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise TypeError("metadata must map strings to strings")
+    return dict(value)
+
+
+def _read_spec(name: str, place: object) -> TensorSpec:
+    if not isinstance(place, dict) or not isinstance(place["shape"], list):
+        raise TypeError(f"{name!r} is not a tensor")
+    shape = place["shape"]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{name!r} has shape {shape}")
+    return TensorSpec(name, dtype_of(place["dtype"]), tuple(shape))

@@ -1,0 +1,79 @@
+"""What `MoEStrategy` touches beyond the public interfaces of Lightning and torch, in one place.
+
+Each function says which private name it uses. Taps are instance attributes, so that any precision plugin keeps its
+class, and are removed at teardown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the running micro-batch is followed by more before the optimizer steps. Uses `_should_accumulate`."""
+    return trainer.fit_loop._should_accumulate()  # noqa: SLF001
+
+
+def ignored_names(module: LightningModule) -> set[str]:
+    """Parameters and buffers the user keeps from DistributedDataParallel, by its convention."""
+    return set(getattr(module, IGNORED, ()))
+
+
+def ignore_names(module: LightningModule, names: set[str]) -> None:
+    """Keep `names` out of Lightning's own broadcast of module states, which follows the convention of DDP."""
+    setattr(module, IGNORED, sorted(names))
+
+
+def tap_clipping(precision: Precision, clip: Callable[[Optimizer, int | float], None]) -> Callable[[], None]:
+    """Route clipping by norm through `clip`. Every plugin and algorithm ends in `clip_grad_by_norm`.
+
+    Returns:
+        A function that removes the tap.
+    """
+    return _set(precision, "clip_grad_by_norm", clip)
+
+
+def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
+    """Call `combine` on every scaler verdict before anyone reads it; nothing if the plugin has no scaler.
+
+    Uses `GradScaler._unscale_grads_`, which `unscale_` and the check for fused optimizers share.
+
+    Returns:
+        A function that removes the tap.
+    """
+    scaler = getattr(precision, "scaler", None)
+    if scaler is None:
+        return lambda: None
+    original: Callable[..., dict[torch.device, Tensor]] = scaler._unscale_grads_
+
+    def unscale_and_combine(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        # A rank without any gradient has no verdict of its own, but must take part, and take the others'.
+        verdicts = original(*args, **kwargs) or {device: torch.zeros((), device=device)}
+        for verdict in verdicts.values():
+            combine(verdict)
+        return verdicts
+
+    return _set(scaler, "_unscale_grads_", unscale_and_combine)
+
+
+def _set(owner: object, name: str, value: object) -> Callable[[], None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def remove() -> None:
+        if vars(owner).get(name) is value:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    return remove

@@ -1,0 +1,152 @@
+"""Whole state dicts from sharded experts, and back at another number of expert-parallel ranks.
+
+A checkpoint of Lightning holds every expert: a sharded tensor `[e, ...]` becomes `[E, ...]`, the same bytes as
+without expert parallelism, so any number of ranks (one included, without this strategy) can load it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel import ParallelGroups
+
+log = logging.getLogger(__name__)
+
+
+def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups: ParallelGroups) -> dict[str, Any]:
+    """All experts on rank 0. Collective over the world.
+
+    Args:
+        state: the module's state dict on this rank.
+        sharded: names that differ between expert-parallel ranks.
+        groups: this rank's place.
+
+    Returns:
+        On rank 0 a state dict with all experts, these on the CPU; elsewhere `state`.
+    """
+    whole = {name: _gather(state[name], groups) for name in sorted(sharded) if name in state}
+    return {**state, **whole} if groups.rank == 0 else state
+
+
+def shard_module_state(
+    state: Mapping[str, Any], local: Mapping[str, Tensor], sharded: Collection[str], groups: ParallelGroups
+) -> dict[str, Any]:
+    """This rank's part of a whole state dict.
+
+    Args:
+        state: with all experts.
+        local: the live parameters, for their shapes.
+        sharded: names that differ between expert-parallel ranks.
+        groups: this rank's place.
+
+    Raises:
+        ConfigurationError: the checkpoint has another number of experts.
+    """
+    parts = {}
+    for name in sorted(sharded):
+        if name in state:
+            experts = local[name].shape[0] * groups.ep_size
+            if state[name].shape[0] != experts:
+                raise ConfigurationError(
+                    f"The checkpoint has {state[name].shape[0]} experts in `{name}`, the model has {experts}. "
+                    "Build the model with the number of experts of the checkpoint."
+                )
+            parts[name] = _own_part(state[name], groups)
+    return {**state, **parts}
+
+
+def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups) -> dict[str, Any]:
+    """State of all experts on rank 0, as an optimizer without expert parallelism would hold it. Collective.
+
+    Args:
+        optimizer: a plain torch optimizer.
+        sharded: `id` of the parameters that differ between expert-parallel ranks.
+        groups: this rank's place.
+
+    Returns:
+        On rank 0 a whole state dict; elsewhere this rank's own.
+    """
+    own = optimizer.state_dict()
+    parameters = dict(_sharded_parameters(optimizer, sharded))
+    states = {idx: own["state"].get(idx, {}) for idx in parameters}
+    for idx, outline in _exchange_outlines(states, parameters, groups).items():
+        # One with no state yet beside ranks that have some: zeros is what the first step starts from.
+        if outline.keys() != states[idx].keys():
+            log.warning("optimizer state of parameter %d is absent on some ranks; zeros are saved for those", idx)
+        device = parameters[idx].device
+        whole = {key: _gather_entry(entry, states[idx].get(key), device, groups) for key, entry in outline.items()}
+        if groups.rank == 0:
+            own["state"][idx] = whole
+    return own
+
+
+def shard_optimizer_state(
+    state: Mapping[str, Any], optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups
+) -> dict[str, Any]:
+    """This rank's part of a whole optimizer state dict; what has no dimension over experts is taken as it is."""
+    states = dict(state["state"])
+    for idx, parameter in _sharded_parameters(optimizer, sharded):
+        experts = parameter.shape[0] * groups.ep_size
+        states[idx] = {
+            key: _own_part(value, groups) if _runs_over(value, experts) else value
+            for key, value in states.get(idx, {}).items()
+        }
+        if not states[idx]:
+            del states[idx]
+    return {**state, "state": states}
+
+
+def _sharded_parameters(optimizer: Optimizer, sharded: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+    """Parameters with the index that `state_dict` gives them."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return ((idx, parameter) for idx, parameter in enumerate(parameters) if id(parameter) in sharded)
+
+
+def _runs_over(value: Any, experts: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == experts
+
+
+def _exchange_outlines(
+    states: Mapping[int, Mapping[str, Any]], parameters: Mapping[int, Tensor], groups: ParallelGroups
+) -> dict[int, dict[str, Any]]:
+    """For every parameter the entries that any rank has: an empty tensor for what is stacked, the value otherwise."""
+    outline = {
+        idx: {
+            key: value.new_empty(value.shape, device="meta") if _runs_over(value, len(parameters[idx])) else value
+            for key, value in entries.items()
+        }
+        for idx, entries in states.items()
+    }
+    everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(groups.world_size)]
+    dist.all_gather_object(everyone, outline, group=groups.groups["control"])
+    row = everyone[groups.dp_rank * groups.ep_size :][: groups.ep_size]
+    return {idx: {key: value for rank in reversed(row) for key, value in rank[idx].items()} for idx in states}
+
+
+def _gather_entry(outline: Any, own: Any, device: torch.device, groups: ParallelGroups) -> Any:
+    if not (isinstance(outline, Tensor) and outline.is_meta):
+        return outline
+    return _gather(own if own is not None else torch.zeros_like(outline, device=device), groups)
+
+
+def _own_part(whole: Tensor, groups: ParallelGroups) -> Tensor:
+    return whole.chunk(groups.ep_size)[groups.ep_rank].clone()
+
+
+def _gather(part: Tensor, groups: ParallelGroups) -> Tensor:
+    """Concatenation over expert-parallel ranks on rank 0; the replicas of its group have nothing to add."""
+    if groups.dp_rank != 0 or groups.ep_size == 1:
+        return part
+    part = part.detach().contiguous()
+    parts = [torch.empty_like(part) for _ in range(groups.ep_size)] if groups.rank == 0 else None
+    received = [tensor.view(torch.uint8) for tensor in parts] if parts is not None else None
+    dist.gather(part.view(torch.uint8), received, dst=0, group=groups.groups["expert"])
+    return torch.cat([tensor.cpu() for tensor in parts]) if parts is not None else part

@@ -1,0 +1,332 @@
+"""Data and expert parallelism under Lightning with gradients, norms and checkpoints that are right for experts.
+
+It is a `DDPStrategy` without the DistributedDataParallel wrapper: Lightning still injects its distributed sampler and
+launches processes, but gradients are reduced by `GradientReducer`, whose bits survive restarts and freezing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel import (
+    GradientReducer,
+    ParallelGroups,
+    broadcast_tensors,
+    build_groups,
+    expert_parallel_fqns,
+    expert_parallel_modules,
+    global_grad_norm,
+    set_current_groups,
+)
+from lightning_moe_ckpt.strategy import _glue
+from lightning_moe_ckpt.strategy._buffers import BufferSync
+from lightning_moe_ckpt.strategy._state_dict import (
+    gather_module_state,
+    gather_optimizer_state,
+    shard_module_state,
+    shard_optimizer_state,
+)
+
+log = logging.getLogger(__name__)
+
+
+class MoEStrategy(DDPStrategy):
+    """Data parallelism with expert parallelism, for Mixture-of-Experts models; also `Trainer(strategy="moe")`.
+
+    Args:
+        expert_parallel: How many ranks share one set of experts; divides the number of processes. Modules that shard
+            experts (`MoELayer`) must be built in `LightningModule.configure_model`.
+        gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run gives the same bits as one
+            that was never interrupted; ``"allreduce"`` leaves the order to the backend, which is faster on some
+            networks and exact to rounding only.
+        bucket_nbytes: Bytes of one message of the gradient reduction.
+        timeout: Limit for one collective operation.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; by default what suits the device.
+        start_method: How Lightning starts the processes where nobody else does.
+        accelerator: Given by the Trainer.
+        parallel_devices: Given by the Trainer.
+        cluster_environment: Given by the Trainer.
+        checkpoint_io: Given by the Trainer.
+        precision_plugin: Given by the Trainer.
+    """
+
+    strategy_name = "moe"
+
+    def __init__(
+        self,
+        *,
+        expert_parallel: int = 1,
+        gradient_reduction: Literal["ordered", "allreduce"] = "ordered",
+        bucket_nbytes: int = 32 * 2**20,
+        timeout: timedelta = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        if expert_parallel < 1:
+            raise ConfigurationError(f"`MoEStrategy(expert_parallel={expert_parallel})` must be one or more.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.expert_parallel = expert_parallel
+        self.gradient_reduction = gradient_reduction
+        self.bucket_nbytes = bucket_nbytes
+        self.timeout = timeout
+        self.groups = ParallelGroups()
+        """This rank's place and its process groups, from before `configure_model` on."""
+        self.reducer: GradientReducer | None = None
+        """Reduces gradients while fitting; its `flags` travel with every optimizer step."""
+        self.last_grad_norm: Tensor | None = None
+        """Norm of the last clipping by norm, before clipping; equal on all ranks."""
+        self._buffer_sync: BufferSync | None = None
+        self._names: dict[int, str] = {}
+        self._untap: list[Callable[[], None]] = []
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
+        set_current_groups(self.groups)
+        log.info(
+            "rank %d of %d holds experts of rank %d of %d",
+            *(self.groups.rank, self.groups.world_size, self.groups.ep_rank, self.groups.ep_size),
+        )
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self._module
+        self._check(module)
+        ignored = _glue.ignored_names(module)
+        _glue.ignore_names(module, ignored | expert_parallel_fqns(module))
+        super().setup(trainer)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._equalise_experts()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._start_reducing(ignored - expert_parallel_fqns(module))
+
+    @override
+    def configure_ddp(self) -> None:
+        """Make replicated states equal to rank 0's; no wrapper."""
+        module, ignored = self._module, _glue.ignored_names(self._module)
+        if self.groups.world_size > 1:
+            states = [*module.named_parameters(), *module.named_buffers()]
+            broadcast_tensors((t for name, t in states if name not in ignored), self.groups.groups["world"], 0)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        self._remove_taps()
+        self._untap = [
+            _glue.tap_clipping(self.precision_plugin, self._clip_by_norm),
+            _glue.tap_found_inf(self.precision_plugin, self._combine_found_inf, self.root_device),
+        ]
+
+    @override
+    def teardown(self) -> None:
+        self._remove_taps()
+        if self.reducer is not None:
+            self.reducer.close()
+        super().teardown()
+        # The process groups stay: `trainer.save_checkpoint` after `fit` still needs every rank's experts.
+        set_current_groups(None)
+
+    def _check(self, module: LightningModule) -> None:
+        for name, layer in expert_parallel_modules(module):
+            if layer.ep_size != self.groups.ep_size:
+                raise ConfigurationError(
+                    f"`{name}` was built for `expert_parallel={layer.ep_size}`, the strategy has "
+                    f"`expert_parallel={self.groups.ep_size}`. Build it in `LightningModule.configure_model`, "
+                    "which runs once the strategy has set up its processes, not in `__init__`."
+                )
+        if self.groups.ep_size > 1 and not module.automatic_optimization:
+            raise ConfigurationError(
+                "Expert parallelism needs automatic optimization: every backward of manual optimization would divide "
+                "the experts' gradients again. Set `automatic_optimization = True` or `expert_parallel=1`."
+            )
+
+    def _equalise_experts(self) -> None:
+        if self.groups.dp_size > 1 and self.groups.ep_size > 1:
+            sharded = expert_parallel_fqns(self._module)
+            parameters = [p for name, p in self._module.named_parameters() if name in sharded]
+            first = self.groups.ranks("expert_data")[0]
+            broadcast_tensors(parameters, self.groups.groups["expert_data"], first)
+
+    def _start_reducing(self, ignored: set[str]) -> None:
+        module = self._module
+        self._buffer_sync = BufferSync(module, ignored, self.groups) if self.groups.world_size > 1 else None
+        self.reducer = GradientReducer(
+            ((name, parameter) for name, parameter in module.named_parameters() if name not in ignored),
+            groups=self.groups,
+            is_expert_parallel=expert_parallel_fqns(module),
+            bucket_nbytes=self.bucket_nbytes,
+            mode=self.gradient_reduction,
+            flags=("stop", *(self._buffer_sync.flags if self._buffer_sync is not None else ())),
+        )
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("The strategy has no model yet. It is connected by `Trainer.fit` and its siblings.")
+        return module
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As the base class, with the reduction between backward and `on_after_backward`, where DDP has it too."""
+        module = self._module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self.reducer is not None:
+            self.reducer.prepare(sync=not (module.automatic_optimization and _glue.is_accumulating(module.trainer)))
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._finish_reduction()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def grad_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Norm over the gradients of `parameters` and of the experts other ranks hold. Collective, after reduction.
+
+        Args:
+            parameters: the same ones on every rank, those without a gradient included.
+            norm_type: as in `torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            A scalar on the device of the gradients, equal in bits on all ranks.
+        """
+        return global_grad_norm(
+            ((self._names.get(id(parameter), ""), parameter.grad) for parameter in parameters),
+            expert_parallel=expert_parallel_fqns(self._module),
+            groups=self.groups,
+            norm_type=norm_type,
+            device=self.root_device,
+        )
+
+    def _finish_reduction(self) -> None:
+        if self.reducer is None:
+            return
+        if self._buffer_sync is not None and self.reducer.armed:
+            self.reducer.flags.update(self._buffer_sync.votes())
+            self.reducer.finish()
+            self._buffer_sync.apply(self.reducer.agreed)
+        else:
+            self.reducer.finish()
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        self.last_grad_norm = self.grad_norm(parameters)
+        present = [parameter for parameter in parameters if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(present, clip_val, self.last_grad_norm)
+
+    def _combine_found_inf(self, found_inf: Tensor) -> None:
+        world = self.groups.group("world")
+        if world is not None:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=world)
+
+    def _remove_taps(self) -> None:
+        for untap in self._untap:
+            untap()
+        self._untap = []
+
+    # -- checkpoints of Lightning ------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State of the module with all experts, on rank 0. Collective."""
+        return gather_module_state(super().lightning_module_state_dict(), self._sharded_names, self.groups)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a checkpoint with all experts."""
+        state = checkpoint["state_dict"]
+        if self._sharded_names:
+            local = dict(self._module.named_parameters(remove_duplicate=False))
+            state = shard_module_state(state, local, self._sharded_names, self.groups)
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State of an optimizer for all experts, on rank 0. Collective."""
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer  # noqa: SLF001
+        if not self._sharded_names or hasattr(plain, "consolidate_state_dict"):
+            return super().optimizer_state(plain)
+        return gather_optimizer_state(plain, self._sharded_ids, self.groups)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizer states."""
+        states = checkpoint["optimizer_states"]
+        if self._sharded_names:
+            sharded = self._sharded_ids
+            states = [
+                shard_optimizer_state(state, optimizer, sharded, self.groups)
+                for optimizer, state in zip(self.optimizers, states, strict=False)
+            ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    @property
+    def _sharded_names(self) -> set[str]:
+        return expert_parallel_fqns(self._module)
+
+    @property
+    def _sharded_ids(self) -> set[int]:
+        return {
+            id(p) for _, layer in expert_parallel_modules(self._module) for _, p in layer.expert_parallel_parameters()
+        }
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make `Trainer(strategy="moe")`, `"moe_spawn"` and `"moe_fork"` known."""
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
+            strategy_registry.register(
+                cls.strategy_name + suffix,
+                cls,
+                description=f"Data and expert parallelism with `start_method` '{start_method}'",
+                override=True,
+                start_method=start_method,
+            )
+
+
+_built: dict[tuple[int, timedelta], tuple[object, ParallelGroups]] = {}
+
+
+def _groups_of_this_process(ep_size: int, timeout: timedelta) -> ParallelGroups:
+    """Groups over the default process group, built once for all Trainers of this process. Collective."""
+    world, groups = _built.get((ep_size, timeout), (None, None))
+    if groups is None or world is not dist.group.WORLD:
+        groups = build_groups(ep_size, timeout)
+        _built[ep_size, timeout] = (dist.group.WORLD, groups)
+    return groups

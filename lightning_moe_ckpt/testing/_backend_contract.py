@@ -1,0 +1,182 @@
+"""What every storage backend promises, as tests: inherit, say how to make one, and run pytest.
+
+```python
+class TestMyBackend(BackendContract):
+    def make_backend(self, tmp_path: Path) -> Backend:
+        return MyBackend(...)
+```
+"""
+# ruff: noqa: S101 - assertions are what a contract consists of
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing
+from lightning_moe_ckpt.storage import Backend, Entry
+
+
+class BackendContract:
+    """Tests a backend passes. Every test gets an empty store."""
+
+    def make_backend(self, tmp_path: Path) -> Backend:
+        """A backend over an empty store that is this test's own."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Iterator[Backend]:
+        """The backend under test, closed afterwards."""
+        backend = self.make_backend(tmp_path)
+        yield backend
+        backend.close()
+
+    def test_an_object_is_read_back_whole(self, backend: Backend) -> None:
+        """What `put` took, `get` and `get_into` give."""
+        written = bytes(range(256)) * 37
+        backend.put("snap/1/a.safetensors", written)
+        out = bytearray(len(written))
+        backend.get_into("snap/1/a.safetensors", memoryview(out))
+        assert backend.get("snap/1/a.safetensors") == written
+        assert out == written
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4 * 2**20 + 1, 40 * 2**20 + 7])
+    def test_any_size_is_kept(self, backend: Backend, nbytes: int) -> None:
+        """Sizes around the chunks an implementation may use, and nothing at all."""
+        written = (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
+        backend.put("a", memoryview(written))
+        out = bytearray(nbytes)
+        backend.get_into("a", memoryview(out))
+        assert out == written
+        assert backend.list("") == [Entry("a", nbytes)]
+
+    def test_views_are_concatenated(self, backend: Backend) -> None:
+        """Several views, of several shapes, make one object."""
+        grid = memoryview(bytearray(b"....cdef")).cast("B", (2, 4))
+        backend.put("a", b"ab", grid, b"", memoryview(b"gh"))
+        assert backend.get("a") == b"ab....cdefgh"
+
+    def test_the_caller_may_reuse_its_memory(self, backend: Backend) -> None:
+        """Bytes written to a view after `put` returned do not reach the store."""
+        buffer = bytearray(b"first")
+        backend.put("a", memoryview(buffer))
+        buffer[:] = b"other"
+        assert backend.get("a") == b"first"
+
+    def test_put_replaces_whole(self, backend: Backend) -> None:
+        """A second `put` leaves nothing of the first."""
+        backend.put("a", b"a long first object")
+        backend.put("a", b"short")
+        assert backend.get("a") == b"short"
+        assert backend.list("") == [Entry("a", 5)]
+
+    def test_an_object_of_another_size_is_corrupt(self, backend: Backend) -> None:
+        """`get_into` never fills a part of `out` and returns."""
+        backend.put("a", b"12345")
+        for nbytes in (0, 4, 6, 100):
+            with pytest.raises(Corrupt):
+                backend.get_into("a", memoryview(bytearray(nbytes)))
+
+    def test_missing_keys_are_named(self, backend: Backend) -> None:
+        """Reading what is not there says which key, whether or not its directory is there."""
+        backend.put("dir/present", b"x")
+        for key in ("dir/absent", "absent/dir"):
+            with pytest.raises(KeyMissing, match=key):
+                backend.get(key)
+            with pytest.raises(KeyMissing, match=key):
+                backend.get_into(key, memoryview(bytearray(1)))
+
+    def test_create_refuses_an_existing_key(self, backend: Backend) -> None:
+        """The first object stays, whether `put` or `create` made it."""
+        backend.create("_log/0", b"first")
+        backend.put("plain", b"first")
+        for key in ("_log/0", "plain"):
+            with pytest.raises(KeyExists):
+                backend.create(key, b"second")
+            assert backend.get(key) == b"first"
+
+    def test_a_deleted_key_can_be_created_again(self, backend: Backend) -> None:
+        """Nothing of an object remains after `delete`."""
+        backend.create("a/b", b"first")
+        backend.delete("a/b")
+        backend.create("a/b", b"second")
+        assert backend.get("a/b") == b"second"
+
+    def test_of_many_creators_one_wins(self, backend: Backend) -> None:
+        """Threads that create one key at once: exactly one succeeds, and its object is there."""
+        if not backend.creates_exclusively:
+            pytest.skip("the store cannot create exclusively")
+        with ThreadPoolExecutor(8) as pool:
+            for turn in range(20):
+                won = list(pool.map(_creator(backend, f"_log/{turn}"), range(8)))
+                assert sum(won) == 1
+                assert backend.get(f"_log/{turn}") == b"%d" % won.index(True)
+
+    def test_probing_leaves_nothing(self, backend: Backend) -> None:
+        """Finding out about create-exclusive costs no objects."""
+        assert backend.creates_exclusively in {True, False}
+        assert backend.list("") == []
+
+    def test_listing_is_by_prefix_and_sorted(self, backend: Backend) -> None:
+        """A prefix may end inside a name; directories are not objects; an unknown prefix is empty."""
+        for key in ("snap/2/b", "snap/1/a", "snap/10/c", "_log/0"):
+            backend.put(key, key.encode())
+        assert [entry.key for entry in backend.list("snap/1")] == ["snap/1/a", "snap/10/c"]
+        assert [entry.key for entry in backend.list("snap/1/")] == ["snap/1/a"]
+        assert [entry.key for entry in backend.list("")] == ["_log/0", "snap/1/a", "snap/10/c", "snap/2/b"]
+        assert backend.list("snap/3/") == backend.list("nothing/") == []
+        assert [entry.nbytes for entry in backend.list("snap/10/")] == [9]
+
+    def test_listing_sees_every_change_at_once(self, backend: Backend) -> None:
+        """No cache stands between a change and the next listing."""
+        for turn in range(5):
+            backend.put(f"dir/{turn}", b"x")
+            assert backend.list("dir/") == [Entry(f"dir/{turn}", 1)]
+            backend.delete(f"dir/{turn}")
+            assert backend.list("dir/") == []
+
+    def test_deleting_what_is_not_there_is_fine(self, backend: Backend) -> None:
+        """Deletes are repeated after a crash, and two processes may race."""
+        backend.put("dir/a", b"x")
+        backend.delete("dir/a")
+        backend.delete("dir/a")
+        backend.delete("never/was")
+        assert backend.list("") == []
+
+    def test_sweeping_touches_no_object(self, backend: Backend) -> None:
+        """Only what interrupted writes left may go."""
+        backend.put("snap/1/a", b"x")
+        backend.create("_log/0", b"y")
+        backend.sweep("")
+        assert [entry.key for entry in backend.list("")] == ["_log/0", "snap/1/a"]
+
+    def test_threads_do_not_disturb_each_other(self, backend: Backend) -> None:
+        """Writers, readers and a lister at once, each on keys of its own."""
+
+        def work(worker: int) -> None:
+            for turn in range(10):
+                key = f"dir/{worker}/{turn}"
+                backend.put(key, b"%d" % worker * 1000)
+                assert backend.get(key) == b"%d" % worker * 1000
+                assert key in [entry.key for entry in backend.list("dir/")]
+                backend.delete(key)
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(work, range(6)))
+        assert backend.list("") == []
+
+
+def _creator(backend: Backend, key: str) -> Callable[[int], bool]:
+    """Create `key` with the caller's number as its object; returns whether that worked."""
+
+    def create(number: int) -> bool:
+        try:
+            backend.create(key, b"%d" % number)
+        except KeyExists:
+            return False
+        return True
+
+    return create

@@ -1,0 +1,424 @@
+"""Lives: real processes that run a user's fit, die by SIGKILL where a script says, and are born again.
+
+A life is one start of the whole job. Each of its ranks is forked from the calling process, which should have imported
+everything (torch, Lightning, the model) and run nothing: a fork after the first parallel torch operation, process
+group or thread may hang. A fork costs milliseconds, a cold start seconds. Every life gets another seed, so that state
+which is not restored cannot be right by chance.
+
+Invariant: `run_lives` returns or raises within the sum of its time-outs and leaves no process behind.
+
+Example:
+    def fit(life: Life) -> dict[str, object]:
+        seed_everything(life.seed)
+        trainer = Trainer(callbacks=life.callbacks(DenseCheckpoint(life.url)), devices=life.world_size, ...)
+        trainer.fit(MyModule(), my_loader())
+        return {}
+
+    reference = run_lives(fit, url=clean_url, workdir=tmp / "clean")
+    killed = run_lives(fit, url=url, workdir=tmp / "killed", kills=[Kill(phase="forward", step=3)])
+    assert_same_end(reference, killed)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from lightning.pytorch import Callback
+
+from lightning_moe_ckpt.testing._lives_end import Record, Recorder, differences
+from lightning_moe_ckpt.testing._lives_kill import Kill, Killer, LateKiller, StorageKiller, strike
+
+FIRST_SEED = 1234
+"""Seed of the first life, hence of the fault-free run."""
+
+DETECTION_DELAY = 0.02
+"""Seconds between the death of one rank and the SIGKILL of the others; torchrun polls at 0.1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seam:
+    """A replacement put into every process of a life, to show what breaks without the original."""
+
+    module: str
+    attribute: str
+    """Dotted path inside the module, e.g. `Session.seal`."""
+    replacement: Any
+
+    def apply(self) -> None:
+        """Replace for the rest of this process. Raises `AttributeError` if there is nothing to replace."""
+        *path, name = self.attribute.split(".")
+        owner = reduce(getattr, path, importlib.import_module(self.module))
+        getattr(owner, name)
+        setattr(owner, name, self.replacement)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """What a user's fit function knows about the life it runs in."""
+
+    index: int
+    rank: int
+    world_size: int
+    seed: int
+    """Different in each life."""
+    url: str
+    """Where checkpoints go: the same in each life."""
+    workdir: Path
+    kill: Kill | None
+    """The kill this rank is going to suffer, if any."""
+
+    @property
+    def records(self) -> Path:
+        """The lines this rank writes while it runs."""
+        return self.workdir / f"life{self.index}.rank{self.rank}.jsonl"
+
+    @property
+    def end(self) -> Path:
+        """The state this rank writes when training ends."""
+        return self.workdir / f"life{self.index}.rank{self.rank}.end"
+
+    def callbacks(self, *own: Callback) -> list[Callback]:
+        """The callbacks for the Trainer: the user's, between the ones that kill and record. Call it once per life."""
+        recorder = Recorder(self.records, self.end)
+        if self.kill is None:
+            return [*own, recorder]
+        die = partial(strike, recorder.write, self.kill)
+        if self.kill.phase == "storage":
+            StorageKiller(self.kill, die).install()
+        return [Killer(self.kill, die), *own, recorder, LateKiller(self.kill, die)]
+
+
+Fit = Callable[[Life], Mapping[str, Any]]
+Outcome = Literal["finished", "killed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeResult:
+    """How one life went. The state of its ranks stays in files until it is asked for."""
+
+    index: int
+    outcome: Outcome
+    seconds: float
+    world_size: int
+    workdir: Path
+
+    def records(self, rank: int = 0, kind: str | None = None) -> list[Record]:
+        """The lines of one rank in the order they were written; of one `kind` only, if given."""
+        lines = _read_records(self.workdir / f"life{self.index}.rank{rank}.jsonl")
+        return [line for line in lines if kind is None or line["kind"] == kind]
+
+    def steps(self, rank: int = 0) -> list[int]:
+        """`global_step` after each batch this life trained on."""
+        return [line["step"] for line in self.records(rank, "train")]
+
+    def end(self, rank: int = 0) -> dict[str, Any]:
+        """State of one rank at the end of training; only a finished life has one."""
+        path = self.workdir / f"life{self.index}.rank{rank}.end"
+        return dict(torch.load(path, weights_only=True))
+
+    def returned(self, rank: int = 0) -> dict[str, Any]:
+        """What the fit function returned on one rank."""
+        path = self.workdir / f"life{self.index}.rank{rank}.returned"
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def log(self, rank: int = 0) -> str:
+        """Standard output and error of one rank."""
+        return _log_path(self.workdir, self.index, rank).read_text(encoding="utf-8", errors="replace")
+
+
+class LifeFailed(AssertionError):
+    """A life hung, died otherwise than scripted, or outlived its kill; the message ends with the logs of its ranks."""
+
+    @classmethod
+    def of(cls, why: str, workdir: Path, index: int, world_size: int) -> LifeFailed:
+        """The failure of one life, with the ends of its logs."""
+        tails = [f"--- rank {rank} ---\n{_tail(_log_path(workdir, index, rank))}" for rank in range(world_size)]
+        return cls("\n".join([f"life {index} {why}", *tails]))
+
+
+def run_lives(
+    fit: Fit,
+    *,
+    url: str,
+    workdir: Path,
+    world_size: int = 1,
+    kills: Sequence[Kill | None] = (),
+    timeout: float = 60.0,
+    seams: Sequence[Seam] = (),
+    must_strike: bool = True,
+) -> list[LifeResult]:
+    """Run one life per kill, then one that must finish.
+
+    Args:
+        fit: runs in every rank process; what it returns must be JSON.
+        url: handed to every life.
+        workdir: receives records, logs and ends; one per call.
+        world_size: processes per life. More than one get the environment torchrun would set.
+        kills: the scripted end of each life; `None` scripts none, so that life must finish.
+        timeout: seconds per life, after which its threads are dumped to its log and it is killed.
+        seams: replacements put into every process.
+        must_strike: whether outliving a scripted kill is a failure; else the campaign ends there.
+
+    Raises:
+        LifeFailed: a life did not end as scripted.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    script = _Script(fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=tuple(seams))
+    results: list[LifeResult] = []
+    for index, kill in enumerate([*kills, None]):
+        results.append(_OneLife(script, index, kill).run())
+        if results[-1].outcome == "finished" and kill is not None:
+            if must_strike:
+                raise LifeFailed.of(f"outlived {kill}", workdir, index, world_size)
+            break
+    return results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Script:
+    """What the lives of one campaign have in common."""
+
+    fit: Fit
+    url: str
+    workdir: Path
+    world_size: int
+    timeout: float
+    seams: tuple[Seam, ...]
+
+    def life(self, index: int, rank: int, kill: Kill | None) -> Life:
+        return Life(
+            index=index,
+            rank=rank,
+            world_size=self.world_size,
+            seed=FIRST_SEED + 7919 * index,
+            url=self.url,
+            workdir=self.workdir,
+            kill=kill if kill is not None and kill.rank == rank else None,
+        )
+
+
+class _OneLife:
+    """The parent's view of the processes of one life."""
+
+    def __init__(self, script: _Script, index: int, kill: Kill | None) -> None:
+        self._script, self._index, self._kill = script, index, kill
+        self._lives = [script.life(index, rank, kill) for rank in range(script.world_size)]
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+
+    def run(self) -> LifeResult:
+        """Start the ranks, wait for the end of all, judge."""
+        started = time.monotonic()
+        port = _free_port()
+        try:
+            for life in self._lives:
+                self._pids[life.rank] = _fork_rank(self._script, life, port)
+            self._wait(started + self._script.timeout)
+        finally:
+            self._kill_all()
+        return LifeResult(
+            index=self._index,
+            outcome=self._outcome(),
+            seconds=time.monotonic() - started,
+            world_size=self._script.world_size,
+            workdir=self._script.workdir,
+        )
+
+    def _wait(self, deadline: float) -> None:
+        """Until all ranks have ended, or one of them badly: then the others get a moment, as under torchrun."""
+        while len(self._codes) < len(self._pids):
+            self._reap(os.WNOHANG)
+            if any(self._codes.values()):
+                time.sleep(DETECTION_DELAY)
+                return
+            if time.monotonic() > deadline:
+                self._dump_threads()
+                raise self._failed(f"hung: not ended after {self._script.timeout:g} s")
+            time.sleep(0.002)
+
+    def _reap(self, options: int) -> None:
+        for rank, pid in self._pids.items():
+            if rank in self._codes:
+                continue
+            ended, status = os.waitpid(pid, options)
+            if ended:
+                self._codes[rank] = os.waitstatus_to_exitcode(status)
+
+    def _dump_threads(self) -> None:
+        for rank in self._pids.keys() - self._codes.keys():
+            os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.5)  # the dump is written by a signal handler of the other process
+
+    def _kill_all(self) -> None:
+        """SIGKILL every rank with its process group, so that no loader worker outlives it, and reap."""
+        self._reap(os.WNOHANG)
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self._reap(0)
+
+    def _outcome(self) -> Outcome:
+        if all(code == 0 for code in self._codes.values()):
+            return "finished"
+        if self._kill is None or not self._struck(self._kill.rank):
+            raise self._failed(f"ended with exit codes {self._codes} (by rank) and no scripted kill")
+        return "killed"
+
+    def _struck(self, rank: int) -> bool:
+        return any(line["kind"] == "killed" for line in _read_records(self._lives[rank].records))
+
+    def _failed(self, why: str) -> LifeFailed:
+        return LifeFailed.of(why, self._script.workdir, self._index, self._script.world_size)
+
+
+def _fork_rank(script: _Script, life: Life, port: int) -> int:
+    """Process id of a new rank; the new process never returns from here."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _live(script, life, port)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)  # the child does the same; whoever comes first
+    return pid
+
+
+def _live(script: _Script, life: Life, port: int) -> NoReturn:
+    """The whole existence of a rank process. Leaves by `os._exit`: the parent's exit handlers are not ours to run."""
+    code = 1
+    try:
+        _settle(life, port)
+        for seam in script.seams:
+            seam.apply()
+        returned = json.dumps(dict(script.fit(life)))
+        life.end.with_suffix(".returned").write_text(returned, encoding="utf-8")
+        code = 0
+    except BaseException:  # noqa: BLE001  # process entry: nothing above would see it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _settle(life: Life, port: int) -> None:
+    """Give this process its own group, output file, signal handlers and environment."""
+    os.setpgid(0, 0)
+    log_file = os.open(_log_path(life.workdir, life.index, life.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log_file, 1)
+    os.dup2(log_file, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    os.environ.update(_elastic_environment(life, port))
+    torch.set_num_threads(1)  # as torchrun does for several ranks; and a forked thread pool may be unusable
+
+
+def _elastic_environment(life: Life, port: int) -> dict[str, str]:
+    """What torchrun sets; nothing for one process, which starts as plain `python train.py` would."""
+    if life.world_size == 1:
+        return {}
+    rank, world_size = str(life.rank), str(life.world_size)
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "lives",
+        "TORCHELASTIC_RESTART_COUNT": str(life.index),
+        "TORCHELASTIC_MAX_RESTARTS": "1000",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _free_port() -> int:
+    """A port nobody listens on, below the range from which the kernel draws the ports of outgoing connections."""
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(20_000, 30_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def _log_path(workdir: Path, index: int, rank: int) -> Path:
+    return workdir / f"life{index}.rank{rank}.log"
+
+
+def _tail(path: Path, lines: int = 60) -> str:
+    if not path.exists():
+        return "(no log)"
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def _read_records(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def assert_same_end(reference: Sequence[LifeResult], results: Sequence[LifeResult]) -> None:
+    """The last life of `results` ended as the last of `reference` did, bit for bit, and no life trained on anything else.
+
+    Compares, on every rank: parameters, buffers, optimizer state and groups, schedulers, precision plugin, RNG, progress,
+    what fit returned; and for every batch of every life its loss, data and learning rates. A step's batches must all
+    have been seen.
+
+    Raises:
+        AssertionError: lists every difference.
+    """
+    want, got = reference[-1], results[-1]
+    lines: list[str] = []
+    for rank in range(want.world_size):
+        found = differences({**want.end(rank), **want.returned(rank)}, {**got.end(rank), **got.returned(rank)})
+        found += record_differences(want.records(rank), [life.records(rank) for life in results])
+        lines += [f"rank {rank}: {line}" for line in found]
+    if lines:
+        shown = lines[:150] + ([f"... and {len(lines) - 150} more"] if len(lines) > 150 else [])
+        raise AssertionError("\n".join([f"{len(lines)} differences from the fault-free run:", *shown]))
+
+
+def record_differences(reference: Sequence[Record], lives: Sequence[Sequence[Record]]) -> list[str]:
+    """One line per batch that some life saw differently, and per training batch that no life saw."""
+    want = {_coordinates(line): line for line in reference}
+    lines: list[str] = []
+    seen: set[tuple[Any, ...]] = set()
+    for index, life in enumerate(lives):
+        for line in life:
+            if line["kind"] == "killed":
+                continue
+            seen.add(_coordinates(line))
+            expected = want.get(_coordinates(line))
+            if expected != line:
+                lines.append(f"life {index}: {line} instead of {expected}")
+    lines += [f"{line} never happened" for key, line in want.items() if key not in seen]
+    return lines
+
+
+def _coordinates(line: Record) -> tuple[Any, ...]:
+    return line["kind"], line["epoch"], line["batch"], line["step"]

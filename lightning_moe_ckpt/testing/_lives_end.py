@@ -1,0 +1,198 @@
+"""What a life leaves behind: a record per batch while it runs, and the whole training state at its end.
+
+Everything is compared by bits: floats travel as hex, tensors are compared with `torch.equal` after dtype and shape.
+Records are appended with one `write` each, so those of a killed life survive it and are compared as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+from typing_extensions import override
+
+Record = dict[str, Any]
+
+
+class Recorder(Checkpoint):
+    """Writes one line per batch and, at the end of training, the state of this rank. Changes nothing, draws no RNG.
+
+    A `Checkpoint`, so that Lightning runs it after the callbacks whose effects it records.
+    """
+
+    def __init__(self, records: Path, end: Path) -> None:
+        self._end = end
+        self._records = os.open(records, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._batch = ""
+
+    def write(self, record: Record) -> None:
+        """Append one line; it outlives a SIGKILL that follows."""
+        os.write(self._records, (json.dumps(record) + "\n").encode())
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: object) -> None:
+        # Before the step: the optimizer may not have stepped when this life ends, but the data was seen.
+        self._batch = digest(batch)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        self._line(trainer, "train", batch_idx, loss=bits(loss), data=self._batch, lr=_lrs(trainer))
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.sanity_checking:
+            self._line(trainer, "validation", batch_idx, loss=bits(outputs), data=digest(batch))
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metrics = {name: bits(value) for name, value in sorted(trainer.callback_metrics.items())}
+        self._line(trainer, "epoch", 0, metrics=metrics)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(capture_end(trainer, pl_module), self._end)
+
+    def _line(self, trainer: Trainer, kind: str, batch_idx: int, **values: Any) -> None:
+        where = {"kind": kind, "epoch": trainer.current_epoch, "batch": batch_idx, "step": trainer.global_step}
+        self.write({**where, **values})
+
+
+def bits(value: Any) -> str | None:
+    """The exact bits of a scalar, as text; `None` stays `None`."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        value = value.get("loss")
+    number = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)
+    return f"{str(number.dtype).removeprefix('torch.')}:{float(number.double()).hex()}"
+
+
+def digest(batch: Any) -> str:
+    """xxh3-128 over every tensor of a batch, so that data order and random augmentation are both seen."""
+    state = xxhash.xxh3_128()
+    for leaf in _leaves(batch):
+        state.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+        state.update(_bytes(leaf).numpy().tobytes())
+    return state.hexdigest()
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for key in sorted(batch):
+            yield from _leaves(batch[key])
+    elif isinstance(batch, (list, tuple)):
+        for item in batch:
+            yield from _leaves(item)
+    else:
+        yield torch.tensor(batch)
+
+
+def _lrs(trainer: Trainer) -> list[str]:
+    return [float(group["lr"]).hex() for optimizer in trainer.optimizers for group in optimizer.param_groups]
+
+
+def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    """All state a resumed run must reproduce: keys are paths, values tensors or plain scalars."""
+    names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+    end: dict[str, Any] = {}
+    for name, parameter in pl_module.named_parameters():
+        end[f"param/{name}"] = parameter.detach().clone()
+        end[f"requires_grad/{name}"] = parameter.requires_grad
+    end.update({f"buffer/{name}": buffer.detach().clone() for name, buffer in pl_module.named_buffers()})
+    for index, optimizer in enumerate(trainer.optimizers):
+        end.update(_flat(f"optimizer/{index}", _optimizer_state(optimizer, names)))
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        end.update(_flat(f"scheduler/{index}", config.scheduler.state_dict()))
+    end.update(_flat("precision", trainer.precision_plugin.state_dict()))
+    end.update(_flat("rng", rng_states()))
+    end.update(_progress(trainer))
+    return end
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return {"state": state, "groups": groups, "members": members}
+
+
+def _progress(trainer: Trainer) -> dict[str, Any]:
+    stepped = trainer.fit_loop.state_dict()["epoch_loop.state_dict"]["_batches_that_stepped"]  # the step of loggers
+    return {
+        "progress/global_step": trainer.global_step,
+        "progress/current_epoch": trainer.current_epoch,
+        "progress/batches_that_stepped": stepped,
+    }
+
+
+def rng_states() -> dict[str, Any]:
+    """The state of every generator a training step may draw from."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002  # user code draws from the legacy generator
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": {"name": name, "keys": torch.tensor(np.asarray(keys).astype(np.int64)), "rest": list(rest)},
+        "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
+    }
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        items: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        return {prefix: value if isinstance(value, (Tensor, int, float, str, type(None))) else repr(value)}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat.update(_flat(f"{prefix}/{key}", item))
+    return flat
+
+
+def differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    """One line per entry that is missing, surplus or not bit-equal."""
+    lines = [f"{key}: missing" for key in reference if key not in got]
+    lines += [f"{key}: surplus" for key in got if key not in reference]
+    for key in reference:
+        if key in got and (line := _difference(reference[key], got[key])):
+            lines.append(f"{key}: {line}")
+    return lines
+
+
+def _difference(want: Any, got: Any) -> str | None:
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        # By text: it tells -0.0 from 0.0 and True from 1, and NaN equals itself.
+        return None if repr(want) == repr(got) else f"{got!r} instead of {want!r}"
+    if want.dtype != got.dtype or want.shape != got.shape:
+        return f"{got.dtype}{tuple(got.shape)} instead of {want.dtype}{tuple(want.shape)}"
+    if torch.equal(_bytes(want), _bytes(got)):
+        return None
+    gap = (want.double() - got.double()).abs()
+    return f"{int((want != got).sum())} of {want.numel()} elements differ, by up to {float(gap.max()):.3g}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,122 @@
+"""Runs a training many times with kills and compares each end with that of a run that never met a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from campaign._training import Setup, train_in_stages
+from campaign._warm import WarmParents
+from lightning_moe_ckpt.testing._lives import LifeResult, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
+
+BEFORE_STEP: tuple[Phase, ...] = ("batch_start", "forward", "before_optimizer_step")
+AFTER_STEP: tuple[Phase, ...] = ("batch_end", "after_batch_end")
+
+
+class Campaigns:
+    """Everything one test needs: fault-free references, kept for the session, and killed runs."""
+
+    def __init__(self, warm: WarmParents, references: Path, scratch: Path) -> None:
+        self._warm, self._references, self._scratch = warm, references, scratch
+        self._count = 0
+
+    def reference(self, setup: Setup) -> list[LifeResult]:
+        """One fault-free life without any checkpoint callback."""
+        plain = replace(setup, checkpointing=None)
+        folder = self._references / f"{abs(hash(plain)):x}"
+        if not (folder / "life0.rank0.returned").exists():
+            self._warm.call(run_lives, plain.fit, url="", workdir=folder, world_size=plain.world_size)
+        return [LifeResult(index=0, outcome="finished", seconds=0.0, world_size=plain.world_size, workdir=folder)]
+
+    def run(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[LifeResult]:
+        """Lives of one run, the last of which finished."""
+        (lives,) = self.run_all(setup, [kills], **options)
+        return lives
+
+    def run_all(self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], **options: Any) -> list[list[LifeResult]]:
+        """Independent runs of the same setup, one per script."""
+        fit = options.pop("fit", setup.fit)
+        patience = options.pop("patience", 280.0)
+        folders = [self._folder() for _ in scripts]
+        calls = [
+            ((fit,), {**_arguments(setup, folder), "kills": kills, **options})
+            for folder, kills in zip(folders, scripts, strict=True)
+        ]
+        return self._warm.map(run_lives, calls, patience=patience)
+
+    def check(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[LifeResult]:
+        """Run, and require the end of the fault-free run."""
+        (lives,) = self.check_all(setup, [kills], **options)
+        return lives
+
+    def check_all(
+        self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], **options: Any
+    ) -> list[list[LifeResult]]:
+        """Run every script, and require of each the end of the fault-free run and no shared memory left behind."""
+        reference = self.reference(setup)
+        scripts = list(scripts)
+        campaigns = self.run_all(setup, scripts, **options)
+        for kills, lives in zip(scripts, campaigns, strict=True):
+            _require_same_end(reference, lives, kills)
+            assert not _rings(lives[0].workdir), "a finished run left shared memory behind"
+        return campaigns
+
+    def check_stages(self, *setups: Setup) -> list[LifeResult]:
+        """Each life runs the next setup to its end; the last must end as if it had been alone."""
+        whole, folder = setups[-1], self._folder()
+        fit = partial(train_in_stages, setups)
+        lives = self._warm.call(run_lives, fit, **_arguments(whole, folder), kills=[None] * (len(setups) - 1))
+        _require_same_end(self.reference(whole), lives, [])
+        return lives
+
+    def _folder(self) -> Path:
+        self._count += 1
+        return self._scratch / f"campaign{self._count}"
+
+
+def _require_same_end(reference: list[LifeResult], lives: list[LifeResult], kills: Sequence[Kill | None]) -> None:
+    try:
+        assert_same_end(reference, lives)
+    except AssertionError as error:
+        steps = [life.steps() for life in lives]
+        said = "".join(f"--- life {life.index} ---\n{life.log()}" for life in lives)
+        raise AssertionError(f"{kills}\n{error}\nsteps of each life: {steps}\n{said}") from None
+
+
+def _arguments(setup: Setup, folder: Path) -> dict[str, Any]:
+    return {"url": checkpoints(folder).as_uri(), "workdir": folder, "world_size": setup.world_size}
+
+
+def checkpoints(folder: Path) -> Path:
+    """Where the run in `folder` keeps its checkpoints."""
+    return folder / "checkpoints"
+
+
+def _rings(folder: Path) -> list[str]:
+    """What the run in `folder` has in shared memory; other runs on this machine have theirs."""
+    logged = "".join(path.read_text(encoding="utf-8") for path in checkpoints(folder).glob("_log/*.json"))
+    rings = [entry.name for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith("moe-ckpt-")]
+    return [name for name in rings if name.split("-")[3] in logged]
+
+
+def one_kill_per_step(setup: Setup, *, offset: int = 0) -> list[list[Kill]]:
+    """One script per optimizer step, each with one kill; the phases rotate so that every step meets another one."""
+    return [[kill] for kill in kill_at_every_step(setup, offset=offset)]
+
+
+def kill_at_every_step(setup: Setup, *, offset: int = 0) -> list[Kill]:
+    """One kill per optimizer step, in rising order: before, in or after the step, in turn."""
+    phases: list[Phase] = [*BEFORE_STEP, *AFTER_STEP]
+    kills = []
+    for step in range(1, setup.steps + 1):
+        phase = phases[(step + offset) % len(phases)]
+        # A kill "before" step s strikes when s - 1 steps are done, so that the kills of a script never meet.
+        kills.append(Kill(phase=phase, step=step - 1 if phase in BEFORE_STEP else step))
+    return kills

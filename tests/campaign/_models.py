@@ -1,0 +1,210 @@
+"""Tiny Mixture-of-Experts models, one for each way in which a layout can be awkward."""
+
+# Shape suffixes: B sequences, S places, T = B * S tokens, E experts, D model dim, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from campaign._data import SEQUENCE, VOCABULARY
+
+MODEL_DIM = 16
+NUM_EXPERTS = 4
+NEVER_ROUTED = 3
+"""Index of the expert that gets no token in models with `never_routed`."""
+
+
+class ListMoE(nn.Module):
+    """Experts in a ModuleList, top-1, skipped when they get no token: their gradient is then `None`."""
+
+    def __init__(
+        self, num_experts: int = NUM_EXPERTS, *, dropout: float, gate_fp32: bool, noisy: bool, never_routed: bool
+    ) -> None:
+        super().__init__()
+        self.gate = nn.Linear(MODEL_DIM, num_experts, bias=False)
+        self.experts = nn.ModuleList(_expert(dropout) for _ in range(num_experts))
+        self._gate_fp32, self._noisy, self._never_routed = gate_fp32, noisy, never_routed
+
+    @override
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        probs_TE = self._logits(x_TD).float().softmax(-1)
+        weight_T, expert_T = probs_TE.max(-1)
+        out_TD = torch.zeros_like(x_TD)
+        for index, expert in enumerate(self.experts):
+            rows = (expert_T == index).nonzero(as_tuple=True)[0]
+            if rows.numel():
+                y = expert(x_TD[rows])
+                out_TD = out_TD.index_add(0, rows, (y * weight_T[rows, None].to(y.dtype)).to(out_TD.dtype))
+        load_E = functional.one_hot(expert_T, len(self.experts)).float().mean(0)
+        return out_TD, (load_E * probs_TE.mean(0)).sum() * len(self.experts)
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        if self._gate_fp32:
+            with torch.autocast("cpu", enabled=False):
+                logits_TE = functional.linear(x_TD.float(), self.gate.weight.float())
+        else:
+            logits_TE = self.gate(x_TD)
+        if self._noisy and self.training:
+            logits_TE = logits_TE + 0.3 * torch.randn_like(logits_TE)
+        return _block_last_expert(self.gate, (), logits_TE) if self._never_routed else logits_TE
+
+
+def _expert(dropout: float) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(MODEL_DIM, 2 * MODEL_DIM), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * MODEL_DIM, MODEL_DIM)
+    )
+
+
+class StackedMoE(nn.Module):
+    """The package's own layer: stacked experts, sharded over expert-parallel ranks, some tokens dropped."""
+
+    def __init__(self, num_experts: int = NUM_EXPERTS, *, gate_fp32: bool, noisy: bool, never_routed: bool) -> None:
+        super().__init__()
+        from lightning_moe_ckpt.moe import MoELayer
+
+        self.layer = MoELayer(
+            MODEL_DIM,
+            2 * MODEL_DIM,
+            num_experts,
+            top_k=2,
+            capacity_factor=1.25,
+            gate_fp32=gate_fp32,
+            noisy_gate=noisy,
+        )
+        if never_routed:
+            self.layer.gate.register_forward_hook(_block_last_expert)
+
+    @override
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        y_TD = self.layer(x_TD)
+        assert self.layer.l_aux is not None
+        return y_TD, self.layer.l_aux
+
+
+def _block_last_expert(gate: nn.Module, args: tuple[Any, ...], logits_TE: Tensor) -> Tensor:
+    blocked_E = functional.one_hot(torch.tensor(NEVER_ROUTED), logits_TE.shape[-1]).bool()
+    return logits_TE.masked_fill(blocked_E, -1e9)
+
+
+class Residual(nn.Module):
+    """Embedding, a dense residual block, one MoE layer, a head: everything that tends to be stored wrongly."""
+
+    def __init__(self, moe: nn.Module, *, dropout: float = 0.1, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, MODEL_DIM)
+        self.norm = nn.LayerNorm(MODEL_DIM)
+        self.dense = nn.Linear(MODEL_DIM, MODEL_DIM)
+        self.dropout = nn.Dropout(dropout)
+        self.running = nn.BatchNorm1d(MODEL_DIM) if batch_norm else nn.Identity()
+        self.moe = moe
+        self.head = nn.Linear(MODEL_DIM, VOCABULARY)
+
+    @override
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD = self.embedding(tokens_BS).flatten(0, 1)
+        x_TD = x_TD + self.dropout(functional.gelu(self.dense(self.norm(x_TD))))
+        y_TD, aux = self.moe(self.running(x_TD))
+        return self.head(x_TD + y_TD).unflatten(0, tokens_BS.shape), aux
+
+
+class _Block(nn.Module):
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(MODEL_DIM), nn.LayerNorm(MODEL_DIM)
+        self.qkv = nn.Linear(MODEL_DIM, 3 * MODEL_DIM)
+        self.out = nn.Linear(MODEL_DIM, MODEL_DIM)
+        self.moe = moe
+
+    @override
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(self.norm1(x_BSD)).chunk(3, -1))
+        x_BSD = x_BSD + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+        y_TD, aux = self.moe(self.norm2(x_BSD).flatten(0, 1))
+        return x_BSD + y_TD.unflatten(0, x_BSD.shape[:2]), aux
+
+
+class TiedGPT(nn.Module):
+    """Two transformer blocks whose token embedding is also the head."""
+
+    def __init__(self, make_moe: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, MODEL_DIM)
+        self.places = nn.Embedding(SEQUENCE, MODEL_DIM)
+        self.blocks = nn.ModuleList(_Block(make_moe()) for _ in range(2))
+        self.norm = nn.LayerNorm(MODEL_DIM)
+        self.head = nn.Linear(MODEL_DIM, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    @override
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        x_BSD = self.tokens(tokens_BS) + self.places.weight
+        total = x_BSD.new_zeros(())
+        for block in self.blocks:
+            x_BSD, aux = block(x_BSD)
+            total = total + aux
+        return self.head(self.norm(x_BSD)), total
+
+
+class TinyMixtral(nn.Module):
+    """Hugging Face's Mixtral from a random config; optionally with an expert that gets no token."""
+
+    def __init__(self, *, never_routed: bool) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=MODEL_DIM,
+            intermediate_size=2 * MODEL_DIM,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=NUM_EXPERTS,
+            num_experts_per_tok=2,
+            max_position_embeddings=SEQUENCE,
+            use_cache=False,
+        )
+        self.model = MixtralForCausalLM(config)
+        if never_routed:
+            for layer in self.model.model.layers:
+                layer.mlp.gate.register_forward_hook(_avoid_last_expert)
+
+    @override
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        logits_BSV = self.model(input_ids=tokens_BS).logits
+        return logits_BSV, logits_BSV.new_zeros(())
+
+
+def _avoid_last_expert(router: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Route again, with the logit of one expert out of reach: a bias that the router's class does not offer."""
+    logits_TE = output[0]
+    probs_TE = _block_last_expert(router, args, logits_TE).float().softmax(-1)
+    top_TK, index_TK = probs_TE.topk(router.top_k, dim=-1)
+    return logits_TE, top_TK / top_TK.sum(-1, keepdim=True), index_TK
+
+
+def build(
+    name: str,
+    *,
+    num_experts: int = NUM_EXPERTS,
+    dropout: float = 0.1,
+    gate_fp32: bool = False,
+    noisy: bool = False,
+    never_routed: bool = False,
+) -> nn.Module:
+    """A model by name: `lists`, `batch_norm`, `tied`, `mixtral` or `stacked`."""
+    options: dict[str, Any] = {"gate_fp32": gate_fp32, "noisy": noisy, "never_routed": never_routed}
+    if name == "mixtral":
+        return TinyMixtral(never_routed=never_routed)
+    if name == "stacked":
+        return Residual(StackedMoE(num_experts, **options), dropout=dropout)
+    if name == "tied":
+        return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, **options))
+    moe = ListMoE(num_experts, dropout=dropout, **options)
+    return Residual(moe, dropout=dropout, batch_norm=name == "batch_norm")

@@ -1,0 +1,250 @@
+"""One training run, described by a value: what to train, on what, how, and with which checkpoint callback."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+from campaign._data import make_loader, make_validation_loader
+from campaign._models import build
+from lightning_moe_ckpt.testing._lives import Fit, Life
+
+Optimizer = Literal["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]
+Scheduler = Literal["none", "cosine", "epoch", "plateau"]
+Schedule = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """Which callback protects the run, and its arguments."""
+
+    policy: Literal["dense", "sparse"]
+    every_n_steps: int = 1
+    window: int | Literal["auto"] = 3
+    budget_nbytes: int | None = None
+    order: Literal["popularity", "fixed", "back_to_front"] = "fixed"
+    schedule: Schedule | None = None
+    keep: int = 2
+
+    def make(self, url: str) -> Callback:
+        from lightning_moe_ckpt import callbacks
+
+        if self.policy == "dense":
+            return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep)
+        options: dict[str, Any] = {"window": self.window, "budget_nbytes": self.budget_nbytes, "order": self.order}
+        if self.schedule is not None:
+            options["schedule"] = [list(slot) for slot in self.schedule]
+        return callbacks.SparseCheckpoint(url, keep=self.keep, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A training run. The defaults are 2 epochs of 5 optimizer steps in one process."""
+
+    model: Literal["lists", "batch_norm", "tied", "mixtral", "stacked"] = "lists"
+    options: tuple[tuple[str, Any], ...] = ()
+    """Arguments of `build`."""
+    checkpointing: Checkpointing | None = None
+    loader: Literal["plain", "stateful"] = "plain"
+    workers: int = 0
+    augment: bool = True
+    batches: int = 5
+    """Per epoch and rank."""
+    batch_size: int = 4
+    epochs: int = 2
+    accumulate: int = 1
+    validate_every: int | None = 2
+    """Batches between validations; `None` for no validation at all."""
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "32-true"
+    clip: float | None = 0.5
+    clip_algorithm: Literal["norm", "value"] = "norm"
+    optimizer: Optimizer = "adamw"
+    scheduler: Scheduler = "cosine"
+    overflow_steps: tuple[int, ...] = ()
+    """With 16-mixed: values of `global_step` at which one expert's gradient becomes infinite."""
+    expert_parallel: int = 1
+    strategy: Literal["moe", "moe_fast", "ddp"] = "moe"
+    world_size: int = 1
+    bucket_nbytes: tuple[int, ...] = (2**25,)
+    """Size of a reduction bucket in each life; the last one holds for all that follow."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in the whole run."""
+        return self.epochs * math.ceil(self.batches / self.accumulate)
+
+    def with_options(self, **options: Any) -> Setup:
+        return replace(self, options=(*self.options, *options.items()))
+
+    @property
+    def fit(self) -> Fit:
+        """What a life runs; picklable."""
+        return partial(train, self)
+
+
+class Module(LightningModule):
+    """The model of a `Setup` under automatic optimization, built in `configure_model` so that it may be sharded."""
+
+    def __init__(self, setup: Setup, life: Life) -> None:
+        super().__init__()
+        self._setup, self._life = setup, life
+        self.model: torch.nn.Module | None = None
+        self.example_input_array = None
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build(self._setup.model, **dict(self._setup.options))
+
+    @override
+    def on_fit_start(self) -> None:
+        # From here on each rank draws its own numbers.
+        torch.manual_seed(self._life.seed + 101 * self._life.rank)
+
+    def _loss(self, batch: Sequence[Tensor]) -> Tensor:
+        assert self.model is not None
+        logits_BSV, aux = self.model(batch[0])
+        loss: Tensor = functional.cross_entropy(logits_BSV.float().flatten(0, 1), batch[1].flatten()) + 0.01 * aux
+        return loss
+
+    @override
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+    @override
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        torch.rand(1)  # validation that draws numbers moves the generator for training
+        loss = self._loss(batch)
+        self.log("validation_loss", loss, batch_size=len(batch[0]))
+        return loss
+
+    @override
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step in self._setup.overflow_steps:
+            overflow_one_expert(self)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self._setup.optimizer, self)
+        if self._setup.scheduler == "none":
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": make_scheduler(self._setup, optimizer)}
+
+
+def overflow_one_expert(module: LightningModule, expert: int = 1) -> None:
+    """Make one expert's gradient infinite, as an fp16 overflow inside it would; nothing if it has none."""
+    for name, parameter in module.named_parameters():
+        if f".experts.{expert}." in name and parameter.grad is not None:
+            parameter.grad.view(-1)[0] = float("inf")
+
+
+def make_optimizer(name: Optimizer, module: LightningModule) -> torch.optim.Optimizer:
+    """An optimizer with two groups, for matrices and for the rest, which differ in weight decay."""
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    if name == "adam":
+        return torch.optim.Adam(groups, lr=3e-3, foreach=False)
+    return torch.optim.AdamW(groups, lr=3e-3, foreach=name == "adamw_foreach", fused=name == "adamw_fused")
+
+
+def make_scheduler(setup: Setup, optimizer: torch.optim.Optimizer) -> Any:
+    """Warm-up and cosine per step, steps per epoch, or a plateau fed by every validation."""
+    schedulers = torch.optim.lr_scheduler
+    if setup.scheduler == "plateau":
+        plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
+        return {"scheduler": plateau, "monitor": "validation_loss", "interval": "step", "frequency": setup.validate_every}
+    if setup.scheduler == "epoch":
+        return {"scheduler": schedulers.StepLR(optimizer, 1, gamma=0.5), "interval": "epoch"}
+    cosine = schedulers.LambdaLR(optimizer, _warm_up_and_cosine)
+    return {"scheduler": cosine, "interval": "step"}
+
+
+def _warm_up_and_cosine(step: int) -> float:
+    return min(1.0, (step + 1) / 5) * 0.5 * (1 + math.cos(math.pi * min(step, 40) / 40))
+
+
+def train(setup: Setup, life: Life) -> Mapping[str, Any]:
+    """Run `setup` in this process, from wherever its checkpoint callback finds it."""
+    _quiet()
+    seed_everything(life.seed, verbose=False)
+    own = () if setup.checkpointing is None else (setup.checkpointing.make(life.url),)
+    module = Module(setup, life)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=life.world_size,
+        strategy=_strategy(setup, life),
+        max_epochs=setup.epochs,
+        accumulate_grad_batches=setup.accumulate,
+        gradient_clip_val=setup.clip,
+        gradient_clip_algorithm=setup.clip_algorithm,
+        val_check_interval=setup.validate_every,
+        limit_val_batches=1.0 if setup.validate_every else 0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=life.callbacks(*own),
+        **_precision(setup),
+    )
+    trainer.fit(module, *_loaders(setup, life.world_size))
+    return {}
+
+
+def train_in_stages(setups: Sequence[Setup], life: Life) -> Mapping[str, Any]:
+    """The first life runs the first setup, and so on; the last one is run by all that follow."""
+    return train(setups[min(life.index, len(setups) - 1)], life)
+
+
+def _loaders(setup: Setup, world_size: int) -> tuple[Any, Any]:
+    length = setup.batches * setup.batch_size * world_size
+    training = make_loader(
+        setup.loader, length=length, batch_size=setup.batch_size, workers=setup.workers, augment=setup.augment
+    )
+    return training, make_validation_loader(setup.batch_size) if setup.validate_every else None
+
+
+def _precision(setup: Setup) -> dict[str, Any]:
+    if setup.precision != "16-mixed":
+        return {"precision": setup.precision}
+    # Lightning turns 16-mixed on CPU into bf16-mixed; a plugin of our own keeps it, and grows often enough to matter.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+def _strategy(setup: Setup, life: Life) -> Any:
+    if life.world_size == 1:
+        return "auto"
+    if setup.strategy == "ddp":
+        from lightning.pytorch.strategies import DDPStrategy
+
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
+    from lightning_moe_ckpt.strategy import MoEStrategy
+
+    return MoEStrategy(
+        expert_parallel=setup.expert_parallel,
+        gradient_reduction="ordered" if setup.strategy == "moe" else "allreduce",
+        bucket_nbytes=setup.bucket_nbytes[min(life.index, len(setup.bucket_nbytes) - 1)],
+    )
+
+
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata calls what torch deprecates
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -1,0 +1,118 @@
+"""Processes that have imported everything and run nothing, forked before the first test, from which all lives descend.
+
+The test process itself is no parent for them: earlier tests leave threads, process groups and torch's thread pool
+behind, and a fork would inherit their locks but not their threads. There are as many as campaigns should run at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn, TypeVar
+
+Result = TypeVar("Result")
+
+
+class WarmParents:
+    """Runs functions in forks of warm processes. Functions, arguments and results travel as pickles."""
+
+    def __init__(self, count: int) -> None:
+        gc.collect()
+        gc.freeze()  # forks then share these pages until somebody writes to the objects themselves
+        self._parents: dict[Connection, int] = {}
+        for _ in range(count):
+            ours, theirs = multiprocessing.Pipe()
+            pid = os.fork()
+            if pid == 0:
+                for other in [ours, *self._parents]:
+                    other.close()  # else an open copy here would hide from a sibling that the tests are over
+                _serve(theirs)
+            theirs.close()
+            self._parents[ours] = pid
+
+    def call(self, function: Callable[..., Result], /, *args: Any, patience: float = 280.0, **kwargs: Any) -> Result:
+        """Run `function` in a fork of a warm process.
+
+        Raises:
+            TimeoutError: no result within `patience` seconds; the fork was interrupted.
+        """
+        (result,) = self.map(function, [(args, kwargs)], patience=patience)
+        return result
+
+    def map(
+        self,
+        function: Callable[..., Result],
+        calls: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]],
+        *,
+        patience: float = 280.0,
+    ) -> list[Result]:
+        """Run several calls, as many at once as there are warm processes. Results are in the order of the calls."""
+        waiting = list(enumerate(calls))[::-1]
+        results: dict[int, Any] = {}
+        running: dict[Connection, tuple[int, int]] = {}
+        free = list(self._parents)
+        deadline = time.monotonic() + patience
+        while waiting or running:
+            while waiting and free:
+                connection = free.pop()
+                index, (args, kwargs) = waiting.pop()
+                connection.send((function, args, dict(kwargs)))
+                running[connection] = index, connection.recv()
+            for connection in self._ready(running, deadline):
+                index, _ = running.pop(connection)
+                results[index] = connection.recv()
+                free.append(connection)
+        for result in results.values():
+            if isinstance(result, BaseException):
+                raise result
+        return [results[index] for index in sorted(results)]
+
+    def _ready(self, running: Mapping[Connection, tuple[int, int]], deadline: float) -> list[Any]:
+        ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if ready:
+            return ready
+        for connection, (_, pid) in running.items():
+            os.kill(pid, signal.SIGINT)  # `run_lives` then kills its ranks on its way out
+            connection.recv()
+        raise TimeoutError("a campaign did not end in time")
+
+    def close(self) -> None:
+        """End the warm processes."""
+        for connection, pid in self._parents.items():
+            connection.close()
+            os.waitpid(pid, 0)
+
+
+def _serve(connection: Connection) -> NoReturn:
+    while True:
+        try:
+            function, args, kwargs = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            _answer(connection, function, args, kwargs)
+        connection.send(pid)
+        os.waitpid(pid, 0)
+
+
+def _answer(connection: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:  # noqa: BLE001  # process entry: the caller raises it
+        result = _portable(error)
+    connection.send(result)
+    os._exit(0)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error without its traceback, which does not travel; failures of the harness itself keep it as text."""
+    if isinstance(error, AssertionError):
+        return error
+    return RuntimeError(traceback.format_exc())

@@ -1,0 +1,39 @@
+"""The warm parents of all lives, and the fixture that runs campaigns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules of this folder are `campaign._x`
+
+from campaign._campaign import Campaigns
+from campaign._warm import WarmParents
+
+_warm: list[WarmParents] = []
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the warm parents when all test modules are imported and no test has run."""
+    mine = Path(__file__).parent
+    if not session.config.option.collectonly and any(mine in item.path.parents for item in session.items):
+        import lightning.pytorch  # noqa: F401  # every life needs it; the fork must already have it
+        import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+        _warm.append(WarmParents(count=2))
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmParents]:
+    """The processes from which lives are forked."""
+    yield _warm[0]
+    _warm.pop().close()
+
+
+@pytest.fixture
+def campaigns(warm: WarmParents, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Campaigns:
+    """Campaigns of one test; references are shared by all tests of the session."""
+    return Campaigns(warm, tmp_path_factory.getbasetemp() / "references", tmp_path)

@@ -1,0 +1,101 @@
+"""Without any one of the mechanisms a resumed run is not exact. This shows that the campaigns can see.
+
+Every ablation comes with its control: the same run, killed at the same places, with the mechanism in place, is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from campaign._campaign import Campaigns
+from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.testing._lives import Seam
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
+KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (5, 6, 7, 8)]
+SHARED = Setup(world_size=3, bucket_nbytes=(2048, 4096), checkpointing=Checkpointing(policy="dense"))
+
+
+def _no_norm(life: Any, step: int) -> Any:
+    return _outcome_without(life, step, "grad_norm")
+
+
+def _no_found_inf(life: Any, step: int) -> Any:
+    return _outcome_without(life, step, "found_inf")
+
+
+def _outcome_without(life: Any, step: int, name: str) -> Any:
+    outcome = life._replay.outcome(step) if life._replay is not None else None
+    return None if outcome is None else {**outcome, name: None}
+
+
+def _no_random_state(*args: Any) -> None:
+    """Restores nothing."""
+
+
+def _everything_low(probe: Any) -> set[str]:
+    return set(probe._probe._params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """A run in which one mechanism matters, and that mechanism taken away."""
+
+    setup: Setup
+    seams: Sequence[Seam] = ()
+    without: Setup | None = None
+    """The run without the mechanism, where no seam but an option takes it away."""
+
+
+OUTCOME = "Life.replay_outcome"
+ABLATIONS = {
+    "norm": Ablation(
+        setup=replace(SPARSE, clip=0.1),
+        seams=[Seam(module="lightning_moe_ckpt.session._life", attribute=OUTCOME, replacement=_no_norm)],
+    ),
+    "found_inf": Ablation(
+        setup=replace(SPARSE, precision="16-mixed", overflow_steps=(3, 4, 5, 6, 7)),
+        seams=[Seam(module="lightning_moe_ckpt.session._life", attribute=OUTCOME, replacement=_no_found_inf)],
+    ),
+    "random_state": Ablation(
+        setup=SPARSE,
+        seams=[
+            Seam(
+                module="lightning_moe_ckpt.callbacks._recorder",
+                attribute="restore_random_state",
+                replacement=_no_random_state,
+            )
+        ],
+    ),
+    "compute_precision": Ablation(
+        setup=replace(SPARSE, precision="bf16-mixed").with_options(gate_fp32=True),
+        seams=[
+            Seam(
+                module="lightning_moe_ckpt.session._planning",
+                attribute="Probe.verdict",
+                replacement=_everything_low,
+            )
+        ],
+    ),
+    # The buckets of a life are larger than those of the one before, as those of a DDP that restarts are smaller.
+    "ordered_reduction": Ablation(setup=SHARED, without=replace(SHARED, strategy="moe_fast")),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_with_the_mechanism_the_run_is_exact(campaigns: Campaigns, name: str) -> None:
+    """The control."""
+    campaigns.check_all(ABLATIONS[name].setup, KILLS)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_without_the_mechanism_the_run_is_not_exact(campaigns: Campaigns, name: str) -> None:
+    """Some parameter ends with other bits."""
+    ablation = ABLATIONS[name]
+    with pytest.raises(AssertionError, match=r"differences from the fault-free run(.|\n)*param/"):
+        campaigns.check_all(ablation.without or ablation.setup, KILLS, seams=ablation.seams)

@@ -1,0 +1,63 @@
+"""Resume without sparsity: data order, random state, loops, schedulers and metrics, killed at every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from campaign._campaign import Campaigns, kill_at_every_step
+from campaign._pairs import Row, name, pairwise
+from campaign._training import Checkpointing, Setup
+
+FACTORS: dict[str, list[Any]] = {
+    "world_size": [1, 3],
+    "loader": ["plain", "stateful"],
+    "workers": [0, 2],
+    "validate_every": [None, 2, 5],
+    "accumulate": [1, 2],
+    "augment": [True, False],
+    "every_n_steps": [1, 2],
+    "scheduler": ["cosine", "epoch", "plateau"],
+}
+
+
+def _allowed(row: Row) -> bool:
+    return row["scheduler"] != "plateau" or row["validate_every"] is not None
+
+
+def dense_setup(row: Row) -> Setup:
+    options = {key: value for key, value in row.items() if key != "every_n_steps"}
+    return Setup(**options, checkpointing=Checkpointing(policy="dense", every_n_steps=row["every_n_steps"]))
+
+
+ROWS = pairwise(FACTORS, allowed=_allowed)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_killed_at_every_step_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
+    """Every life dies one step further than the one before; the last ends as if nothing had happened."""
+    setup = dense_setup(row)
+    lives = campaigns.check(setup, *kill_at_every_step(setup, offset=ROWS.index(row)))
+    assert len(lives) == setup.steps + 1
+
+
+@pytest.mark.parametrize("row", ROWS[:3], ids=name)
+def test_checkpointing_does_not_change_training(campaigns: Campaigns, row: Row) -> None:
+    """A run that is never killed ends as it would without the callback."""
+    campaigns.check(dense_setup(row))
+
+
+def test_a_finished_run_that_is_started_again_stays_finished(campaigns: Campaigns) -> None:
+    """The generation of the normal end is there, and no step is trained twice."""
+    setup = Setup(checkpointing=Checkpointing(policy="dense"))
+    first, second = campaigns.check(setup, None)
+    assert len(first.steps()) == setup.steps
+    assert second.steps() == []
+
+
+def test_more_epochs_continue_a_finished_run(campaigns: Campaigns) -> None:
+    """Stopping at an epoch boundary and going on later is the same as never having stopped."""
+    whole = Setup(epochs=3, checkpointing=Checkpointing(policy="dense", every_n_steps=2))
+    campaigns.check_stages(replace(whole, epochs=2), whole)

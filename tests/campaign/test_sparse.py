@@ -1,0 +1,119 @@
+"""Sparse-to-dense replay in one process: killed at every step, in replay, in commit, and over and over again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from campaign._campaign import Campaigns, one_kill_per_step
+from campaign._pairs import Row, name, pairwise
+from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
+
+FACTORS: dict[str, list[Any]] = {
+    "model": ["lists", "batch_norm", "tied", "stacked", "mixtral"],
+    "precision": ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
+    "accumulate": [1, 2, 3],
+    "window": [2, 3, 4],
+    "order": ["popularity", "fixed", "back_to_front"],
+    "optimizer": ["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"],
+    "scheduler": ["none", "cosine", "epoch", "plateau"],
+    "clip": [("norm", 0.5), ("value", 0.02), ("norm", None)],
+    "workers": [0, 2],
+    "loader": ["plain", "stateful"],
+}
+
+
+def allowed(row: Row) -> bool:
+    # Lightning refuses to clip for an optimizer that unscales gradients itself.
+    clipped = row["clip"][1] is not None
+    return not (row["optimizer"] == "adamw_fused" and row["precision"].endswith("mixed") and clipped)
+
+
+def sparse_setup(row: Row) -> Setup:
+    options = {key: value for key, value in row.items() if key not in {"window", "order", "clip"}}
+    algorithm, clip = row["clip"]
+    checkpointing = Checkpointing(policy="sparse", window=row["window"], order=row["order"])
+    return Setup(**options, clip=clip, clip_algorithm=algorithm, checkpointing=checkpointing)
+
+
+ROWS = pairwise(FACTORS, allowed=allowed)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_killed_at_any_step_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
+    """One run per optimizer step of two epochs, killed there once; the next life replays and finishes."""
+    setup = sparse_setup(row)
+    campaigns.check_all(setup, one_kill_per_step(setup, offset=ROWS.index(row)))
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_checkpointing_does_not_change_training(campaigns: Campaigns, window: int) -> None:
+    """A run that is never killed ends as it would without the callback."""
+    campaigns.check(replace(SPARSE, checkpointing=Checkpointing(policy="sparse", window=window)))
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_killed_between_micro_batches_the_run_ends_the_same(campaigns: Campaigns, accumulate: int) -> None:
+    """Gradients of a half accumulated step are computed again, from the same batches; the last step of an epoch is short."""
+    setup = replace(SPARSE, accumulate=accumulate, epochs=4, workers=0)
+    kills = [Kill(phase="forward", step=step, micro=micro) for step in range(3, 7) for micro in range(accumulate)]
+    campaigns.check_all(setup, [[kill] for kill in kills if _exists(setup, kill)])
+
+
+def _exists(setup: Setup, kill: Kill) -> bool:
+    """Whether the step has that many micro-batches: the last one of an epoch may have fewer."""
+    assert kill.step is not None
+    per_epoch = setup.steps // setup.epochs
+    last = kill.step % per_epoch == per_epoch - 1
+    return (kill.micro or 0) < (setup.batches - (per_epoch - 1) * setup.accumulate if last else setup.accumulate)
+
+
+@pytest.mark.parametrize("phase", ["batch_start", "before_optimizer_step", "batch_end", "after_batch_end"])
+def test_killed_again_in_every_step_of_replay(campaigns: Campaigns, phase: Any) -> None:
+    """A life that dies before it is dense leaves the older generation as good as it was."""
+    first = Kill(phase="after_batch_end", step=7, settle=10.0)
+    scripts = [[first, Kill(phase=phase, batches=batch)] for batch in (1, 2, 3, 4)]
+    campaigns.check_all(SPARSE, scripts)
+
+
+def test_killed_at_every_storage_operation(campaigns: Campaigns) -> None:
+    """Before or after any write of segments, markers, manifests and log: what is left is enough."""
+    scripts = [
+        [Kill(phase="storage", operation=operation, after=after)] for operation in range(60) for after in (False, True)
+    ]
+    campaigns.check_all(SPARSE, scripts[::3], must_strike=False)
+
+
+def test_killed_at_every_storage_operation_of_a_resumed_life(campaigns: Campaigns) -> None:
+    """The same, with an older life's generations to read, promote and delete."""
+    first = Kill(phase="after_batch_end", step=7, settle=10.0)
+    scripts = [[first, Kill(phase="storage", operation=operation)] for operation in range(0, 80, 3)]
+    campaigns.check_all(SPARSE, scripts, must_strike=False)
+
+
+def test_killed_at_random_times(campaigns: Campaigns) -> None:
+    """Wherever the threads happen to be."""
+    scripts = [[Kill(phase="random_time", seconds=0.01 * k)] for k in range(1, 17)]
+    campaigns.check_all(SPARSE, scripts, must_strike=False)
+
+
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_a_run_killed_every_window_and_two_steps_still_finishes(campaigns: Campaigns, window: int) -> None:
+    """Capture goes on in replay, so that every life that outlives a window gains a step."""
+    setup = replace(SPARSE, checkpointing=Checkpointing(policy="sparse", window=window))
+    kill = Kill(phase="after_batch_end", batches=window + 2, settle=10.0)
+    lives = campaigns.check(setup, *[kill] * (2 * setup.steps), must_strike=False)
+    assert len(lives) > 2, "it was killed"
+    reached = [max(life.steps()) for life in lives]
+    assert reached == sorted(set(reached)), "every life got further than the one before"
+
+
+def test_a_generation_survives_a_change_of_loader_workers(campaigns: Campaigns) -> None:
+    """Nothing about data position is tied to a worker when items do not draw numbers."""
+    before = replace(SPARSE, augment=False, workers=2)
+    campaigns.check_stages(replace(before, epochs=1), replace(before, workers=0))

@@ -1,0 +1,34 @@
+"""Settings that every test shares: one thread, no GPU or Tutel tests where there is none, no campaigns by default."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported. The CUDA check through NVML leaves the driver alone, so that tests may still fork.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this machine cannot run, with the reason, and campaigns that nobody asked for."""
+    _skip(items, "tutel", "Tutel is not installed", missing=lambda: importlib.util.find_spec("tutel") is None)
+    _skip(items, "gpu", "torch sees no CUDA device", missing=lambda: not torch.cuda.is_available())
+    if "soak" not in config.option.markexpr:
+        campaigns = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if item not in campaigns]
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str, missing: Callable[[], bool]) -> None:
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    if marked and missing():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

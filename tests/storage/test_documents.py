@@ -1,0 +1,162 @@
+"""JSON documents: one value has one spelling, and any change of a byte is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage import Commit, GenerationId, OverflowEntry, RankMarker, RecordEntry, SegmentEntry
+from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._json import decode, encode
+from lightning_moe_ckpt.storage._names import overflow_key, segment_key
+from lightning_moe_ckpt.storage._records import StoredMarker
+
+GENERATION = GenerationId(step=40, epoch=3)
+
+
+def _segment(rank: int, step: int) -> SegmentEntry:
+    record = RecordEntry(
+        name="blocks.0.moe/expert.3:w1:exp_avg", operator="blocks.0.moe/expert.3", kind="full", fqn="blocks.0.moe.w1",
+        state_key="exp_avg", dtype="BF16", global_shape=(8, 2, 3), global_start=18, numel=6, offset=4096, nbytes=12,
+        digest="0" * 32, present=False,
+    )  # fmt: skip
+    return SegmentEntry(
+        step=step,
+        key=segment_key(GENERATION, rank, step),
+        nbytes=8192,
+        digest="f" * 32,
+        records=(record, dataclasses.replace(record, present=True, global_shape=())),
+        side_file=OverflowEntry(key=overflow_key(GENERATION, rank, step), nbytes=7, digest="e" * 32),
+    )
+
+
+def make_marker(rank: int = 0) -> RankMarker:
+    return RankMarker(
+        run_id="r",
+        rank=rank,
+        world_size=2,
+        generation=GENERATION,
+        plan_hash="p",
+        segments=(_segment(rank, 39), dataclasses.replace(_segment(rank, 40), side_file=None)),
+        policy={"name": "sparse", "window": 2, "ratio": 0.1, "tags": ["a", "\u00e9"], "none": None},
+    )
+
+
+def _stored(marker: RankMarker) -> StoredMarker:
+    return StoredMarker(marker, digest_of(marker.to_bytes()))
+
+
+def _commit() -> Commit:
+    return Commit.of([_stored(make_marker(0)), _stored(make_marker(1))])
+
+
+@pytest.mark.parametrize("document", [make_marker(), _commit()], ids=["marker", "commit"])
+def test_documents_come_back_equal(document: RankMarker | Commit) -> None:
+    assert type(document).from_bytes(document.to_bytes(), "here") == document
+
+
+def test_a_commit_adds_the_markers_up() -> None:
+    commit = _commit()
+    assert (commit.steps, commit.world_size, commit.nbytes) == ((39, 40), 2, 2 * (2 * 8192 + 7))
+    assert commit.markers[1] == digest_of(make_marker(1).to_bytes())
+
+
+def test_ranks_that_disagree_make_no_commit() -> None:
+    """A missing, swapped or repeated rank, and any fact that is not equal on all."""
+    first, second = make_marker(0), make_marker(1)
+    changes: list[dict[str, Any]] = [
+        {"plan_hash": "q"}, {"run_id": "q"}, {"world_size": 3}, {"segments": second.segments[1:]}, {"policy": {}},
+        {"generation": dataclasses.replace(GENERATION, epoch=4)},
+    ]  # fmt: skip
+    others = [[first, dataclasses.replace(second, **change)] for change in changes]
+    for markers in ([first], [second, first], [first, first], *others):
+        with pytest.raises(Corrupt):
+            Commit.of([_stored(marker) for marker in markers])
+
+
+def test_a_marker_may_only_name_its_own_files() -> None:
+    """A marker copied to another rank or generation would vouch for foreign bytes."""
+    for foreign in (make_marker(1).segments, (dataclasses.replace(_segment(0, 40), step=39),)):
+        spoilt = dataclasses.replace(make_marker(0), segments=foreign)
+        with pytest.raises(Corrupt, match="not a file of"):
+            RankMarker.from_bytes(spoilt.to_bytes(), "here")
+
+
+@pytest.mark.parametrize("document", [make_marker(), _commit()], ids=["marker", "commit"])
+def test_every_flipped_bit_and_every_truncation_is_seen(document: RankMarker | Commit) -> None:
+    """All bytes, all bits, all lengths; 0x20 is the letter's case."""
+    data = document.to_bytes()
+    for position in range(len(data)):
+        for bit in range(8):
+            spoilt = bytearray(data)
+            spoilt[position] ^= 1 << bit
+            with pytest.raises(Corrupt):
+                type(document).from_bytes(bytes(spoilt), "here")
+    for length in range(len(data)):
+        with pytest.raises(Corrupt):
+            type(document).from_bytes(data[:length], "here")
+    for tail in (b"\n", b" ", b"\0", data):
+        with pytest.raises(Corrupt):
+            type(document).from_bytes(data + tail, "here")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=3))
+def test_any_json_object_comes_back_bit_for_bit(body: dict[str, object]) -> None:
+    data = encode("log", {"it": body})
+    found = decode(data, kind="log", where="here").plain("it")
+    assert found == body
+    assert encode("log", {"it": found}) == data  # also tells 1 from 1.0 and 0.0 from -0.0
+
+
+def test_what_json_cannot_say_is_refused_when_writing() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        encode("log", {"loss": float("nan")})
+    with pytest.raises(TypeError):
+        encode("log", {"bytes": b""})
+
+
+def test_a_document_of_another_kind_or_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Corrupt, match="expected"):
+        decode(encode("commit", {}), kind="marker", where="here")
+    monkeypatch.setattr("lightning_moe_ckpt.storage._json.VERSION", 2)
+    newer = encode("marker", {})
+    monkeypatch.undo()
+    with pytest.raises(Corrupt, match="Read it with the release that wrote it"):
+        decode(newer, kind="marker", where="here")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"null", b"[]", b"{}", b'{"document":null}', b"\xff\xfe", b"[" * 100_000, b'{"document":1e999}', b"9" * 5000],
+)
+def test_rubbish_is_corrupt_and_nothing_else(data: bytes) -> None:
+    with pytest.raises(Corrupt):
+        decode(data, kind="log", where="here")
+
+
+@pytest.mark.parametrize("value", [True, -1, 1.0, "1", None, [1]])
+def test_whole_numbers_are_nothing_else(value: object) -> None:
+    with pytest.raises(Corrupt):
+        decode(encode("log", {"n": value}), kind="log", where="here").integer("n")
+
+
+def test_unknown_and_missing_keys_are_refused() -> None:
+    fields = decode(encode("log", {"known": "x", "unknown": 1}), kind="log", where="here")
+    assert fields.text("known") == "x"
+    with pytest.raises(Corrupt, match="unknown keys"):
+        fields.end()
+    with pytest.raises(Corrupt, match="found nothing"):
+        fields.text("missing")

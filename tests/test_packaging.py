@@ -1,0 +1,100 @@
+"""The wheel is the tree: what is imported from a checkout is what a user installs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "lightning_moe_ckpt"
+BUILT_FROM = ["pyproject.toml", "setup.cfg", "README.md", "LICENSE", PACKAGE, "callbacks", "ext"]
+COMPILED = {".so", ".pyd", ".dylib", ".pyc"}
+
+
+def _contents(folder: Path, prefix: str) -> dict[str, bytes]:
+    """Every file below `folder` that belongs to a release, by its name in the wheel; links are not followed."""
+    found = {}
+    for path in folder.rglob("*"):
+        linked = any(parent.is_symlink() for parent in path.parents if folder in parent.parents)
+        if path.is_file() and not path.is_symlink() and not linked and path.suffix not in COMPILED:
+            found[f"{prefix}/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the tree, so that no build folder is left here and none is picked up."""
+    source = tmp_path_factory.mktemp("source")
+    leave_out = shutil.ignore_patterns("__pycache__", "*.so", "build", "*.egg-info")
+    for name in BUILT_FROM:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leave_out)
+        elif (ROOT / name).exists():
+            shutil.copy2(ROOT / name, source / name)
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(source / "dist"),
+        str(source),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (source / "dist").glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    """A sub-package missing from the list in pyproject.toml, or a file that is no package data, shows here."""
+    expected = _contents(ROOT / PACKAGE, PACKAGE) | _contents(ROOT / "callbacks", f"{PACKAGE}/callbacks")
+    names = [name for name in wheel.namelist() if name.startswith(f"{PACKAGE}/") and Path(name).suffix not in COMPILED]
+    assert sorted(names) == sorted(expected)
+    assert {name: wheel.read(name) for name in names} == expected
+
+
+def test_wheel_holds_the_format_and_the_type_marker(wheel: zipfile.ZipFile) -> None:
+    """FORMAT.md describes the bytes on disk and py.typed turns on type checks: both must reach the user."""
+    assert {f"{PACKAGE}/py.typed", f"{PACKAGE}/FORMAT.md"} <= set(wheel.namelist())
+
+
+def test_callbacks_is_packaged_once(wheel: zipfile.ZipFile) -> None:
+    """A top-level `callbacks` would be a second copy of every class."""
+    assert f"{PACKAGE}/callbacks/__init__.py" in wheel.namelist()
+    assert not [name for name in wheel.namelist() if name.startswith("callbacks")]
+
+
+def test_link_for_type_checkers_leads_to_callbacks() -> None:
+    """mypy and editors find `lightning_moe_ckpt.callbacks` through the link; packaging does not need it."""
+    assert (ROOT / PACKAGE / "callbacks").resolve() == ROOT / "callbacks"
+
+
+def test_every_dependency_is_pinned_for_make() -> None:
+    """What pyproject.toml names stands in constraints.txt with one exact version."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib is part of Python from 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
+    pinned = re.findall(r"^([a-z0-9-]+)==[0-9][^ *]*(?: ;.*)?$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert len(pinned) == len(set(pinned))
+    assert {re.split(r"[\[<>=~!; ]", name)[0] for name in named} <= set(pinned)
+
+
+@pytest.mark.parametrize("name", ["Makefile", "constraints.txt", ".ci/run", "setup.cfg"])
+def test_set_up_names_no_host(name: str) -> None:
+    """Where packages come from is the user's setting, not ours."""
+    assert not re.search(r"://|--(extra-)?index-url|--find-links|-f ", (ROOT / name).read_text())
+
+
+def test_changelog_has_an_entry_for_this_version() -> None:
+    """A release that the changelog does not mention is a release nobody can judge."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib is part of Python from 3.11")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
