@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt import _lightning, _lightning_metrics
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 from lightning_moe_ckpt.session import RngState, capture_rng, restore_rng
 
@@ -130,7 +130,7 @@ class BoundaryRecorder:
             "param_groups": groups_state(trainer.optimizers[0]),
             "precision": _copied(trainer.precision_plugin.state_dict()),
             "callbacks": self._callback_states(),
-            "metrics": _copied(_lightning.take_metrics(trainer)),
+            "metrics": _copied(_lightning_metrics.take_metrics(trainer, self._module)),
             "should_stop": trainer.should_stop,
             "seed": _lightning.take_seed(),
         }
@@ -159,7 +159,9 @@ class BoundaryRecorder:
         for callback in self._callbacks():
             if callback.state_key in start["callbacks"]:
                 callback.load_state_dict(_copied(start["callbacks"][callback.state_key]))
-        _lightning.restore_metrics(trainer, start["metrics"])
+        _lightning_metrics.restore_metrics(
+            trainer, self._module, _copied(start["metrics"]), mid_epoch=not start["between_epochs"]
+        )
         trainer.should_stop = start["should_stop"]
         self._resume_loops(start)
 
@@ -195,4 +197,6 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if type(value) is dict:
         return {key: _copied(each) for key, each in value.items()}
+    if type(value) is list:
+        return [_copied(each) for each in value]
     return copy.deepcopy(value)

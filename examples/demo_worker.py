@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import TextCrops
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from moe_gpt import Architecture, MoEGPT, Recipe
 from torch import Tensor
 from typing_extensions import override
 
+from corpus import TextCrops
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.testing import capture_end
+from lightning_moe_ckpt.testing._lives_end import capture_end
+from moe_gpt import Architecture, MoEGPT, Recipe
 
 
 class Records(Callback):
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     seed_everything(args.seed, verbose=False)
     model = MoEGPT(Architecture(num_blocks=args.blocks), Recipe(total_steps=args.steps))
     records = Records(args.out, model)
-    checkpoint = SparseCheckpoint(args.checkpoints) if args.checkpoints else None
+    checkpoint = SparseCheckpoint(args.checkpoints, window=args.window) if args.checkpoints else None
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -116,9 +116,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for records and the end state")
     parser.add_argument("--checkpoints", help="URL for checkpoints; without it none are taken")
-    parser.add_argument("--steps", type=int, default=400)
+    # A model this small would fit into one step whole, and `window="auto"` would find W = 1.
+    parser.add_argument("--window", type=int, default=8, help="steps over which a checkpoint is spread")
+    parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--crops", type=int, default=4800, help="per epoch, over all ranks")
+    parser.add_argument("--crops", type=int, default=3840, help="per epoch, over all ranks")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(argv)
 

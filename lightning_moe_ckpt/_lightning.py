@@ -266,24 +266,6 @@ def restore_seed(seed: str | None) -> None:
         os.environ[_SEED_VARIABLE] = seed
 
 
-def take_metrics(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """What callbacks and schedulers monitor: the newest value of every logged metric."""
-    connector = trainer._logger_connector
-    return {
-        "callback": dict(connector._callback_metrics),
-        "logged": dict(connector._logged_metrics),
-        "progress_bar": dict(connector._progress_bar_metrics),
-    }
-
-
-def restore_metrics(trainer: Trainer, metrics: dict[str, dict[str, Any]]) -> None:
-    """Put back what `take_metrics` took."""
-    connector = trainer._logger_connector
-    connector._callback_metrics.update(metrics["callback"])
-    connector._logged_metrics.update(metrics["logged"])
-    connector._progress_bar_metrics.update(metrics["progress_bar"])
-
-
 def inexact_reasons(trainer: Trainer, module: LightningModule) -> list[str]:
     """What about this run cannot be reproduced bit for bit, in words for the log."""
     reasons = []

@@ -17,6 +17,8 @@ from torch import nn
 
 from lightning_moe_ckpt.operators._children import child_slots
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
 
 class DenseGroups:
     """Names the group of each dense parameter.
@@ -45,12 +47,14 @@ class DenseGroups:
 
     def _repeats_blocks(self, prefix: str) -> bool:
         module = self._modules[prefix]
-        kinds = Counter(
-            type(child) for name, child in child_slots(module).items() if child is not None and self._has(prefix, name)
-        )
+        slots = child_slots(module).items()
+        kinds = Counter(type(child) for name, child in slots if child is not None and self._has(prefix, name))
         if isinstance(module, nn.ModuleList):
             return bool(kinds)
-        return isinstance(module, nn.Sequential | nn.ModuleDict) and any(n > 1 for n in kinds.values())
+        if isinstance(module, nn.ModuleDict):
+            # Stages by name are no blocks, even if each of them is a Sequential.
+            return any(n > 1 and not issubclass(kind, _CONTAINERS) for kind, n in kinds.items())
+        return isinstance(module, nn.Sequential) and any(n > 1 for n in kinds.values())
 
     def _has(self, prefix: str, child: str) -> bool:
         return _join(prefix, child) in self._live

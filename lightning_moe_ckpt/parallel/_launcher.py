@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 _FORK = multiprocessing.get_context("fork")
 _HOST = "127.0.0.1"
+_SHOW_STACKS = signal.SIGUSR1
+_STDERR = 2
 
 
 class WorldFailed(RuntimeError):
@@ -49,7 +51,7 @@ def run_world(
     Args:
         world_size: how many.
         work: anything callable, closures included; what it returns must pickle.
-        timeout: limit for the whole world; its stacks go to stderr shortly before.
+        timeout: limit for the whole world; ranks that are late write their stacks to stderr.
         process_group: whether to initialise gloo first. Lightning initialises its own.
 
     Returns:
@@ -113,15 +115,24 @@ def _collect(ranks: list[_Rank[T]], deadline: float) -> list[T]:
     while waiting:
         ready = wait([rank.pipe for rank in waiting.values()], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise WorldFailed(f"ranks {sorted(rank.rank for rank in waiting.values())} did not finish in time")
+            raise WorldFailed(_show_stacks(list(waiting.values())))
         for pipe in ready:
             rank = waiting.pop(pipe)
             results[rank.rank] = rank.receive()
     return [results[rank] for rank in range(len(ranks))]
 
 
+def _show_stacks(late: list[_Rank[T]]) -> str:
+    for rank in late:
+        if rank.process.pid is not None and rank.process.is_alive():
+            os.kill(rank.process.pid, _SHOW_STACKS)
+            rank.process.join(timeout=0.2)  # to let it write
+    return f"ranks {sorted(rank.rank for rank in late)} did not finish in time; their stacks are on stderr"
+
+
 def _child(rank: int, world: _World[T], pipe: Connection) -> None:
-    faulthandler.dump_traceback_later(0.9 * world.timeout.total_seconds())
+    # Not `dump_traceback_later`: where the parent has it armed, a fork that touches it waits for a thread it lacks.
+    faulthandler.register(_SHOW_STACKS, file=_STDERR)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     try:
         store = _join_store(rank, world.size, world.port)
@@ -135,7 +146,6 @@ def _child(rank: int, world: _World[T], pipe: Connection) -> None:
     except BaseException:  # noqa: BLE001  # process entry: the parent reports it
         _send(pipe, succeeded=False, result=traceback.format_exc())
         os._exit(1)  # without the exit hooks of the parent's libraries, which may wait for peers
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _send(pipe: Connection, *, succeeded: bool, result: object) -> None:

@@ -96,8 +96,7 @@ class Plan:
             Corrupt: it is no plan.
         """
         try:
-            slots = tuple(tuple(slot) for slot in json.loads(text)["slots"])
-            plan = cls(slots)
+            plan = cls(tuple(tuple(str(name) for name in slot) for slot in json.loads(text)["slots"]))
         except (ValueError, KeyError, TypeError) as error:
             raise Corrupt(f"This is no plan: {error}. Another copy or an older generation may be whole.") from error
         if plan.to_json() != text:

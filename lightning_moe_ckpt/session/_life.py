@@ -40,6 +40,9 @@ Resume = Literal["auto", "must", "never"]
 RING_GENERATIONS = 3
 """Snapshot, persist and recovery each hold one: the ring never runs out, however slow storage is."""
 
+RING_HEADROOM = 0.25
+"""By how much segments of a later plan may exceed those of the first one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LifeConfig:
@@ -377,6 +380,8 @@ class Life:
 
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
         assert self._runs is not None
+        # Later plans order operators differently, which packs a little differently.
+        slot_nbytes += int(slot_nbytes * RING_HEADROOM)
         ring = SegmentRing.create(
             shared_name(self._runs.run_id, self._groups.rank), slot_nbytes, RING_GENERATIONS * window
         )

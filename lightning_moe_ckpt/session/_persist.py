@@ -85,9 +85,14 @@ class _Job:
     num_segments: int
     on_released: Callable[[GenerationId], None] | None
     abandoned: bool = False
+    handed_over: int = 0
     entries: list[SegmentEntry] = field(default_factory=list)
     seconds: float = 0.0
     """Spent by the worker on the segments so far."""
+
+    def is_whole(self) -> bool:
+        """Whether all its segments are here, or none will come any more."""
+        return self.abandoned or self.handed_over == self.num_segments
 
 
 class PersistWorker:
@@ -176,6 +181,8 @@ class PersistWorker:
         """Hand over a sealed segment. Ignored if the generation has failed or was abandoned meanwhile."""
         with self._changed:
             job = self._jobs.get(generation)
+            if job is not None:
+                job.handed_over += 1
         if job is not None:
             self._queue.put((job, segment))
 
@@ -192,9 +199,12 @@ class PersistWorker:
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def drain(self, timeout: float) -> bool:
-        """Wait until every generation is durable, failed or abandoned; `False` after `timeout` seconds."""
+        """Wait until every generation handed over whole is durable, failed or abandoned; `False` after `timeout` seconds.
+
+        A generation of which segments are still to come does not count: only training on could complete it.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout)
+            return self._changed.wait_for(lambda: not any(map(_Job.is_whole, self._jobs.values())), timeout)
 
     def close(self) -> None:
         """Abandon what is left and end the thread. Call `drain` first to keep it. Closing twice is allowed."""

@@ -1,7 +1,7 @@
 """Random state of a process: torch on CPU and on every CUDA device, Python, numpy, and generators named by the caller.
 
-`capture_rng` gives values the journal's codec takes. `restore_rng` puts them back so that every generator continues with the
-same draws. Generators that live in data loader workers are not here; they follow from the state at the epoch's start.
+`capture_rng` gives values the journal's codec takes. `restore_rng` puts them back so that every generator continues
+with the same draws. Generators of data loader workers are not here; they follow from the state at the epoch's start.
 """
 
 from __future__ import annotations

@@ -51,15 +51,14 @@ def await_markers(
     markers: dict[int, StoredMarker] = {}
     while True:
         contents = read_catalog(backend, own.generation.prefix).get(own.generation, Contents(own.generation))
-        lacking = {rank: _take(backend, own, rank, contents, markers) for rank in range(own.world_size)}
-        lacking = {rank: reason for rank, reason in lacking.items() if reason}
-        if not lacking:
+        lacking = [(rank, _take(backend, own, rank, contents, markers)) for rank in range(own.world_size)]
+        reasons = [f"rank {rank}: {reason.rstrip('.')}" for rank, reason in lacking if reason is not None]
+        if not reasons:
             return [markers[rank] for rank in range(own.world_size)]
         if clock() >= give_up:
-            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in lacking.items())
             raise StorageError(
-                f"commit {own.generation}: after {timeout.total_seconds():.0f} s: {reasons}. "
-                "The previous generation stays the newest."
+                f"commit {own.generation}: after {timeout.total_seconds():.0f} s: {len(reasons)} of {own.world_size} "
+                f"ranks lack something: {'; '.join(reasons[:8])}. The previous generation stays the newest."
             )
         sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

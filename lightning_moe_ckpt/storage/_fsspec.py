@@ -27,7 +27,7 @@ from lightning_moe_ckpt.storage._backend import Entry, probe_create
 from lightning_moe_ckpt.storage._names import PROBE_PREFIX
 
 _CHUNK_NBYTES = 16 * 2**20
-_IN_PROCESS = {"memory", "file", "local"}  # their create is check-then-write, so this process takes turns
+_IN_PROCESS = {"memory", "file", "local"}  # check-then-write, so this process takes turns; and never hanging
 _TURNS = threading.RLock()
 
 T = TypeVar("T")
@@ -61,9 +61,7 @@ class FsspecBackend:
         self._timeout = timeout
         self._min_nbytes_per_second = min_nbytes_per_second
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
-        self._turns: contextlib.AbstractContextManager[Any] = (
-            _TURNS if protocols & _IN_PROCESS else contextlib.nullcontext()
-        )
+        self._in_process = not protocols.isdisjoint(_IN_PROCESS)
 
     @property
     def url(self) -> str:
@@ -170,18 +168,19 @@ class FsspecBackend:
         """Run `call(path)` under the deadline and turn its exceptions into ours."""
         what = f"{operation} {key} at {self.url}"
         limit = self._timeout.total_seconds() + nbytes / self._min_nbytes_per_second
-        outcome = _in_background(lambda: self._in_turn(call, f"{self._root}/{key}"), what)
+        outcome: Future[T] = Future()
+        if self._in_process:
+            with _TURNS:
+                _run(outcome, call, f"{self._root}/{key}")
+        else:
+            _start(outcome, call, f"{self._root}/{key}", name=f"moe-ckpt {what}")
         try:
             error = outcome.exception(limit)
         except FutureTimeoutError as late:
             raise StorageError(f"{what}: no answer in {limit:.0f} s. Check the store and the network.") from late
-        if error is not None:
+        if isinstance(error, Exception):
             raise _ours(error, what) from error
         return outcome.result()
-
-    def _in_turn(self, call: Callable[[str], T], path: str) -> T:
-        with self._turns:
-            return call(path)
 
 
 def _file_system(url: str, storage_options: dict[str, object]) -> Any:
@@ -213,21 +212,19 @@ def _joined(views: Sequence[bytes | memoryview]) -> bytes | bytearray:
     return body
 
 
-def _in_background(operation: Callable[[], T], what: str) -> Future[T]:
-    """Run `operation` in a daemon thread, which is left behind if nobody waits to its end."""
-    outcome: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(operation())
-        except BaseException as error:  # noqa: BLE001 - thread entry; the caller raises it
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name=f"moe-ckpt {what}", daemon=True).start()
-    return outcome
+def _start(outcome: Future[T], call: Callable[[str], T], path: str, *, name: str) -> None:
+    """Run `call` in a daemon thread, which is left behind if nobody waits to its end."""
+    threading.Thread(target=_run, args=(outcome, call, path), name=name, daemon=True).start()
 
 
-def _ours(error: BaseException, what: str) -> StorageError:
+def _run(outcome: Future[T], call: Callable[[str], T], path: str) -> None:
+    try:
+        outcome.set_result(call(path))
+    except BaseException as error:  # noqa: BLE001 - thread entry; the caller raises it
+        outcome.set_exception(error)
+
+
+def _ours(error: Exception, what: str) -> StorageError:
     """Our error for one of a file system; every one of them brings exceptions of its own."""
     if isinstance(error, FileExistsError):
         return KeyExists(f"{what}: exists.")

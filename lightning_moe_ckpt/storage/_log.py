@@ -56,7 +56,9 @@ class History:
     def opened(self, epoch: int, resumed: GenerationId | None) -> History:
         """The history after `epoch` began."""
         cut = Cut(epoch, None if resumed is None else resumed.step)
-        return replace(self, last_epoch=epoch, cuts=_deciding((*self.cuts, cut), self.watermark))
+        # From nothing the steps begin again below the watermark; all it guarded is dead by the cut.
+        watermark = 0 if resumed is None else self.watermark
+        return replace(self, last_epoch=epoch, watermark=watermark, cuts=_deciding((*self.cuts, cut), watermark))
 
     def advanced(self, step: int) -> History:
         """The history after the watermark moved up to `step`."""
@@ -106,6 +108,7 @@ class Log:
         for self.num_lost, index in enumerate(reversed(indices)):
             if (history := self._read_entry(index)) is not None:
                 return history
+        self.num_lost = len(indices)
         if indices:
             raise Corrupt(
                 f"{self._backend.url}: none of the {len(indices)} log entries can be read. "

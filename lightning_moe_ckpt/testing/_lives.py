@@ -415,10 +415,20 @@ def record_differences(reference: Sequence[Record], lives: Sequence[Sequence[Rec
             seen.add(_coordinates(line))
             expected = want.get(_coordinates(line))
             if expected != line:
-                lines.append(f"life {index}: {line} instead of {expected}")
-    lines += [f"{line} never happened" for key, line in want.items() if key not in seen]
+                lines.append(f"life {index}: {_told(line, expected)}")
+    lines += [f"{_coordinates(line)} never happened" for key, line in want.items() if key not in seen]
     return lines
 
 
+def _told(line: Record, expected: Record | None) -> str:
+    """A batch that differs, by what differs."""
+    if expected is None:
+        return f"{_coordinates(line)} is not part of the fault-free run"
+    fields = [key for key in line if line[key] != expected.get(key)]
+    told = ", ".join(f"{key} {line[key]} instead of {expected.get(key)}" for key in fields)
+    return f"{_coordinates(line)}: {told}"
+
+
 def _coordinates(line: Record) -> tuple[Any, ...]:
+    """Kind of line, epoch, batch and step: what makes a line comparable."""
     return line["kind"], line["epoch"], line["batch"], line["step"]

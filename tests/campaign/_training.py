@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.nn import functional
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from campaign._data import make_loader, make_validation_loader
@@ -72,6 +73,8 @@ class Setup:
     clip_algorithm: Literal["norm", "value"] = "norm"
     optimizer: Optimizer = "adamw"
     scheduler: Scheduler = "cosine"
+    epoch_metrics: bool = False
+    """Whether the training loss is averaged over the epoch, by Lightning and by a metric of the module's own."""
     overflow_steps: tuple[int, ...] = ()
     """With 16-mixed: values of `global_step` at which one expert's gradient becomes infinite."""
     expert_parallel: int = 1
@@ -101,7 +104,7 @@ class Module(LightningModule):
         super().__init__()
         self._setup, self._life = setup, life
         self.model: torch.nn.Module | None = None
-        self.example_input_array = None
+        self.mean_loss = MeanMetric() if setup.epoch_metrics else None
 
     @override
     def configure_model(self) -> None:
@@ -122,8 +125,16 @@ class Module(LightningModule):
     @override
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        if self.mean_loss is not None:
+            self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+            self.mean_loss.update(loss.detach(), len(batch[0]))
         return loss
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        if self.mean_loss is not None:
+            self.log("mean_loss", self.mean_loss.compute())
+            self.mean_loss.reset()
 
     @override
     def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
@@ -169,7 +180,12 @@ def make_scheduler(setup: Setup, optimizer: torch.optim.Optimizer) -> Any:
     schedulers = torch.optim.lr_scheduler
     if setup.scheduler == "plateau":
         plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
-        return {"scheduler": plateau, "monitor": "validation_loss", "interval": "step", "frequency": setup.validate_every}
+        return {
+            "scheduler": plateau,
+            "monitor": "validation_loss",
+            "interval": "step",
+            "frequency": setup.validate_every,
+        }
     if setup.scheduler == "epoch":
         return {"scheduler": schedulers.StepLR(optimizer, 1, gamma=0.5), "interval": "epoch"}
     cosine = schedulers.LambdaLR(optimizer, _warm_up_and_cosine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules of this folder are `campaign._x`
 
-from campaign._campaign import Campaigns
+from campaign._campaign import SHARED_MEMORY, Campaigns
 from campaign._warm import WarmParents
 
 _warm: list[WarmParents] = []
@@ -33,7 +34,16 @@ def warm() -> Iterator[WarmParents]:
     _warm.pop().close()
 
 
+@pytest.fixture(scope="session")
+def scratch() -> Iterator[Path]:
+    """A folder in memory, where there is one: a SIGKILL loses nothing that a page cache has, and disks are slow."""
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="campaigns-", dir=root) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture
-def campaigns(warm: WarmParents, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Campaigns:
-    """Campaigns of one test; references are shared by all tests of the session."""
-    return Campaigns(warm, tmp_path_factory.getbasetemp() / "references", tmp_path)
+def campaigns(warm: WarmParents, scratch: Path) -> Iterator[Campaigns]:
+    """Campaigns of one test; fault-free references are shared by all tests of the session."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        yield Campaigns(warm, scratch / "references", Path(folder))

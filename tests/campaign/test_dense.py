@@ -10,6 +10,7 @@ import pytest
 from campaign._campaign import Campaigns, kill_at_every_step
 from campaign._pairs import Row, name, pairwise
 from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.testing._lives_kill import Kill
 
 FACTORS: dict[str, list[Any]] = {
     "world_size": [1, 3],
@@ -52,8 +53,8 @@ def test_checkpointing_does_not_change_training(campaigns: Campaigns, row: Row) 
 def test_a_finished_run_that_is_started_again_stays_finished(campaigns: Campaigns) -> None:
     """The generation of the normal end is there, and no step is trained twice."""
     setup = Setup(checkpointing=Checkpointing(policy="dense"))
-    first, second = campaigns.check(setup, None)
-    assert len(first.steps()) == setup.steps
+    first, second = campaigns.run(setup, None)
+    assert first.steps()[-1] == setup.steps
     assert second.steps() == []
 
 
@@ -61,3 +62,11 @@ def test_more_epochs_continue_a_finished_run(campaigns: Campaigns) -> None:
     """Stopping at an epoch boundary and going on later is the same as never having stopped."""
     whole = Setup(epochs=3, checkpointing=Checkpointing(policy="dense", every_n_steps=2))
     campaigns.check_stages(replace(whole, epochs=2), whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_means_over_an_interrupted_epoch_are_those_of_the_whole_epoch(campaigns: Campaigns, world_size: int) -> None:
+    """Metrics that collect over the batches of an epoch go on collecting where the killed life stopped."""
+    checkpointing = Checkpointing(policy="dense", every_n_steps=2)
+    setup = Setup(world_size=world_size, epoch_metrics=True, checkpointing=checkpointing)
+    campaigns.check(setup, *[Kill(phase="batch_end", step=step) for step in (2, 4, 5, 6, 8)])

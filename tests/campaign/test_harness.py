@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from campaign._pairs import pairwise, product
 from campaign._training import Setup
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.testing._lives import Life, LifeFailed, LifeResult, Seam, assert_same_end, run_lives
@@ -135,3 +137,14 @@ def test_a_seam_is_replaced_in_every_process(warm: WarmParents, tmp_path: Path) 
     missing = Seam(module="campaign._training", attribute="Module.no_such_step", replacement=_no_loss)
     with pytest.raises(LifeFailed, match="no_such_step"):
         _lives(warm, tmp_path / "missing", Setup(), seams=[missing])
+
+
+def test_a_pairwise_matrix_holds_every_allowed_pair() -> None:
+    """And far fewer rows than the product."""
+    factors: dict[str, list[Any]] = {"a": [1, 2, 3], "b": [1, 2, 3], "c": [1, 2], "d": [1, 2]}
+    rows = pairwise(factors, allowed=lambda row: row["a"] != row["b"])
+    assert all(row["a"] != row["b"] for row in rows)
+    found = {pair for row in rows for pair in itertools.combinations(row.items(), 2)}
+    everything = {pair for row in product(factors) for pair in itertools.combinations(row.items(), 2)}
+    assert everything - found == {(("a", value), ("b", value)) for value in (1, 2, 3)}
+    assert len(rows) <= 12 < len(product(factors))

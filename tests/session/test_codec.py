@@ -10,7 +10,6 @@ import string
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from datetime import timedelta
 from enum import Enum, IntEnum, IntFlag
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.errors import CodecError, Corrupt
+from lightning_moe_ckpt.errors import CheckpointError, CodecError, Corrupt
 from lightning_moe_ckpt.session._codec import decode, encode, refusals, register_enum
 from lightning_moe_ckpt.session._codec_leaves import FACTORIES, NUMPY_DTYPES, TORCH_DTYPES
 
@@ -58,13 +57,16 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (set, frozenset)):
         return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
-    if isinstance(a, torch.Tensor):
-        return a.dtype is b.dtype and a.shape == b.shape and raw(a) == raw(b)
-    if isinstance(a, (np.ndarray, np.generic)):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, float):
-        return struct.pack("<d", a) == struct.pack("<d", b)
-    return bool(a == b)
+    return bool(content(a) == content(b))
+
+
+def content(leaf: Any) -> Any:
+    """Something to compare by `==` that shows every bit."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.shape, raw(leaf)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype, leaf.shape, leaf.tobytes()
+    return struct.pack("<d", leaf) if isinstance(leaf, float) else leaf
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -143,7 +145,7 @@ def values(draw: st.DrawFn) -> Any:
     return draw(_VALUES)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(values())
 def test_what_is_accepted_comes_back_equal(value: Any) -> None:
     """Types, order, NaN payloads, signs of zero: all of it."""
@@ -153,21 +155,25 @@ def test_what_is_accepted_comes_back_equal(value: Any) -> None:
     assert encode(decode(memoryview(data))) == data
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(values(), st.data())
 def test_a_changed_byte_is_another_value_or_corrupt(value: Any, draw: st.DataObject) -> None:
     """No change of a byte raises anything but `Corrupt`, and what is still read is spelled in the one right way."""
     data = bytearray(encode(value))
     place = draw.draw(st.integers(0, len(data) - 1))
     data[place] ^= draw.draw(st.integers(1, 255))
+    outcome = attempt(bytes(data))
+    if isinstance(outcome, CodecError):  # the name of an enum was hit, and now names none
+        assert "register_enum" in str(outcome)
+    elif not isinstance(outcome, Corrupt):
+        assert without_devices(encode(outcome)) == without_devices(data)
+
+
+def attempt(data: bytes) -> Any:
     try:
-        read = decode(bytes(data))
-    except Corrupt:
-        return
-    except CodecError as error:
-        assert "register_enum" in str(error)
-        return
-    assert without_devices(encode(read)) == without_devices(data)
+        return decode(data)
+    except CheckpointError as error:
+        return error
 
 
 def without_devices(data: bytes | bytearray) -> bytes:
@@ -175,7 +181,7 @@ def without_devices(data: bytes | bytearray) -> bytes:
     return re.sub(rb'"[a-z]pu"\]', b'""]', data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values())
 def test_a_truncated_or_extended_journal_is_corrupt(value: Any) -> None:
     """Every prefix of an encoding, and an encoding with a byte more, is refused."""
@@ -320,9 +326,9 @@ def test_enum_names_are_taken_once() -> None:
 
     with pytest.raises(ValueError, match="inside a function"):
         register_enum(Local)
-    twin = Enum("Phase", {"TRAIN": "train"}, module=__name__)
+    Local.__module__, Local.__qualname__ = Phase.__module__, Phase.__qualname__
     with pytest.raises(ValueError, match="another class"):
-        register_enum(twin)
+        register_enum(Local)
     assert register_enum(Phase) is Phase
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_moe_ckpt.errors import IdentityMismatch
-from lightning_moe_ckpt.session import _rng
 from lightning_moe_ckpt.session._codec import decode, encode
+from lightning_moe_ckpt.session._rng import capture_rng, restore_rng
 
 
 def draws(*generators: torch.Generator) -> list[float]:
@@ -24,20 +24,20 @@ def test_every_generator_continues_with_the_same_draws() -> None:
     """State captured in one place and restored in a scrambled one gives bit-equal draws."""
     own = torch.Generator().manual_seed(3)
     draws(own)  # leaves a cached gaussian behind
-    data = encode(_rng.capture({"noise": own}))
+    data = encode(capture_rng({"noise": own}))
     wanted = [draws(own) for _ in range(3)]
     torch.manual_seed(99)
     random.seed(99)
     np.random.seed(99)  # noqa: NPY002  # as above
     other = torch.Generator().manual_seed(99)
-    _rng.restore(decode(data), {"noise": other})
+    restore_rng(decode(data), {"noise": other})
     assert [draws(other) for _ in range(3)] == wanted
 
 
 def test_captured_state_is_a_copy() -> None:
     """Draws after the capture do not change it."""
     own = torch.Generator().manual_seed(3)
-    state = _rng.capture({"noise": own})
+    state = capture_rng({"noise": own})
     before = encode(state)
     draws(own)
     assert encode(state) == before
@@ -45,17 +45,17 @@ def test_captured_state_is_a_copy() -> None:
 
 def test_state_is_small() -> None:
     """The journal carries two of these per step; 625 integers as text would be the most of it."""
-    assert len(encode(_rng.capture())) < 12_000
+    assert len(encode(capture_rng())) < 12_000
 
 
 def test_other_generators_than_captured_are_refused() -> None:
     """A generator that is missing or new cannot continue, so nothing is restored."""
-    state = _rng.capture({"noise": torch.Generator()})
+    state = capture_rng({"noise": torch.Generator()})
     before = torch.get_rng_state()
     torch.manual_seed(5)
     scrambled = torch.get_rng_state()
     with pytest.raises(IdentityMismatch, match="noise"):
-        _rng.restore(state, {"gate": torch.Generator()})
+        restore_rng(state, {"gate": torch.Generator()})
     assert torch.equal(torch.get_rng_state(), scrambled)
     torch.set_rng_state(before)
 
@@ -64,8 +64,8 @@ def test_other_generators_than_captured_are_refused() -> None:
 def test_cuda_generators_continue_with_the_same_draws() -> None:
     """Every local device is captured."""
     torch.rand(1, device="cuda")
-    state = decode(encode(_rng.capture()))
+    state = decode(encode(capture_rng()))
     wanted = torch.rand(4, device="cuda")
     torch.cuda.manual_seed_all(7)
-    _rng.restore(state)
+    restore_rng(state)
     assert torch.equal(torch.rand(4, device="cuda"), wanted)

@@ -51,6 +51,38 @@ class TestFsspecLocal(BackendContract):
         return FsspecBackend(f"file://{tmp_path}/run")
 
 
+class _RemoteFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A store across a network: safe for threads, and called under a deadline."""
+
+    protocol = "remote"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as the base class declares it
+    pseudo_dirs = [""]  # noqa: RUF012 - as the base class declares it
+    lock = threading.RLock()
+
+    def pipe_file(self, *args: Any, **kwargs: Any) -> None:
+        with self.lock:
+            super().pipe_file(*args, **kwargs)
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return super().cat_file(*args, **kwargs)
+
+    def find(self, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return super().find(*args, **kwargs)
+
+    def rm_file(self, *args: Any, **kwargs: Any) -> None:
+        with self.lock:
+            super().rm_file(*args, **kwargs)
+
+
+class TestFsspecRemote(BackendContract):
+    """A file system that is called in a thread of its own."""
+
+    def make_backend(self, tmp_path: Path) -> Backend:
+        return FsspecBackend(f"remote://{uuid.uuid4().hex}/run")
+
+
 class TestRetrying(BackendContract):
     """Retries change no answer."""
 
@@ -323,7 +355,7 @@ class _VagueFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 @pytest.fixture(autouse=True)
 def _file_systems() -> Iterator[None]:
-    for file_system in (_StuckFileSystem, _CarelessFileSystem, _VagueFileSystem):
+    for file_system in (_RemoteFileSystem, _StuckFileSystem, _CarelessFileSystem, _VagueFileSystem):
         fsspec.register_implementation(file_system.protocol, file_system, clobber=True)
     _StuckFileSystem.released.clear()
     yield

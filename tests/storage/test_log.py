@@ -171,12 +171,14 @@ def test_forgetting_cuts_changes_no_verdict(
     floors: list[int | None], watermarks: list[int], step: int, epoch: int
 ) -> None:
     """Against the timeline rule taken literally over every epoch ever opened."""
-    history = History(run_id="r", first_epoch=0, last_epoch=0)
+    history, watermark = History(run_id="r", first_epoch=0, last_epoch=0), 0
     for opened, floor in enumerate(floors, start=1):
         history = history.opened(opened, None if floor is None else GenerationId(step=floor, epoch=0))
+        watermark = 0 if floor is None else watermark
         if opened <= len(watermarks):
-            history = history.advanced(max(history.watermark, watermarks[opened - 1]))
-    literally_dead = step < history.watermark or any(
+            watermark = max(watermark, watermarks[opened - 1])
+            history = history.advanced(watermark)
+    literally_dead = step < watermark or any(
         epoch < opened and (floor is None or step > floor) for opened, floor in enumerate(floors, start=1)
     )
     assert (history.why_dead(GenerationId(step=step, epoch=epoch)) is not None) == literally_dead

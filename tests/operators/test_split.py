@@ -1,0 +1,75 @@
+"""An operator larger than a budget is cut into pieces that cover it once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_moe_ckpt.operators import Operator, ParamSlice, split
+
+
+def operator(*shapes: tuple[int, ...], first: int = 0) -> Operator:
+    slices = []
+    for i, shape in enumerate(shapes):
+        numel = 1
+        for size in shape:
+            numel *= size
+        at = first * numel
+        slices.append(
+            ParamSlice(fqn=f"p{i}", start=at, stop=at + numel, global_shape=(first + 1, *shape), global_start=at + 7)
+        )
+    return Operator(name="op", kind="expert", slices=tuple(slices), layer="l", expert_idx=first, freeze="skip")
+
+
+shapes = st.lists(st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+@given(shapes, st.integers(0, 3), st.integers(12, 400))
+def test_pieces_cover_the_operator_once_within_the_budget(
+    shapes: list[tuple[int, ...]], first: int, max_nbytes: int
+) -> None:
+    """Each piece fits, keeps its coordinates, and nothing is lost or doubled."""
+    whole = operator(*shapes, first=first)
+    pieces = split(whole, max_nbytes, 12)
+    assert all(12 * piece.numel <= max_nbytes for piece in pieces)
+    for original in whole.slices:
+        parts = [s for piece in pieces for s in piece.slices if s.fqn == original.fqn]
+        assert [s.start for s in parts] == [original.start, *(s.stop for s in parts[:-1])]
+        assert parts[-1].stop == original.stop
+        assert all(s.global_start - s.start == original.global_start - original.start for s in parts)
+    if 12 * whole.numel <= max_nbytes:
+        assert pieces == [whole]
+    else:
+        assert [p.name for p in pieces] == [f"op#{i}" for i in range(len(pieces))]
+        assert {(p.layer, p.expert_idx, p.freeze, p.kind) for p in pieces} == {("l", first, "skip", "expert")}
+
+
+def test_rows_stay_whole_where_one_fits() -> None:
+    """Cuts fall between rows of the last dimension."""
+    pieces = split(operator((10, 8)), 20 * 12, 12)
+    assert {s.stop % 8 for piece in pieces for s in piece.slices} == {0}
+    assert len(pieces) == 5
+
+
+def test_a_row_larger_than_the_budget_is_torn() -> None:
+    """There is no other way."""
+    assert [p.numel for p in split(operator((2, 100)), 60 * 12, 12)] == [60, 60, 60, 20]
+
+
+def test_bytes_per_element_may_differ_by_slice() -> None:
+    """An operator can hold parameters with and without optimizer state."""
+    pieces = split(operator((4, 4), (4, 4)), 64, lambda s: 12 if s.fqn == "p0" else 4)
+    assert [[(s.fqn, s.numel) for s in p.slices] for p in pieces] == [
+        [("p0", 4)],
+        [("p0", 4)],
+        [("p0", 4)],
+        [("p0", 4), ("p1", 4)],
+        [("p1", 12)],
+    ]
+
+
+def test_a_budget_below_one_element_is_refused() -> None:
+    """Nothing could be captured within it."""
+    with pytest.raises(ValueError, match="one element of `p0`"):
+        split(operator((2, 2)), 11, 12)

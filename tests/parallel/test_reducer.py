@@ -1,0 +1,442 @@
+"""Reduced gradients have the bits of a sum in rank order, whatever the buckets, the frozen set and the history."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups, WorldFailed, build_groups, run_world
+from lightning_moe_ckpt.parallel._lane import Lane
+from lightning_moe_ckpt.parallel._reducer import ReductionMode
+
+Gradients = dict[str, Tensor | None]
+LIMIT = timedelta(seconds=30)
+
+
+class Net(nn.Module):
+    """Four layers used in the order of registration, and one that is not used."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(width, width) for name in ("a", "b", "c", "d")})
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, skip: Iterable[str] = ()) -> Tensor:
+        for name, layer in self.layers.items():
+            if name not in skip:
+                x = torch.tanh(layer(x))
+        return x.pow(2).sum()
+
+
+def build(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def tokens(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def local_gradients(rank: int, skip: Iterable[str] = (), step: int = 0) -> Gradients:
+    """What one rank alone computes."""
+    model = build()
+    model(tokens(rank, step), skip).backward()
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> Gradients:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def mean_in_rank_order(per_rank: list[Gradients], name: str) -> Tensor | None:
+    present = [own[name] for own in per_rank]
+    shape = next((grad for grad in present if grad is not None), None)
+    if shape is None:
+        return None
+    filled = [torch.zeros_like(shape) if grad is None else grad for grad in present]
+    total = filled[0].clone()
+    for grad in filled[1:]:
+        total += grad
+    return total / len(per_rank)
+
+
+def step_with(reducer: GradientReducer, model: nn.Module, rank: int, skip: Iterable[str] = (), step: int = 0) -> None:
+    model.zero_grad()
+    reducer.prepare(sync=True)
+    model(tokens(rank, step), skip).backward()
+    reducer.finish()
+
+
+def reducer_of(model: nn.Module, nbytes: int = 4_000, mode: ReductionMode = "ordered") -> GradientReducer:
+    return GradientReducer(model.named_parameters(), groups=build_groups(1, LIMIT), bucket_nbytes=nbytes, mode=mode)
+
+
+def same(left: Gradients, right: Gradients) -> bool:
+    def equal(a: Tensor | None, b: Tensor | None) -> bool:
+        return a is b if a is None or b is None else torch.equal(a, b)
+
+    return left.keys() == right.keys() and all(equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_gradients_are_the_mean_in_rank_order(world_size: int) -> None:
+    """Equal in bits to a loop over ranks; what no rank computed stays `None`."""
+
+    def work(rank: int) -> Gradients:
+        model = build()
+        step_with(reducer_of(model), model, rank)
+        return gradients(model)
+
+    per_rank = [local_gradients(rank) for rank in range(world_size)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    assert want["unused.weight"] is None
+    for got in run_world(world_size, work):
+        assert same(got, want)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_ordered_bits_do_not_depend_on_the_bucket_size_and_plain_bits_do(world_size: int) -> None:
+    """Buckets smaller than a parameter, of a few parameters, and one for all. The plain mode shows the test can see."""
+
+    def work(rank: int) -> dict[ReductionMode, int]:
+        def flat(nbytes: int, mode: ReductionMode) -> Tensor:
+            model = build()
+            step_with(reducer_of(model, nbytes, mode), model, rank)
+            return torch.cat([grad.flatten() for grad in gradients(model).values() if grad is not None])
+
+        modes: tuple[ReductionMode, ...] = ("ordered", "allreduce")
+        return {
+            mode: sum(int((flat(nbytes, mode) != flat(10**9, mode)).sum()) for nbytes in (1, 700, 5_000))
+            for mode in modes
+        }
+
+    for changed in run_world(world_size, work):
+        assert changed["ordered"] == 0
+        assert changed["allreduce"] > 0
+
+
+def test_bits_do_not_depend_on_what_is_frozen() -> None:
+    """Freezing layers leaves the gradients of the others as they were; a frozen one has none."""
+    names = ("a", "c")
+
+    def work(rank: int) -> tuple[Gradients, Gradients]:
+        model = build()
+        reducer = reducer_of(model)
+        step_with(reducer, model, rank)
+        everything = gradients(model)
+        for name in names:
+            model.layers[name].requires_grad_(False)
+        step_with(reducer, model, rank)
+        return everything, gradients(model)
+
+    for everything, partly in run_world(3, work):
+        for fqn, grad in partly.items():
+            if any(f"layers.{name}." in fqn for name in names):
+                assert grad is None
+            else:
+                assert same({fqn: grad}, {fqn: everything[fqn]})
+
+
+def test_a_fresh_process_gives_the_bits_of_one_that_has_run() -> None:
+    """History leaves no trace: not its steps, not what it froze in between."""
+
+    def work(rank: int) -> bool:
+        model = build()
+        old = reducer_of(model)
+        for step in range(3):
+            model.layers["b"].requires_grad_(step != 1)
+            step_with(old, model, rank, step=step)
+        step_with(old, model, rank, step=7)
+        before = gradients(model)
+        old.close()
+        fresh_model = copy.deepcopy(model)
+        step_with(reducer_of(fresh_model), fresh_model, rank, step=7)
+        return same(before, gradients(fresh_model))
+
+    assert all(run_world(3, work))
+
+
+def test_a_gradient_is_none_only_if_no_rank_has_one() -> None:
+    """Ranks that did not use a layer count as zero and receive the others' mean."""
+
+    def skipped(rank: int) -> list[str]:
+        return ["c"] if rank == 2 else ["a", "c"]
+
+    def work(rank: int) -> Gradients:
+        model = build()
+        step_with(reducer_of(model), model, rank, skipped(rank))
+        return gradients(model)
+
+    per_rank = [local_gradients(rank, skipped(rank)) for rank in range(3)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    assert want["layers.c.weight"] is None
+    assert want["layers.a.weight"] is not None
+    for got in run_world(3, work):
+        assert same(got, want)
+
+
+def test_freezing_on_some_ranks_only_neither_hangs_nor_diverges() -> None:
+    """Steps in which ranks disagree about what is frozen, also already when the reducer is built."""
+
+    def work(rank: int) -> list[Gradients]:
+        model = build()
+        model.layers["d"].requires_grad_(rank != 0)
+        reducer = reducer_of(model)
+        results = []
+        for step in range(6):
+            model.layers["a"].requires_grad_((rank + step) % 3 != 0)
+            model.layers["b"].requires_grad_(step % 2 == 0)
+            model.layers["d"].requires_grad_(rank != step % 3)
+            step_with(reducer, model, rank, step=step)
+            results.append(gradients(model))
+        return results
+
+    first, *others = run_world(3, work)
+    for other in others:
+        assert all(same(got, want) for got, want in zip(other, first, strict=True))
+    assert all(grads["layers.a.weight"] is not None for grads in first)
+    assert [grads["layers.b.weight"] is None for grads in first] == [False, True] * 3
+
+
+def test_a_parameter_that_is_thawed_later_joins() -> None:
+    """Gradual unfreezing: frozen on all ranks when the reducer is built, trained from step two on."""
+
+    def work(rank: int) -> tuple[Gradients, Gradients]:
+        model = build()
+        model.layers["a"].requires_grad_(False)
+        reducer = reducer_of(model)
+        step_with(reducer, model, rank)
+        frozen = gradients(model)
+        model.layers["a"].requires_grad_(True)
+        step_with(reducer, model, rank)
+        return frozen, gradients(model)
+
+    per_rank = [local_gradients(rank) for rank in range(3)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    for frozen, thawed in run_world(3, work):
+        assert frozen["layers.a.weight"] is None
+        assert same(thawed, want)
+
+
+def test_accumulated_gradients_are_reduced_once_at_the_end() -> None:
+    """Three micro-batches, the middle one uses fewer layers; nothing is exchanged before the last."""
+
+    def work(rank: int) -> Gradients:
+        model = build()
+        reducer = reducer_of(model)
+        for step in range(3):
+            reducer.prepare(sync=step == 2)
+            model(tokens(rank, step), ["a"] if step > 0 else []).backward()
+            reducer.finish()
+        return gradients(model)
+
+    def accumulated(rank: int) -> Gradients:
+        model = build()
+        for step in range(3):
+            model(tokens(rank, step), ["a"] if step > 0 else []).backward()
+        return gradients(model)
+
+    per_rank = [accumulated(rank) for rank in range(3)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    for got in run_world(3, work):
+        assert same(got, want)
+
+
+def test_the_result_is_not_a_view_of_the_bucket() -> None:
+    """A gradient somebody keeps is not overwritten by the next step, also where this rank had none."""
+
+    def work(rank: int) -> bool:
+        model = build()
+        reducer = reducer_of(model)
+        step_with(reducer, model, rank, ["a"] if rank == 1 else [])
+        kept = {name: p.grad for name, p in model.named_parameters()}
+        copies = gradients(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+        step_with(reducer, model, rank, step=3)
+        return same(kept, copies)
+
+    assert all(run_world(3, work))
+
+
+def test_sixteen_bit_gradients_are_added_in_fp32_and_rounded_once() -> None:
+    """A model of bf16 parameters beside fp32 ones."""
+
+    def build_mixed() -> Net:
+        model = build()
+        model.layers["b"].to(torch.bfloat16)
+        return model
+
+    def run(model: Net, rank: int) -> Tensor:
+        x = torch.tanh(model.layers["a"](tokens(rank)))
+        loss: Tensor = model.layers["b"](x.bfloat16()).float().pow(2).sum()
+        return loss
+
+    def own(rank: int) -> Gradients:
+        model = build_mixed()
+        run(model, rank).backward()
+        return gradients(model)
+
+    def work(rank: int) -> Gradients:
+        model = build_mixed()
+        reducer = reducer_of(model)
+        reducer.prepare(sync=True)
+        run(model, rank).backward()
+        reducer.finish()
+        return gradients(model)
+
+    grads = [own(rank)["layers.b.weight"] for rank in range(3)]
+    wide = [grad.float() for grad in grads if grad is not None]
+    want = ((wide[0] + wide[1] + wide[2]) / 3).bfloat16()
+    for got in run_world(3, work):
+        grad = got["layers.b.weight"]
+        assert grad is not None
+        assert torch.equal(grad, want)
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(3, 3), (4, 2)])
+def test_expert_gradients_are_summed_over_replicas_and_divided_by_the_world(world_size: int, ep_size: int) -> None:
+    """The tokens of all ranks have reached the expert already; a replica without one counts as zero."""
+
+    def gradient(rank: int) -> Tensor | None:
+        return None if rank == 2 else torch.randn(40, generator=torch.Generator().manual_seed(rank))
+
+    def work(rank: int) -> Tensor | None:
+        expert = nn.Parameter(torch.zeros(40))
+        dense = nn.Parameter(torch.zeros(3))
+        groups = build_groups(ep_size, LIMIT)
+        reducer = GradientReducer(
+            [("dense", dense), ("expert", expert)], groups=groups, is_expert_parallel={"expert"}, bucket_nbytes=16
+        )
+        own = gradient(rank)
+        reducer.prepare(sync=True)
+        ((dense.sum() if own is None else (expert * own).sum()) + dense.sum()).backward()
+        reducer.finish()
+        return expert.grad
+
+    results = run_world(world_size, work)
+    for rank, got in enumerate(results):
+        replicas = [gradient(peer) for peer in range(rank % ep_size, world_size, ep_size)]
+        present = [grad for grad in replicas if grad is not None]
+        if not present:
+            assert got is None
+            continue
+        total = torch.zeros(40) if replicas[0] is None else replicas[0].clone()
+        for grad in replicas[1:]:
+            total += torch.zeros(40) if grad is None else grad
+        assert got is not None
+        assert torch.equal(got, total / world_size)
+
+
+def test_flags_are_the_maximum_over_ranks_and_stay_with_their_owner() -> None:
+    """A flag raised on one rank is seen by all after the next reduction, not before, until it is lowered."""
+
+    def work(rank: int) -> list[int]:
+        model = build()
+        groups = build_groups(1, LIMIT)
+        reducer = GradientReducer(model.named_parameters(), groups=groups, flags=("stop", "other"))
+        seen = []
+        for step in range(4):
+            reducer.flags["stop"] = int(rank == 1 and step in {1, 2})
+            seen.append(reducer.agreed["stop"])
+            step_with(reducer, model, rank)
+            seen.append(reducer.agreed["stop"])
+        return [*seen, reducer.agreed["other"]]
+
+    assert run_world(3, work) == [[0, 0, 0, 1, 1, 1, 1, 0, 0]] * 3
+
+
+def test_in_a_world_of_one_nothing_happens_but_the_flags() -> None:
+    """No hooks, no copies, no division."""
+    model, plain = build(), build()
+    reducer = GradientReducer(model.named_parameters(), groups=ParallelGroups())
+    reducer.flags["stop"] = 1
+    step_with(reducer, model, 0)
+    plain(tokens(0)).backward()
+    assert same(gradients(model), gradients(plain))
+    assert reducer.agreed == {"stop": 1}
+
+
+def test_a_closed_reducer_leaves_the_parameters_alone() -> None:
+    """Hooks are gone: a later backward does nothing but compute gradients."""
+
+    def work(rank: int) -> bool:
+        model = build()
+        reducer = reducer_of(model)
+        step_with(reducer, model, rank)
+        reducer.close()
+        model.zero_grad()
+        model(tokens(rank)).backward()
+        return same(gradients(model), local_gradients(rank))
+
+    assert all(run_world(3, work))
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (lambda: reducer_of(build(), mode="fast"), "gradient_reduction='fast'"),  # type: ignore[arg-type]
+        (lambda: reducer_of(build(), nbytes=0), "bucket_nbytes=0"),
+    ],
+    ids=["mode", "size"],
+)
+def test_wrong_arguments_are_refused(fails: Callable[[], object], message: str) -> None:
+    """The error quotes the argument."""
+    with pytest.raises(WorldFailed, match=message):
+        run_world(1, lambda _: fails())
+
+
+def test_a_gradient_that_comes_twice_is_an_error() -> None:
+    """The first may have been sent already; the remedy is named."""
+
+    def work(rank: int) -> str:
+        model = build()
+        reducer = reducer_of(model)
+        reducer.prepare(sync=True)
+        loss = model(tokens(rank))
+        loss.backward(retain_graph=True)
+        with pytest.raises(ConfigurationError) as error:
+            loss.backward()
+        reducer.finish()
+        return str(error.value)
+
+    for message in run_world(2, work):
+        assert "layers.d" in message
+        assert "use_reentrant=False" in message
+
+
+def test_a_sparse_gradient_is_an_error() -> None:
+    """It has no place in a static bucket; the parameter and the remedy are named."""
+
+    def work(_: int) -> str:
+        model = nn.Embedding(4, 2, sparse=True)
+        reducer = reducer_of(model)
+        reducer.prepare(sync=True)
+        with pytest.raises(ConfigurationError) as error:
+            model(torch.tensor([1])).sum().backward()
+        return str(error.value)
+
+    for message in run_world(2, work):
+        assert "`weight`" in message
+        assert "sparse=False" in message
+
+
+def test_a_failed_collective_is_raised_where_its_result_is_needed() -> None:
+    """The lane hands an exception of its thread to whoever waits, and goes on with the next job."""
+    lane = Lane()
+
+    def fail() -> Tensor:
+        raise RuntimeError("connection closed by peer")
+
+    failed = lane.submit(fail, torch.device("cpu"))
+    next_one = lane.submit(lambda: torch.ones(2), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="connection closed"):
+        failed.wait()
+    assert next_one.wait().tolist() == [1.0, 1.0]
+    lane.close()

@@ -1,0 +1,438 @@
+"""The persist thread makes generations durable in order, and nothing it meets reaches training."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, StorageError
+from lightning_moe_ckpt.native import CpuCopyEngine
+from lightning_moe_ckpt.session import _persist
+from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
+from lightning_moe_ckpt.session._ring import SegmentRing
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    RunStore,
+    SegmentLayout,
+    TensorSpec,
+    digest_of,
+    open_backend,
+    verify_records,
+)
+
+LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
+NOW = timedelta(0)
+
+
+def generation(step: int, epoch: int = 1) -> GenerationId:
+    return GenerationId(step=step, epoch=epoch)
+
+
+def segment(step: int, value: float = 1.0, memory: torch.Tensor | None = None) -> SealedSegment:
+    """A real segment whose tensors all hold `value`."""
+    memory = memory if memory is not None else torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    LAYOUT.write_header(memory)
+    for name in LAYOUT.spans:
+        LAYOUT.view(memory, name).fill_(value)
+    entries = [
+        RecordEntry(
+            name=name, operator="op", kind="full", fqn=name, state_key="param",
+            dtype={"w": "F32", "b": "BF16"}[name], global_shape=span.shape, global_start=0, numel=span.shape[0],
+            offset=span.offset, nbytes=span.nbytes, digest="",
+        )
+        for name, span in LAYOUT.spans.items()
+    ]  # fmt: skip
+    return SealedSegment(step=step, view=memoryview(memory.numpy().data)[: LAYOUT.nbytes], entries=entries)
+
+
+class ScriptedSink:
+    """A store that writes down its calls and fails, or waits, where the test says so."""
+
+    def __init__(self) -> None:
+        self.run_id = "run"
+        self.calls: list[str] = []
+        self.faults: dict[str, list[BaseException]] = {}
+        self.markers: list[RankMarker] = []
+        self.hold: dict[str, threading.Event] = {}
+        self.reached = threading.Event()
+
+    def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
+        self._call(f"segment {step}")
+        return f"{generation.step}/{rank}/{step}"
+
+    def put_marker(self, marker: RankMarker) -> None:
+        self._call(f"marker {marker.generation.step}")
+        self.markers.append(marker)
+
+    def commit(self, own: RankMarker, *, timeout: timedelta) -> None:
+        self._call(f"commit {own.generation.step}")
+
+    def retain(self, keep: int, in_use: GenerationId | None) -> None:
+        self._call(f"retain {keep}")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.hold:
+            self.reached.set()
+            assert self.hold[name].wait(30)
+        if self.faults.get(name):
+            raise self.faults[name].pop(0)
+
+
+class Bench:
+    """A worker over a scripted sink, with what it called back."""
+
+    def __init__(self) -> None:
+        self.sink = ScriptedSink()
+        self.durable: list[int] = []
+        self.released: list[int] = []
+        self.worker = self.make()
+
+    def make(self, **options: Any) -> PersistWorker:
+        return PersistWorker(
+            self.sink, rank=options.pop("rank", 0), world_size=1, keep=2,
+            on_durable=lambda g, *_: self.durable.append(g.step), retry_pauses=(NOW, NOW), **options,
+        )  # fmt: skip
+
+    def begin(self, step: int, num_segments: int) -> GenerationId:
+        self.worker.begin(
+            generation(step), plan_hash="h", plan_json="{}", num_segments=num_segments, on_released=self.release
+        )
+        return generation(step)
+
+    def release(self, generation: GenerationId) -> None:
+        self.released.append(generation.step)
+        self.sink.calls.append(f"release {generation.step}")
+
+    def save(self, step: int) -> None:
+        """A generation of one segment, from start to end."""
+        self.worker.add(self.begin(step, 1), segment(step))
+        assert self.worker.drain(30)
+
+    def idle(self) -> bool:
+        return self.worker.idle
+
+    def failures(self) -> list[str]:
+        return [str(failure) for failure in self.worker.take_failures()]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    for held in bench.sink.hold.values():
+        held.set()
+    bench.worker.close()
+
+
+def test_segments_then_marker_then_commit_then_retention(bench: Bench) -> None:
+    """The order that makes a crash at any point harmless; memory is given back as soon as storage has the bytes."""
+    begun = bench.begin(5, 2)
+    assert not bench.idle()
+    bench.worker.add(begun, segment(4))
+    bench.worker.add(begun, segment(5))
+    assert bench.worker.drain(30)
+    assert bench.sink.calls == ["segment 4", "segment 5", "release 5", "marker 5", "commit 5", "retain 2"]
+    assert bench.durable == bench.released == [5]
+    assert bench.idle()
+    assert bench.failures() == []
+
+
+def test_only_the_coordinator_commits_and_deletes(bench: Bench) -> None:
+    """Another rank is done when its marker is durable."""
+    bench.worker = bench.make(rank=1)
+    bench.save(1)
+    assert bench.sink.calls == ["segment 1", "release 1", "marker 1"]
+    assert bench.durable == [1]
+
+
+def test_the_marker_says_what_was_stored(bench: Bench) -> None:
+    """Steps in order, sizes, the plan, and digests that differ where bytes differ."""
+    begun = bench.begin(5, 2)
+    bench.worker.add(begun, segment(5, value=2.0))
+    bench.worker.add(begun, segment(4, value=1.0))
+    assert bench.worker.drain(30)
+    (marker,) = bench.sink.markers
+    assert marker.steps == (4, 5)
+    assert marker.policy["plan"] == "{}"
+    assert (marker.run_id, marker.plan_hash, marker.generation) == ("run", "h", generation(5))
+    assert [entry.nbytes for entry in marker.segments] == [LAYOUT.nbytes] * 2
+    digests = [record.digest for entry in marker.segments for record in entry.records]
+    assert len(set(digests)) == 4
+    assert all(len(digest) == 32 for digest in digests)
+
+
+@pytest.mark.parametrize("call", ["segment 1", "marker 1"])
+def test_a_passing_outage_is_outlived(bench: Bench, call: str) -> None:
+    """Two failures, then success: the generation is durable and nothing is reported."""
+    bench.sink.faults[call] = [StorageError("down"), StorageError("down")]
+    bench.save(1)
+    assert bench.durable == [1]
+    assert bench.sink.calls.count(call) == 3
+    assert bench.failures() == []
+
+
+@pytest.mark.parametrize("call", ["segment 1", "marker 1", "commit 1"])
+def test_a_lasting_outage_costs_one_generation(bench: Bench, call: str) -> None:
+    """It is reported with its reason, its memory is given back once, and the next one is stored."""
+    bench.sink.faults[call] = [StorageError("disk is gone")] * 3
+    bench.save(1)
+    assert bench.failures() == ["step 1 (epoch 1): not stored: disk is gone"]
+    assert bench.durable == []
+    assert bench.released == [1]
+    bench.save(2)
+    assert bench.durable == [2]
+    assert bench.failures() == []
+
+
+@pytest.mark.parametrize("error", [KeyExists("taken"), Corrupt("ranks disagree"), RuntimeError("a bug"), SystemExit()])
+def test_what_a_retry_cannot_mend_is_not_retried(bench: Bench, error: BaseException) -> None:
+    """One attempt, a report, and the thread lives on, whatever was raised."""
+    bench.sink.faults["segment 1"] = [error]
+    bench.save(1)
+    assert bench.sink.calls.count("segment 1") == 1
+    assert len(bench.failures()) == 1
+    bench.save(2)
+    assert bench.durable == [2]
+
+
+def test_segments_of_a_failed_generation_are_ignored(bench: Bench) -> None:
+    """The session may go on adding before it reads the failure."""
+    begun = bench.begin(3, 3)
+    bench.sink.faults["segment 1"] = [RuntimeError("x")]
+    bench.sink.hold["segment 1"] = threading.Event()
+    bench.worker.add(begun, segment(1))
+    bench.worker.add(begun, segment(2))  # in the queue while the first one fails
+    bench.sink.hold["segment 1"].set()
+    assert bench.worker.drain(30)
+    bench.worker.add(begun, segment(3))
+    bench.save(4)
+    assert bench.sink.calls == ["segment 1", "release 3", "segment 4", "release 4", "marker 4", "commit 4", "retain 2"]
+
+
+def test_failing_to_delete_does_not_undo_a_commit(bench: Bench) -> None:
+    """The generation is durable; that old ones stay is reported."""
+    bench.sink.faults["retain 2"] = [StorageError("busy")]
+    bench.save(1)
+    assert bench.durable == [1]
+    assert bench.failures() == ["step 1 (epoch 1): committed, but older ones could not be deleted: busy"]
+
+
+def test_a_fenced_process_stores_nothing_more(bench: Bench) -> None:
+    """A later life has begun: every generation from then on is refused and reported."""
+    bench.sink.faults["commit 1"] = [Fenced("epoch 2 has begun")]
+    bench.save(1)
+    fenced = bench.worker.fenced
+    assert fenced
+    bench.save(2)
+    assert bench.sink.calls[-2:] == ["commit 1", "release 2"]
+    assert len(bench.failures()) == 2
+
+
+def test_an_abandoned_generation_is_released_and_never_finished(bench: Bench) -> None:
+    """The window was spoiled: what has arrived stays without a marker."""
+    begun = bench.begin(3, 2)
+    bench.worker.add(begun, segment(2))
+    bench.worker.abandon(begun)
+    bench.worker.add(begun, segment(3))
+    assert bench.worker.drain(30)
+    bench.worker.abandon(begun)
+    assert bench.released == [3]
+    assert bench.durable == []
+    assert not any(call.startswith("marker") for call in bench.sink.calls)
+    assert bench.failures() == []
+
+
+def test_a_generation_that_cannot_be_completed_by_waiting_is_not_waited_for(bench: Bench) -> None:
+    """`drain` stands still while training does: segments that are still to come would never come."""
+    bench.save(1)
+    bench.worker.add(bench.begin(3, 2), segment(2))
+    assert bench.worker.drain(30)
+    assert not bench.idle()
+    bench.worker.abandon(generation(3))
+    assert bench.worker.drain(30)
+    assert bench.idle()
+    assert bench.released == [1, 3]
+
+
+def test_memory_is_not_given_back_while_it_is_read(bench: Bench) -> None:
+    """An abandon in the middle of a write takes effect after it."""
+    bench.sink.hold["segment 1"] = threading.Event()
+    begun = bench.begin(1, 1)
+    bench.worker.add(begun, segment(1))
+    assert bench.sink.reached.wait(30)
+    bench.worker.abandon(begun)
+    assert not bench.worker.drain(0.0)
+    assert bench.released == []
+    bench.sink.hold["segment 1"].set()
+    assert bench.worker.drain(30)
+    assert bench.released == [1]
+
+
+def test_a_callback_that_raises_is_reported_and_survived(bench: Bench) -> None:
+    """The session's own mistakes do not end the thread either."""
+
+    def broken(generation: GenerationId) -> None:
+        raise ValueError("callback")
+
+    bench.worker.begin(generation(1), plan_hash="h", plan_json="", num_segments=1, on_released=broken)
+    bench.worker.add(generation(1), segment(1))
+    assert bench.worker.drain(30)
+    assert bench.failures() == ["step 1 (epoch 1): not stored: callback"]
+    bench.save(2)
+    assert bench.durable == [2]
+
+
+def test_a_copy_under_way_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is of the bytes that arrive, and a failed copy is a failed generation."""
+    engine = CpuCopyEngine()
+    memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    sealed = segment(1, memory=memory)
+    ticket = engine.submit([(torch.full((8,), 5.0), LAYOUT.view(memory, "w"))])
+    bench.worker.add(bench.begin(1, 1), SealedSegment(step=1, view=sealed.view, entries=sealed.entries, ticket=ticket))
+    assert bench.worker.drain(30)
+    bad = engine.submit([(torch.ones(1), torch.ones(2))])
+    bench.worker.add(bench.begin(2, 1), SealedSegment(step=2, view=sealed.view, entries=sealed.entries, ticket=bad))
+    assert bench.worker.drain(30)
+    engine.close()
+    (record, _) = bench.sink.markers[0].segments[0].records
+    assert record.digest == digest_of(sealed.view[record.offset : record.offset + record.nbytes])
+    assert len(bench.sink.markers) == 1
+    assert "slices failed" in bench.failures()[0]
+
+
+def test_nothing_of_a_segment_is_kept_after_its_generation_ended(bench: Bench) -> None:
+    """Otherwise the ring's memory could not be unmapped."""
+    memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    alive = weakref.ref(memory)
+    bench.sink.faults["segment 2"] = [RuntimeError("x")]
+    for step in (1, 2):
+        bench.worker.add(bench.begin(step, 1), segment(step, memory=memory))
+    del memory
+    assert bench.worker.drain(30)
+    bench.save(3)  # the thread has moved on
+    gc.collect()
+    assert alive() is None
+
+
+def test_close_abandons_what_is_left_and_ends_the_thread() -> None:
+    """Half a generation is released, and closing twice or without a start is fine."""
+    bench, before = Bench(), threading.active_count()
+    begun = bench.begin(2, 2)
+    bench.worker.add(begun, segment(1))
+    bench.worker.close()
+    bench.worker.close()
+    assert bench.released == [2]
+    assert bench.idle()
+    assert threading.active_count() == before
+    Bench().worker.close()
+
+
+def test_close_interrupts_the_pause_before_a_retry() -> None:
+    """Nobody waits for a store that is down when the process wants to end."""
+    bench = Bench()
+    bench.worker = bench.make()
+    bench.worker._retry_pauses = (timedelta(hours=1),)
+    bench.sink.faults["segment 1"] = [StorageError("down")]
+    bench.worker.add(bench.begin(1, 1), segment(1))
+    while "segment 1" not in bench.sink.calls:
+        assert not bench.worker.drain(0.001)
+    bench.worker.close()
+    assert bench.idle()
+    assert bench.released == [1]
+
+
+def test_a_store_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`close` returns after a bounded time and says so."""
+    monkeypatch.setattr(_persist, "_CLOSE_TIMEOUT", timedelta(milliseconds=20))
+    bench = Bench()
+    bench.sink.hold["segment 1"] = threading.Event()
+    bench.worker.add(bench.begin(1, 1), segment(1))
+    assert bench.sink.reached.wait(30)
+    bench.worker.close()
+    assert "storage does not answer" in caplog.text
+    assert bench.released == []  # it may still be read
+    bench.sink.hold["segment 1"].set()
+    assert bench.worker.drain(30)
+
+
+def open_ranks(tmp_path: Path, world_size: int) -> list[RunStore]:
+    """The stores of all ranks of a fresh life."""
+    coordinator = RunStore.open(open_backend(str(tmp_path)), resume="auto")
+    coordinator.candidates()
+    coordinator.open_epoch(None)
+    others = [RunStore.join(open_backend(str(tmp_path)), run_id=coordinator.run_id) for _ in range(1, world_size)]
+    return [coordinator, *others]
+
+
+def each(workers: list[PersistWorker], action: Callable[[int, PersistWorker], Any]) -> list[Any]:
+    return [action(rank, worker) for rank, worker in enumerate(workers)]
+
+
+def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path: Path) -> None:
+    """Rings, copies, workers and the run store together: what is read back is what was captured."""
+    stores = open_ranks(tmp_path / "run", 3)
+    epoch = stores[0].epoch
+    assert epoch is not None
+    rings = [SegmentRing(tmp_path, torch.zeros(6 * 4096 * 2, dtype=torch.uint8), 4096 * 2) for _ in stores]
+    workers = [PersistWorker(store, rank=rank, world_size=3, keep=1) for rank, store in enumerate(stores)]
+    for last in (2, 4):
+        name = generation(last, epoch)
+        for rank in (2, 1, 0):  # the coordinator is not the last to start, and waits for the others
+            rings[rank].begin_window(name)
+            rings[rank].pin(name)
+            workers[rank].begin(name, plan_hash="h", plan_json="p", num_segments=2, on_released=rings[rank].unpin)
+            for step in (last - 1, last):
+                slot = rings[rank].acquire(name, step)
+                sealed = segment(step, value=float(100 * rank + step), memory=slot.view)
+                rings[rank].seal(slot)
+                workers[rank].add(name, sealed)
+            rings[rank].finish_window(name)
+        assert all(each(workers, lambda _, worker: worker.drain(30)))
+        for ring in rings:
+            ring.complete_everywhere(name)
+    assert each(workers, lambda _, worker: worker.take_failures()) == [[], [], []]
+    assert [ring.free_slots for ring in rings] == [4, 4, 4]
+
+    (commit,) = stores[0].candidates()  # keep=1: the older one is gone
+    assert commit.generation == generation(4, epoch)
+    for rank, store in enumerate(stores):
+        for entry in store.read_marker(commit, rank).segments:
+            out = torch.zeros(entry.nbytes, dtype=torch.uint8)
+            view = memoryview(out.numpy().data)
+            store.read_segment(entry, view)
+            verify_records(entry, view)
+            assert torch.equal(LAYOUT.view(out, "w"), torch.full((8,), float(100 * rank + entry.step)))
+    each(workers, lambda _, worker: worker.close())
+
+
+def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path) -> None:
+    """The coordinator gives up after its time-out; nothing half is visible."""
+    stores = open_ranks(tmp_path / "run", 2)
+    epoch = stores[0].epoch
+    assert epoch is not None
+    workers = [
+        PersistWorker(store, rank=rank, world_size=2, keep=2, commit_timeout=timedelta(milliseconds=50))
+        for rank, store in enumerate(stores)
+    ]
+    for step, num_ranks in ((1, 2), (2, 1)):
+        for rank in reversed(range(num_ranks)):
+            workers[rank].begin(generation(step, epoch), plan_hash="h", plan_json="", num_segments=1)
+            workers[rank].add(generation(step, epoch), segment(step))
+            assert num_ranks == 1 or rank == 0 or workers[rank].drain(30)
+        assert workers[0].drain(30)
+    assert [commit.generation.step for commit in stores[0].candidates()] == [1]
+    (failure,) = workers[0].take_failures()
+    assert failure.generation.step == 2
+    assert "rank 1: no marker yet" in failure.reason
+    each(workers, lambda _, worker: worker.close())

@@ -1,0 +1,422 @@
+"""Whatever call a life dies at, the next one finds the old generation or the new, whole, and cleans up.
+
+A job of several ranks runs in this process over a real backend; a crash ends all its ranks at once.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing, StorageError
+from lightning_moe_ckpt.storage import (
+    Backend,
+    Commit,
+    FsspecBackend,
+    GenerationId,
+    PosixBackend,
+    RankMarker,
+    RunStore,
+    SegmentEntry,
+    digest_of,
+)
+from lightning_moe_ckpt.testing import Crashed, CrashingBackend
+
+WORLD_SIZE = 3
+WINDOW = 2
+KEEP = 2
+When = Literal["before", "after"]
+
+
+def _content(generation: GenerationId, rank: int, step: int) -> bytes:
+    """What `rank` captures; differs for every generation, epoch, rank and step."""
+    return f"{generation.step}/{generation.epoch}/{rank}/{step};".encode() * 5
+
+
+class Job:
+    """One life of a job: starts, picks a generation that verifies, and saves."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.store = RunStore.open(backend, resume="auto")
+        self.resumed: GenerationId | None = None
+        epoch = None
+        while epoch is None:
+            self.store.promote()
+            self.resumed = next(filter(self.is_good, map(_generation, self.candidates())), None)
+            epoch = self.store.open_epoch(self.resumed)
+        self.epoch = epoch
+
+    def candidates(self) -> list[Commit]:
+        self.commits = {commit.generation: commit for commit in self.store.candidates()}
+        return list(self.commits.values())
+
+    def is_good(self, generation: GenerationId) -> bool:
+        """Whether every byte of every rank is what that generation wrote."""
+        try:
+            return all(self._reads_back(self.commits[generation], rank) for rank in range(WORLD_SIZE))
+        except (Corrupt, KeyMissing):
+            return False
+
+    def _reads_back(self, commit: Commit, rank: int) -> bool:
+        for segment in self.store.read_marker(commit, rank).segments:
+            out = bytearray(segment.nbytes)
+            self.store.read_segment(segment, memoryview(out))
+            assert out == _content(commit.generation, rank, segment.step), "verified, but not what was written"
+        return True
+
+    def write(self, step: int, ranks: int = WORLD_SIZE) -> RankMarker:
+        """Segments and markers of the first `ranks` ranks; returns the coordinator's marker."""
+        generation = GenerationId(step=step, epoch=self.epoch)
+        markers = [self._write_rank(generation, rank) for rank in range(ranks)]
+        return markers[0]
+
+    def _write_rank(self, generation: GenerationId, rank: int) -> RankMarker:
+        segments = []
+        for step in range(generation.step - WINDOW + 1, generation.step + 1):
+            content = _content(generation, rank, step)
+            key = self.store.put_segment(generation, rank, step, memoryview(content))
+            segments.append(SegmentEntry(step=step, key=key, nbytes=len(content), digest=digest_of(content)))
+        marker = RankMarker(
+            run_id=self.store.run_id, rank=rank, world_size=WORLD_SIZE, generation=generation, plan_hash="plan",
+            segments=tuple(segments),
+        )  # fmt: skip
+        self.store.put_marker(marker)
+        return marker
+
+    def save(self, step: int, keep: int = KEEP) -> None:
+        self.store.commit(self.write(step), timeout=timedelta())
+        self.store.retain(keep, None)
+
+
+def _generation(commit: Commit) -> GenerationId:
+    return commit.generation
+
+
+def _stored_generations(backend: Backend) -> list[tuple[int, int]]:
+    """(step, epoch) of every generation of which anything is left."""
+    return sorted({(int(key.split("/")[1]), int(key.split("/")[2][1:])) for key in _keys(backend)})
+
+
+def _keys(backend: Backend) -> list[str]:
+    return [entry.key for entry in backend.list("snap/")]
+
+
+def _memory(tmp_path: Path) -> Backend:
+    return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
+
+
+def _posix(tmp_path: Path) -> Backend:
+    return PosixBackend(tmp_path / uuid.uuid4().hex)
+
+
+def _first_life(backend: Backend) -> Job:
+    job = Job(backend)
+    for step in (20, 30):
+        job.save(step)
+    return job
+
+
+def _crash_while(backend: Backend, crash_at: int, when: When, act: Callable[[Job], None]) -> CrashingBackend:
+    """A life that has saved 20 and 30 dies at its `crash_at`-th call of `act`."""
+    dying = CrashingBackend(backend, crash_at=crash_at, when=when)
+    job = _first_life(backend)
+    job.store._backend = dying
+    assert job.store._coordination is not None
+    job.store._coordination.log._backend = dying
+    try:
+        act(job)
+    except Crashed:
+        return dying
+    assert len(dying.calls) <= crash_at, "died, and went on"
+    return dying
+
+
+def _expect_recovery(backend: Backend, calls: list[str], when: When) -> None:
+    """The next life resumes as far as its predecessor's calls allow, and leaves nothing but what it keeps."""
+    happened = calls if when == "after" else calls[:-1]
+    num_markers = sum(call.startswith("put ") and call.endswith(".done") for call in happened)
+    job = Job(backend)
+    assert job.resumed == GenerationId(step=40 if num_markers == WORLD_SIZE else 30, epoch=1), calls[-1]
+    assert job.is_good(GenerationId(step=30, epoch=1))
+    assert len(job.commits) >= KEEP
+    job.save(50, keep=1)
+    assert _stored_generations(backend) == [(50, 2)]
+    assert len(_keys(backend)) == WORLD_SIZE * (WINDOW + 1) + 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("make", [_memory, _posix])
+def test_a_crash_at_any_call_of_a_save_loses_at_most_that_save(
+    make: Callable[[Path], Backend], when: When, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments, markers, commit, watermark and deletions, by every rank."""
+    monkeypatch.setattr(os, "fsync", os.fstat)  # quick; what is synced when is tested with the backend
+    crash_at, finished = 0, False
+    while not finished:
+        backend = make(tmp_path)
+        dying = _crash_while(backend, crash_at, when, lambda job: job.save(40))
+        finished = len(dying.calls) <= crash_at
+        _expect_recovery(backend, [*dying.calls, ""] if finished else dying.calls, when)
+        crash_at += 1
+    assert crash_at > WORLD_SIZE * (WINDOW + 1) * 2  # the deletions were reached too
+    assert {"put", "list", "get", "create", "delete"} <= {call.split()[0] for call in dying.calls}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("finished_ranks", [2, 3])
+def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when: When, tmp_path: Path) -> None:
+    """Promotion, the pick, opening the epoch, the sweep; the generation under way is whole or one rank short."""
+    crash_at = 0
+    while True:
+        backend = _memory(tmp_path)
+        _first_life(backend).write(40, finished_ranks)
+        dying = CrashingBackend(backend, crash_at=crash_at, when=when)
+        try:
+            Job(dying)
+        except Crashed:
+            pass
+        else:
+            break
+        job = Job(backend)
+        assert job.resumed == GenerationId(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
+        job.save(50, keep=1)
+        assert _stored_generations(backend) == [(50, job.epoch)]
+        crash_at += 1
+    assert crash_at > 10
+
+
+def test_crashes_in_a_row_lose_nothing(tmp_path: Path) -> None:
+    """Every life dies one call later than the one before; the newest generation never moves back."""
+    backend = _memory(tmp_path)
+    _first_life(backend)
+    newest, epochs = 30, {1}
+    for crash_at in range(60):
+        try:
+            job = Job(CrashingBackend(backend, crash_at=crash_at))
+            epochs.add(job.epoch)
+            job.save(newest + 10)
+        except Crashed:
+            pass
+        job = Job(backend)
+        assert job.resumed is not None
+        assert newest <= job.resumed.step <= newest + 10
+        assert job.epoch not in epochs
+        newest = job.resumed.step
+        epochs.add(job.epoch)
+    assert newest > 30
+
+
+# Zombies: a life that goes on after another has begun.
+
+
+class _Hooked(CrashingBackend):
+    """Runs `hook` once, right before the first `_COMMITTED` is created."""
+
+    hook: Callable[[], object] | None = None
+
+    def create(self, key: str, data: bytes) -> None:
+        hook, self.hook = self.hook, None if key.endswith("_COMMITTED") else self.hook
+        if hook is not None and self.hook is None:
+            hook()
+        super().create(key, data)
+
+
+def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
+    """It pauses between its fence check and its commit, while a new life starts from 30 and gets to 35."""
+    backend = _memory(tmp_path)
+    hooked = _Hooked(backend)
+    zombie = Job(hooked)
+    for step in (20, 30):
+        zombie.save(step)
+    new_lives: list[Job] = []
+
+    def start_another() -> None:
+        backend.delete("snap/000000000040/e000001/rank00002.done")  # the new life must not promote 40
+        new_lives.append(Job(backend))
+        new_lives[0].save(35)
+
+    hooked.hook = start_another
+    with pytest.raises(Fenced):
+        zombie.save(40)  # the commit lands; the watermark does not
+    job = new_lives[0]
+    assert job.resumed == GenerationId(step=30, epoch=1)
+    assert (40, 1) in _stored_generations(backend)
+    assert [commit.generation for commit in job.candidates()] == [
+        GenerationId(step=35, epoch=2),
+        GenerationId(step=30, epoch=1),
+    ]
+    assert dict(job.store.rejected)["step 40 (epoch 1)"] == "epoch 2 began again from step 30"
+
+    with pytest.raises(Fenced):
+        zombie.save(50)
+    with pytest.raises(Fenced):
+        zombie.store.retain(1, None)
+    job.save(40)
+    assert Job(backend).resumed == GenerationId(step=40, epoch=2)
+    assert (40, 1) not in _stored_generations(backend)
+
+
+def test_a_commit_in_time_is_taken_by_the_new_life(tmp_path: Path) -> None:
+    """The old life commits and moves the watermark between the pick and the opening: the pick is repeated."""
+    backend = _memory(tmp_path)
+    old = _first_life(backend)
+    store = RunStore.open(backend, resume="auto")
+    picked = store.candidates()[0].generation
+    assert picked.step == 30
+    old.save(40)
+    assert store.open_epoch(picked) is None
+    assert store.epoch is None
+    assert store.candidates()[0].generation.step == 40
+    assert store.open_epoch(store.candidates()[0].generation) == 2
+
+
+def test_a_life_and_its_successor_may_commit_the_same_generation(tmp_path: Path) -> None:
+    """Promotion writes the bytes the late coordinator writes; whoever is second finds them there."""
+    backend = _memory(tmp_path)
+    hooked = _Hooked(backend)
+    old = Job(hooked)
+    promoted: list[GenerationId] = []
+
+    def promote() -> None:
+        promoted.extend(RunStore.open(backend, resume="auto").promote())
+
+    hooked.hook = promote
+    old.save(10)
+    assert promoted == [GenerationId(step=10, epoch=1)]
+    old.save(20)
+
+
+def test_only_whole_generations_of_the_preceding_life_are_promoted(tmp_path: Path) -> None:
+    """Not one of an older life, not one whose files are not as its markers say, not one older than a commit."""
+    backend = _memory(tmp_path)
+    first = _first_life(backend)
+    first.write(25)
+    first.write(40)
+    backend.put("snap/000000000040/e000001/rank00001.000000000039.safetensors", b"short")
+    second = Job(backend)
+    assert second.resumed == GenerationId(step=30, epoch=1)
+    first.write(50)
+    third = Job(backend)
+    assert third.resumed == GenerationId(step=30, epoch=1)
+    third.write(60)
+    third.write(70)
+    assert Job(backend).resumed == GenerationId(step=70, epoch=3)
+
+
+# Any history at all.
+
+Action = tuple[Literal["save", "crash", "restart", "spoil", "zombie"], int, bool]
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["save", "save", "crash", "crash", "restart", "spoil", "zombie"]),
+        st.integers(0, 60),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+class Model:
+    """What must be restorable, from the outside: steps and whether their bytes are good."""
+
+    def __init__(self) -> None:
+        self.backend: Backend = FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
+        self.job = Job(self.backend)
+        self.previous: Job | None = None
+        self.good: dict[GenerationId, bool] = {}
+        self.step = 0
+
+    def apply(self, action: Action) -> None:
+        kind, number, flag = action
+        if kind == "save":
+            self.save(keep=1 + number % 3)
+        elif kind == "crash":
+            self.crash(number, "before" if flag else "after")
+        elif kind == "restart":
+            self.restart({})
+        elif kind == "spoil":
+            self.spoil(number)
+        elif self.previous is not None:
+            with pytest.raises(Fenced):
+                self.previous.save(self.step + 1 + number)
+
+    def save(self, keep: int) -> None:
+        self.step += 10
+        readable = [commit.generation for commit in reversed(self.job.candidates())]
+        self.job.save(self.step, keep)
+        new = GenerationId(step=self.step, epoch=self.job.epoch)
+        readable.append(new)
+        self.good[new] = True
+        # Below the watermark everything goes; unreadable ones above it stay.
+        floor = readable[-keep] if len(readable) > keep else min(self.good)
+        self.good = {g: good for g, good in self.good.items() if g.step >= floor.step}
+        assert _stored_generations(self.backend) == sorted((g.step, g.epoch) for g in self.good)
+
+    def crash(self, crash_at: int, when: When) -> None:
+        backend = CrashingBackend(self.backend, crash_at=crash_at, when=when)
+        tentative: dict[GenerationId, bool] = {}
+        try:
+            job = Job(backend)
+            self._follow(job)
+            tentative[GenerationId(step=self.step + 10, epoch=job.epoch)] = True
+            job.save(self.step + 10)
+        except Crashed:
+            pass
+        self.restart(tentative)
+
+    def restart(self, tentative: dict[GenerationId, bool]) -> None:
+        self.previous, self.job = self.job, Job(self.backend)
+        if self.job.resumed in tentative:
+            self.good |= tentative
+        self._follow(self.job)
+
+    def _follow(self, job: Job) -> None:
+        """The new life must have taken the newest good generation; what is beyond it is dead."""
+        assert job.resumed == max((g for g, good in self.good.items() if good), default=None)
+        self.step = job.resumed.step if job.resumed is not None else 0
+        self.good = {g: good for g, good in self.good.items() if g.step <= self.step}
+
+    def spoil(self, number: int) -> None:
+        """One byte of one object of the newest generation."""
+        if not self.good:
+            return
+        newest = max(self.good)
+        entries = self.backend.list(newest.prefix)
+        entry = entries[number % len(entries)]
+        data = bytearray(self.backend.get(entry.key))
+        data[number % len(data)] ^= 16
+        self.backend.put(entry.key, bytes(data))
+        self.good[newest] = False
+
+
+@settings(max_examples=40, deadline=None)
+@given(actions)
+def test_any_history_keeps_what_it_promised(history: list[Action]) -> None:
+    """Saves, crashes anywhere, restarts, bit rot and zombies, in any order, against a model."""
+    model = Model()
+    for action in history:
+        model.apply(action)
+    model.restart({})
+    assert all(model.job.is_good(g) == good for g, good in model.good.items() if g in model.job.commits)
+
+
+def test_a_failed_save_leaves_the_run_going(tmp_path: Path) -> None:
+    """A rank that never finishes costs that generation only; its remains are discarded or swept later."""
+    backend = _memory(tmp_path)
+    job = _first_life(backend)
+    with pytest.raises(StorageError, match="rank 2: no marker yet"):
+        job.store.commit(job.write(40, ranks=2), timeout=timedelta())
+    with pytest.raises(StorageError):
+        job.store.commit(job.write(45, ranks=2), timeout=timedelta())
+    job.store.discard(GenerationId(step=45, epoch=1))
+    assert _stored_generations(backend) == [(20, 1), (30, 1), (40, 1)]
+    job.save(50)
+    assert _stored_generations(backend) == [(30, 1), (50, 1)]

@@ -1,0 +1,508 @@
+"""`RunStore`: who resumes what, which bytes are refused, and what retention may never touch."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
+from lightning_moe_ckpt.storage import (
+    Backend,
+    Commit,
+    FsspecBackend,
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    RunStore,
+    SegmentEntry,
+    SegmentLayout,
+    TensorSpec,
+    digest_of,
+    dtype_code,
+    open_backend,
+    verify_records,
+)
+from lightning_moe_ckpt.storage._commit import await_markers
+from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key, segment_key
+
+NOW = timedelta()
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
+
+
+def _start(backend: Backend, resume: str = "auto") -> RunStore:
+    """A life that takes the newest generation there is."""
+    store = RunStore.open(backend, resume=resume)  # type: ignore[arg-type]
+    epoch = None
+    while epoch is None:
+        newest = [commit.generation for commit in store.candidates()][:1]
+        epoch = store.open_epoch(newest[0] if newest else None)
+    return store
+
+
+LAYOUT = SegmentLayout(
+    [TensorSpec("w", torch.float32, (3, 5)), TensorSpec("m", torch.bfloat16, (7,))], metadata={"plan_hash": "plan"}
+)
+
+
+def _segment_bytes(seed: int) -> bytes:
+    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    LAYOUT.write_header(buffer)
+    generator = torch.Generator().manual_seed(seed)
+    for name in LAYOUT.spans:
+        view = LAYOUT.view(buffer, name)
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return buffer.numpy().tobytes()
+
+
+def _record(name: str, data: bytes) -> RecordEntry:
+    span = LAYOUT.spans[name]
+    return RecordEntry(
+        name=name, operator="blocks.0", kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
+        global_shape=span.shape, global_start=0, numel=span.nbytes // span.dtype.itemsize, offset=span.offset,
+        nbytes=span.nbytes, digest=digest_of(data[span.offset : span.offset + span.nbytes]),
+    )  # fmt: skip
+
+
+def _write(store: RunStore, step: int, rank: int = 0, world_size: int = 1, plan_hash: str = "plan") -> RankMarker:
+    """One rank's segment and marker; the bytes depend on step and rank."""
+    assert store.epoch is not None
+    generation = GenerationId(step=step, epoch=store.epoch)
+    data = _segment_bytes(1000 * step + rank)
+    entry = SegmentEntry(
+        step=step,
+        key=store.put_segment(generation, rank, step, memoryview(data)),
+        nbytes=len(data),
+        digest=digest_of(data),
+        records=tuple(_record(name, data) for name in LAYOUT.spans),
+        side_file=store.put_overflow(generation, rank, step, memoryview(b"more journal")),
+    )
+    marker = RankMarker(
+        run_id=store.run_id, rank=rank, world_size=world_size, generation=generation, plan_hash=plan_hash,
+        segments=(entry,), policy={"window": 1},
+    )  # fmt: skip
+    store.put_marker(marker)
+    return marker
+
+
+def _save(store: RunStore, step: int, keep: int = 2) -> Commit:
+    commit = store.commit(_write(store, step), timeout=NOW)
+    store.retain(keep, None)
+    return commit
+
+
+def _steps(store: RunStore) -> list[int]:
+    return [commit.generation.step for commit in store.candidates()]
+
+
+def _flip(backend: Backend, key: str, position: int) -> None:
+    data = bytearray(backend.get(key))
+    data[position] ^= 1 << position % 8
+    backend.put(key, bytes(data))
+
+
+# Which run, which epoch.
+
+
+def test_a_new_url_begins_a_run_and_the_next_start_continues_it(tmp_path: Path) -> None:
+    """Over real files, through the front door."""
+    first = _start(open_backend(f"file://{tmp_path}/run"))
+    assert (first.epoch, _steps(first)) == (1, [])
+    written = _save(first, 10)
+    second = _start(open_backend(f"file://{tmp_path}/run"), "must")
+    assert (second.run_id, second.epoch) == (first.run_id, 2)
+    assert second.candidates() == [written]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["_log", "snap"]
+
+
+def test_must_needs_a_run(backend: Backend) -> None:
+    with pytest.raises(NoUsableGeneration, match='resume="must"'):
+        RunStore.open(backend, resume="must")
+    assert backend.list("") == []
+
+
+def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backend) -> None:
+    """The older run stays, though invisible, until the new one has more generations than it keeps."""
+    old = _start(backend)
+    _save(old, 10)
+    _save(old, 20)
+    old.put_segment(GenerationId(step=30, epoch=1), 0, 30, memoryview(b"never finished"))
+    new = _start(backend, "never")
+    assert new.run_id != old.run_id
+    assert new.epoch == 2
+    assert _steps(new) == []
+    assert dict(new.rejected)["step 20 (epoch 1)"] == "belongs to an earlier run"
+    with pytest.raises(Fenced):
+        _save(old, 30)
+    for step in (5, 6):
+        _save(new, step)
+        assert backend.list("snap/000000000010/"), "the older run is the only fallback so far"
+    _save(new, 7)
+    assert {entry.key.split("/")[2] for entry in backend.list("snap/")} == {"e000002"}
+    assert _steps(_start(backend)) == [7, 6]
+
+
+def test_epochs_are_never_reused(backend: Backend) -> None:
+    """Not after a lost `open` entry, and not after the whole log was lost."""
+    first = _start(backend)
+    _save(first, 10)
+    backend.put(log_key(1), b"spoilt")  # the entry that opened epoch 1
+    second = _start(backend)
+    assert second.epoch == 2
+    backend.put(log_key(2), b"spoilt")  # the entry that opened epoch 2, which has written nothing
+    third = _start(backend)
+    assert third.epoch is not None
+    assert third.epoch > 2
+    assert third.candidates()[0].generation == GenerationId(step=10, epoch=1)
+    for entry in backend.list("_log/"):
+        backend.delete(entry.key)
+    fourth = _start(backend)
+    assert fourth.epoch == 2  # above every epoch of which anything is stored
+    assert dict(fourth.rejected)["step 10 (epoch 1)"] == "belongs to an earlier run"
+
+
+def test_an_unreadable_log_stops_auto_but_not_never(backend: Backend) -> None:
+    _save(_start(backend), 10)
+    for entry in backend.list("_log/"):
+        backend.put(entry.key, b"spoilt")
+    with pytest.raises(Corrupt, match="none of the 2 log entries"):
+        RunStore.open(backend, resume="auto")
+    assert _start(backend, "never").epoch == 3
+
+
+def test_of_jobs_started_at_once_each_gets_an_epoch_of_its_own(backend: Backend) -> None:
+    """And only the last one may go on writing."""
+    _save(_start(backend), 10)
+    with ThreadPoolExecutor(6) as pool:
+        stores = list(pool.map(lambda _: _start(backend), range(8)))
+    epochs = sorted(store.epoch or 0 for store in stores)
+    assert epochs == list(range(2, 10))
+    for store in stores:
+        if store.epoch == 9:
+            _save(store, 20)
+        else:
+            with pytest.raises(Fenced):
+                _save(store, 20)
+
+
+def test_a_run_replaced_while_starting_is_noticed(backend: Backend) -> None:
+    store = RunStore.open(backend, resume="auto")
+    store.candidates()
+    RunStore.open(backend, resume="never")
+    assert store.open_epoch(None) is None
+    with pytest.raises(Fenced, match="another run"):
+        store.candidates()
+
+
+def test_only_candidates_can_be_resumed(backend: Backend) -> None:
+    store = RunStore.open(backend, resume="auto")
+    store.candidates()
+    with pytest.raises(ValueError, match="not one of the generations"):
+        store.open_epoch(GenerationId(step=10, epoch=1))
+
+
+def test_a_joined_store_reads_and_writes_but_does_not_coordinate(backend: Backend) -> None:
+    coordinator = _start(backend)
+    rank1 = RunStore.join(backend, run_id=coordinator.run_id)
+    key = rank1.put_segment(GenerationId(step=10, epoch=1), 1, 10, memoryview(b"x"))
+    assert backend.get(key) == b"x"
+    assert rank1.epoch is None
+    for misuse in (rank1.candidates, rank1.promote, lambda: rank1.retain(1, None)):
+        with pytest.raises(ValueError, match="only the coordinator"):
+            misuse()
+
+
+# Bytes that must not be loaded.
+
+
+def test_a_generation_is_read_back_and_its_records_verify(backend: Backend) -> None:
+    store = _start(backend)
+    commit = _save(store, 10)
+    segment = store.read_marker(commit, 0).segments[0]
+    out = bytearray(segment.nbytes)
+    store.read_segment(segment, memoryview(out))
+    assert out == _segment_bytes(10_000)
+    verify_records(segment, memoryview(out))
+    assert segment.side_file is not None
+    assert store.read_overflow(segment.side_file) == b"more journal"
+    assert commit.nbytes == LAYOUT.nbytes + len(b"more journal")
+
+
+def test_every_flipped_byte_of_a_segment_is_refused(backend: Backend) -> None:
+    """Header, padding and data, one flip per byte; and every truncation."""
+    store = _start(backend)
+    segment = _write(store, 10).segments[0]
+    data = bytearray(backend.get(segment.key))
+    out = memoryview(bytearray(segment.nbytes))
+    for position in range(len(data)):
+        data[position] ^= 1 << position % 8
+        backend.put(segment.key, bytes(data))
+        with pytest.raises(Corrupt, match="digest"):
+            store.read_segment(segment, out)
+        data[position] ^= 1 << position % 8
+    for length in (0, 1, 4095, 4096, len(data) - 1):
+        backend.put(segment.key, bytes(data[:length]))
+        with pytest.raises(Corrupt):
+            store.read_segment(segment, out)
+    backend.put(segment.key, bytes(data))
+    store.read_segment(segment, out)
+
+
+def test_every_flipped_byte_of_a_manifest_or_marker_is_refused(backend: Backend) -> None:
+    """A generation whose manifest is not as written is no candidate; one with a spoilt marker cannot be read."""
+    store = _start(backend)
+    commit = _save(store, 10)
+    for key in (commit_key(commit.generation), marker_key(commit.generation, 0)):
+        data = backend.get(key)
+        for position in range(len(data)):
+            _flip(backend, key, position)
+            if key.endswith(".done"):
+                with pytest.raises(Corrupt):
+                    store.read_marker(commit, 0)
+            else:
+                assert store.candidates() == []
+            backend.put(key, data)
+    assert store.candidates() == [commit]
+
+
+def test_spoilt_files_are_refused_whatever_was_spoilt(backend: Backend) -> None:
+    """Missing, foreign, or moved from another place of the same run."""
+    store = _start(backend)
+    older, newer = _save(store, 10), _save(store, 20)
+    old_segment, new_segment = (store.read_marker(commit, 0).segments[0] for commit in (older, newer))
+    out = memoryview(bytearray(LAYOUT.nbytes))
+
+    backend.put(new_segment.key, backend.get(old_segment.key))
+    with pytest.raises(Corrupt, match="its marker says"):
+        store.read_segment(new_segment, out)
+    backend.delete(new_segment.key)
+    with pytest.raises(KeyMissing):
+        store.read_segment(new_segment, out)
+    assert new_segment.side_file is not None
+    _flip(backend, new_segment.side_file.key, 3)
+    with pytest.raises(Corrupt):
+        store.read_overflow(new_segment.side_file)
+
+    backend.put(marker_key(newer.generation, 0), backend.get(marker_key(older.generation, 0)))
+    with pytest.raises(Corrupt, match="marker of rank 0 for step 10"):
+        store.read_marker(newer, 0)
+    _write(store, 20, plan_hash="other plan")
+    with pytest.raises(Corrupt, match="not the marker that was committed"):
+        store.read_marker(newer, 0)
+
+    backend.put(commit_key(newer.generation), backend.get(commit_key(older.generation)))
+    assert store.candidates() == [older]
+    assert "belongs to step 10" in dict(store.rejected)["step 20 (epoch 1)"]
+
+
+def test_a_manifest_of_another_run_is_refused(backend: Backend) -> None:
+    """A generation copied in from elsewhere keeps its run id."""
+    foreign_backend = FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
+    _save(_start(foreign_backend), 10)
+    store = _start(backend)
+    for entry in foreign_backend.list("snap/"):
+        backend.put(entry.key, foreign_backend.get(entry.key))
+    assert store.candidates() == []
+    assert "of run " in store.rejected[0][1]
+
+
+def test_records_are_verified_one_by_one(backend: Backend) -> None:
+    """The digest of a record, its place and its dtype; the file's own digest is another check."""
+    marker = _write(_start(backend), 10)
+    segment = marker.segments[0]
+    data = bytearray(backend.get(segment.key))
+    verify_records(segment, memoryview(data))
+    for record in segment.records:
+        data[record.offset + record.nbytes - 1] ^= 1
+        with pytest.raises(Corrupt, match=rf"{record.name}: digest"):
+            verify_records(segment, memoryview(data))
+        data[record.offset + record.nbytes - 1] ^= 1
+    first = segment.records[0]
+    changes: list[dict[str, Any]] = [{"name": "x"}, {"offset": first.offset + 64}, {"nbytes": 4}, {"dtype": "I32"}]
+    for change in changes:
+        moved = dataclasses.replace(first, **change)
+        with pytest.raises(Corrupt, match="not where its marker says"):
+            verify_records(dataclasses.replace(segment, records=(moved,)), memoryview(data))
+    with pytest.raises(Corrupt):
+        verify_records(segment, memoryview(data)[:-1])
+
+
+def test_a_buffer_of_the_wrong_size_is_the_callers_mistake(backend: Backend) -> None:
+    store = _start(backend)
+    with pytest.raises(ValueError, match="`out` has 7 bytes"):
+        store.read_segment(_write(store, 10).segments[0], memoryview(bytearray(7)))
+
+
+# Commit.
+
+
+def test_the_coordinator_waits_for_the_other_ranks(backend: Backend) -> None:
+    """Each pause, one more rank finishes; markers come back in rank order."""
+    store = _start(backend)
+    own = _write(store, 10, world_size=3)
+    late = iter([2, 1])
+    found = await_markers(
+        backend, own, timeout=timedelta(hours=1), sleep=lambda _: void(_write(store, 10, next(late), world_size=3))
+    )
+    assert [stored.marker.rank for stored in found] == [0, 1, 2]
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def _nothing(backend: Backend, store: RunStore) -> None:
+    """Rank 1 never came this far."""
+
+
+def _no_segment(backend: Backend, store: RunStore) -> None:
+    _write(store, 10, 1, world_size=2)
+    backend.delete(segment_key(GenerationId(step=10, epoch=1), 1, 10))
+
+
+def _short_segment(backend: Backend, store: RunStore) -> None:
+    _write(store, 10, 1, world_size=2)
+    backend.put(segment_key(GenerationId(step=10, epoch=1), 1, 10), b"short")
+
+
+def _spoilt_marker(backend: Backend, store: RunStore) -> None:
+    _write(store, 10, 1, world_size=2)
+    _flip(backend, marker_key(GenerationId(step=10, epoch=1), 1), 50)
+
+
+def _other_plan(backend: Backend, store: RunStore) -> None:
+    _write(store, 10, 1, world_size=2, plan_hash="other")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_nothing, "rank 1: no marker yet"),
+        (_no_segment, "rank 1: 1 objects are missing or of another size"),
+        (_short_segment, "rank 1: 1 objects are missing or of another size"),
+        (_spoilt_marker, "rank 1: .*Another copy may be good"),
+        (_other_plan, "rank 1: marker is for plan other"),
+    ],
+)
+def test_nothing_is_committed_before_every_rank_is_whole(
+    backend: Backend, spoil: Callable[[Backend, RunStore], None], reason: str
+) -> None:
+    """The error says what each rank lacks, and the generation stays invisible; mended, it commits."""
+    store = _start(backend)
+    own = _write(store, 10, world_size=2)
+    spoil(backend, store)
+    with pytest.raises(StorageError, match=reason):
+        store.commit(own, timeout=NOW)
+    assert store.candidates() == []
+    assert store.rejected[0][1].startswith("not committed")
+    _write(store, 10, 1, world_size=2)
+    store.commit(own, timeout=NOW)
+    assert _steps(store) == [10]
+
+
+def test_a_repeated_commit_succeeds_and_another_one_does_not(backend: Backend) -> None:
+    """The retry after a lost answer finds its own bytes; other bytes under the name are an error."""
+    store = _start(backend)
+    own = _write(store, 10)
+    assert store.commit(own, timeout=NOW) == store.commit(own, timeout=NOW)
+    with pytest.raises(KeyExists):
+        store.commit(_write(store, 10, plan_hash="other"), timeout=NOW)
+
+
+def test_ranks_that_disagree_are_not_committed(backend: Backend) -> None:
+    store = _start(backend)
+    own = _write(store, 10, world_size=2)
+    other = _write(store, 10, 1, world_size=2)
+    store.put_marker(dataclasses.replace(other, policy={"window": 2}))
+    with pytest.raises(Corrupt, match="rank 1 does not agree"):
+        store.commit(own, timeout=NOW)
+
+
+def test_another_lifes_generation_cannot_be_committed(backend: Backend) -> None:
+    store = _start(backend)
+    foreign = dataclasses.replace(_write(store, 10), generation=GenerationId(step=10, epoch=7))
+    with pytest.raises(ValueError, match="not of this life"):
+        store.commit(foreign, timeout=NOW)
+
+
+# Retention.
+
+
+def test_the_generation_in_use_is_never_deleted(backend: Backend) -> None:
+    """Not while newer ones arrive, however few are kept; released, it goes with the next call."""
+    store = _start(backend)
+    _save(store, 10)
+    second = _start(backend)
+    in_use = GenerationId(step=10, epoch=1)
+    for step in (20, 30, 40):
+        second.commit(_write(second, step), timeout=NOW)
+        second.retain(1, in_use)
+        assert _steps(second)[-1] == 10
+    second.retain(1, None)
+    assert _steps(second) == [40]
+
+
+def test_what_is_in_flight_is_never_deleted(backend: Backend) -> None:
+    """Segments of a later generation of this life, while an older one is committed and swept."""
+    store = _start(backend)
+    for step in (10, 20, 30):
+        store.put_segment(GenerationId(step=step + 10, epoch=1), 0, step + 10, memoryview(b"under way"))
+        _save(store, step, keep=1)
+        assert [entry.nbytes for entry in backend.list(f"snap/{step + 10:012d}/")] == [len(b"under way")]
+
+
+def test_a_manifest_that_cannot_be_read_is_not_deleted_above_the_watermark(backend: Backend) -> None:
+    """The medium may only be away; it does not count as kept either."""
+    store = _start(backend)
+    for step in (10, 20, 30):
+        _save(store, step, keep=3)
+    key = commit_key(GenerationId(step=20, epoch=1))
+    data = backend.get(key)
+    backend.put(key, b"unreadable for now")
+    _save(store, 40, keep=3)
+    assert _steps(store) == [40, 30, 10]
+    backend.put(key, data)
+    assert _steps(store) == [40, 30, 20, 10]
+
+
+def test_an_interrupted_deletion_is_finished(backend: Backend) -> None:
+    """What is left of a generation below the watermark goes with the next call."""
+    store = _start(backend)
+    for step in (10, 20, 30):
+        store.commit(_write(store, step), timeout=NOW)
+    victim = segment_key(GenerationId(step=10, epoch=1), 0, 10)
+    assert store.retain(2, None) == [GenerationId(step=10, epoch=1)]
+    backend.put(victim, b"left over")
+    assert store.retain(2, None) == [GenerationId(step=10, epoch=1)]
+    assert backend.list("snap/000000000010/") == []
+
+
+def test_retention_needs_an_epoch_and_a_number(backend: Backend) -> None:
+    with pytest.raises(ValueError, match=r"keep=0"):
+        _start(backend).retain(0, None)
+    unopened = RunStore.open(backend, resume="auto")
+    with pytest.raises(ValueError, match="open_epoch"):
+        unopened.retain(1, None)
+
+
+def test_only_failed_saves_of_this_life_can_be_discarded(backend: Backend) -> None:
+    store = _start(backend)
+    committed = _save(store, 10).generation
+    _write(store, 20)
+    store.discard(GenerationId(step=20, epoch=1))
+    store.discard(GenerationId(step=30, epoch=1))
+    assert backend.list("snap/000000000020/") == []
+    for generation in (committed, GenerationId(step=20, epoch=2)):
+        with pytest.raises(ValueError, match="discard"):
+            store.discard(generation)

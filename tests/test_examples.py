@@ -1,0 +1,235 @@
+"""The examples work: the corpus, the model, the configuration file, and the demo's way of judging."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+import cli
+import demo
+import demo_worker
+from corpus import RandomCrops, TextCrops, load_corpus
+from demo_report import Kill, RunRecords, compare, draw, table
+from lightning_moe_ckpt import MoEStrategy
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from moe_gpt import Architecture, MoEGPT, Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = Architecture(num_blocks=1, model_dim=16, num_heads=2, num_experts=4, expert_dim=8, context=8)
+
+
+def test_corpus_is_the_same_every_time() -> None:
+    """Two readings give the same bytes, and no part is empty."""
+    first, second = load_corpus(), load_corpus()
+    assert first.sha256 == second.sha256
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.validation, second.validation)
+    assert min(len(first.train), len(first.validation)) > 100_000
+
+
+def test_corpus_keeps_a_file_in_one_part() -> None:
+    """A file that is in one part is not in the other, so validation text is never trained on."""
+    corpus = load_corpus()
+    source = Path(json.__file__).read_bytes()
+    parts = [bytes(part.numpy()) for part in (corpus.train, corpus.validation)]
+    assert sum(source in part for part in parts) == 1
+
+
+def test_crops_depend_on_seed_and_index_only() -> None:
+    """Reading in another order, or after drawing random numbers, gives the same crop; another seed does not."""
+    text = torch.arange(200, dtype=torch.uint8)
+    crops = RandomCrops(text, length=8, size=50, seed=3)
+    forwards = [crops[index] for index in range(50)]
+    torch.rand(7)
+    backwards = [crops[index] for index in reversed(range(50))][::-1]
+    assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(forwards, backwards, strict=True))
+    assert all(torch.equal(source[1:], target[:-1]) for source, target in forwards)
+    other = RandomCrops(text, length=8, size=50, seed=4)
+    assert any(not torch.equal(crops[index][0], other[index][0]) for index in range(50))
+
+
+def test_crops_refuse_a_text_that_is_too_short() -> None:
+    """The error names the argument."""
+    with pytest.raises(ValueError, match=r"RandomCrops\(length=8\)"):
+        RandomCrops(torch.zeros(8, dtype=torch.uint8), length=8, size=1, seed=0)
+
+
+def test_initial_weights_depend_on_the_seed_of_the_model_only() -> None:
+    """Whatever was drawn before, the same `init_seed` builds the same model and leaves the generator alone."""
+    weights = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        model = MoEGPT(TINY, init_seed=5)
+        model.configure_model()
+        assert torch.equal(before, torch.get_rng_state())
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_attention_is_causal() -> None:
+    """A later byte changes nothing before it."""
+    model = MoEGPT(TINY)
+    model.configure_model()
+    model.eval()
+    source = torch.randint(256, (1, 8), generator=torch.Generator().manual_seed(0))
+    changed = source.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    first, second = model(source), model(changed)
+    torch.testing.assert_close(first[:, :5], second[:, :5])
+    assert not torch.equal(first[:, 5:], second[:, 5:])
+
+
+def test_model_learns(tmp_path: Path) -> None:
+    """A few steps on one process bring the loss down from the 8 bits per byte of a uniform guess."""
+    seed_everything(1, verbose=False)
+    data = TextCrops(context=8, batch_size=16, train_crops=480, val_crops=16)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=30,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(MoEGPT(TINY, Recipe(total_steps=30, warmup_steps=3)), data)
+    assert float(trainer.callback_metrics["val/bits_per_byte"]) < 6.5
+
+
+@pytest.fixture
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI warns if the arguments of the running process, pytest's here, could be meant instead."""
+    monkeypatch.setattr(sys, "argv", ["cli.py"])
+
+
+@pytest.mark.usefixtures("_no_arguments")
+def test_configuration_file_builds_strategy_and_callback() -> None:
+    """LightningCLI reads examples/text.yaml and passes its values on."""
+    built = cli.main(["--config", str(ROOT / "examples" / "text.yaml")], run=False)
+    assert isinstance(built.trainer.strategy, MoEStrategy)
+    assert built.trainer.strategy.expert_parallel == 3
+    (checkpoint,) = (c for c in built.trainer.callbacks if isinstance(c, SparseCheckpoint))  # type: ignore[attr-defined]
+    assert (checkpoint.url, checkpoint.window, checkpoint.keep) == ("out/text/checkpoints", 6, 2)
+    assert built.model.recipe.total_steps == built.trainer.max_steps == 2000
+    assert built.model.architecture.num_experts == 12
+
+
+@pytest.mark.usefixtures("_no_arguments")
+def test_strategy_has_a_short_name() -> None:
+    """`strategy: moe` is enough where experts are not sharded."""
+    built = cli.main(["--trainer.strategy=moe", "--trainer.accelerator=cpu", "--trainer.devices=1"], run=False)
+    assert isinstance(built.trainer.strategy, MoEStrategy)
+    assert built.trainer.strategy.expert_parallel == 1
+
+
+def _train(out: Path, life: int, *options: str, kill_after: int | None = None) -> Kill | None:
+    """One life of the demo's worker on one rank, in a forked process; killed once a window past a step is committed."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(life)
+    arguments = ["--out", str(out), "--steps", "14", "--blocks", "1", "--crops", "80", *options]
+    child = os.fork()
+    if child == 0:
+        _exit_with(lambda: demo_worker.main(arguments))
+    tail, deadline = demo.Tail(out, 1), time.monotonic() + 60
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < deadline
+        tail.poll()
+        if kill_after is not None and tail.step >= kill_after and demo.committed_window(out / "checkpoints"):
+            kill = demo.kill_one(tail)
+            os.waitpid(child, 0)
+            return kill
+        time.sleep(0.01)
+    assert (out / "end.rank0.pt").exists(), "the life failed: see its traceback in the captured output"
+    return None
+
+
+def _exit_with(work: Callable[[], None]) -> None:
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:  # noqa: BLE001  # the entry of a process: pytest must not go on in it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecords, RunRecords, Kill]:
+    """A run in peace, and one that was killed and resumed."""
+    clean, killed = tmp_path_factory.mktemp("clean"), tmp_path_factory.mktemp("killed")
+    options = ["--checkpoints", (killed / "checkpoints").as_uri(), "--window", "3"]
+    _train(clean, 0)
+    kill = _train(killed, 0, *options, kill_after=6)
+    assert kill is not None
+    _train(killed, 1, *options)
+    return RunRecords(clean), RunRecords(killed), kill
+
+
+def test_demo_finds_identical_runs_identical(runs: tuple[RunRecords, RunRecords, Kill]) -> None:
+    """A worker killed by SIGKILL and started again ends in the bits of the worker left in peace."""
+    clean, killed, _ = runs
+    verdict = compare(clean, killed)
+    assert verdict.lines == []
+    assert verdict.identical
+    assert killed.lines("report")[-1]["resumed_from"] > 0
+
+
+def test_demo_shows_what_happened(runs: tuple[RunRecords, RunRecords, Kill], tmp_path: Path) -> None:
+    """The table has the claim as a row of its own, and the picture is written."""
+    clean, killed, kill = runs
+    labels = list(table(clean, killed, kill, compare(clean, killed)).columns[0].cells)
+    assert "bit-identical: yes" in labels
+    draw(clean, killed, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _flip_weight(state: dict[str, Any]) -> None:
+    bits = state["param/head.weight"].view(torch.uint8)
+    bits[0, 0] ^= 1
+
+
+def _flip_random(state: dict[str, Any]) -> None:
+    state["rng/torch"][100] ^= 1
+
+
+def _forget_moment(state: dict[str, Any]) -> None:
+    del state["optimizer/0/state/head.weight/exp_avg"]
+
+
+@pytest.mark.parametrize("change", [_flip_weight, _flip_random, _forget_moment])
+def test_demo_sees_another_end(
+    runs: tuple[RunRecords, RunRecords, Kill],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, Any]], None],
+) -> None:
+    """One bit of a weight or of the random state, or a missing tensor, turns the verdict."""
+    clean, killed, kill = runs
+    state = killed.end_state(0)
+    change(state)
+    monkeypatch.setattr(killed, "end_state", lambda _: state)
+    verdict = compare(clean, killed)
+    assert not verdict.identical
+    assert "bit-identical: no" in list(table(clean, killed, kill, verdict).columns[0].cells)
+
+
+def test_demo_sees_another_loss(runs: tuple[RunRecords, RunRecords, Kill]) -> None:
+    """A replayed step whose loss differs in its last bit turns the verdict, even if the end is the same."""
+    clean, killed, _ = runs
+    changed = RunRecords(killed.out)
+    line = next(line for line in reversed(changed.ranks[0]) if line["event"] == "step")
+    line["loss"] = (float.fromhex(line["loss"]) * (1 + 2**-23)).hex()
+    assert not compare(clean, changed).identical
