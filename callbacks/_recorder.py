@@ -76,7 +76,9 @@ class BoundaryRecorder:
         """The start half of a boundary after which nothing is trained any more."""
         start = self._take(between_epochs=True)
         here = self._take_random()
-        start["random"] = dict.fromkeys(("epoch", "iter", "first_fetch", "last_fetch", "fetch", "after_fetch"), here)
+        # The moments after it have not come: a life that trains on from here draws in the same order by itself.
+        unknown = dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch", "after_fetch"))
+        start["random"] = {"epoch": here, **unknown}
         return start
 
     def remove(self) -> None:
@@ -117,8 +119,9 @@ class BoundaryRecorder:
     def _take_random(self) -> RngState:
         return capture_rng(_lightning.loader_generators(self._trainer))
 
-    def _restore_random(self, state: RngState) -> None:
-        restore_rng(state, _lightning.loader_generators(self._trainer))
+    def _restore_random(self, state: RngState | None) -> None:
+        if state is not None:
+            restore_rng(state, _lightning.loader_generators(self._trainer))
 
     def _take(self, *, between_epochs: bool) -> Start:
         trainer = self._trainer
@@ -187,7 +190,7 @@ class BoundaryRecorder:
         )
         self._mid_epoch = False
 
-    def _restoring(self, state: RngState) -> Callable[[], None]:
+    def _restoring(self, state: RngState | None) -> Callable[[], None]:
         return lambda: self._restore_random(state)
 
 

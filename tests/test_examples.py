@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+import bench
+import bench_worker
 import cli
 import demo
 import demo_worker
@@ -115,7 +117,12 @@ def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["cli.py"])
 
 
-@pytest.mark.usefixtures("_no_arguments")
+def lightning_cli(test: Callable[[], None]) -> Callable[[], None]:
+    """Mark a test that runs LightningCLI, which calls what jsonargparse has deprecated."""
+    return pytest.mark.usefixtures("_no_arguments")(pytest.mark.filterwarnings("ignore::DeprecationWarning")(test))
+
+
+@lightning_cli
 def test_configuration_file_builds_strategy_and_callback() -> None:
     """LightningCLI reads examples/text.yaml and passes its values on."""
     built = cli.main(["--config", str(ROOT / "examples" / "text.yaml")], run=False)
@@ -127,7 +134,7 @@ def test_configuration_file_builds_strategy_and_callback() -> None:
     assert built.model.architecture.num_experts == 12
 
 
-@pytest.mark.usefixtures("_no_arguments")
+@lightning_cli
 def test_strategy_has_a_short_name() -> None:
     """`strategy: moe` is enough where experts are not sharded."""
     built = cli.main(["--trainer.strategy=moe", "--trainer.accelerator=cpu", "--trainer.devices=1"], run=False)
@@ -139,20 +146,30 @@ def _train(out: Path, life: int, *options: str, kill_after: int | None = None) -
     """One life of the demo's worker on one rank, in a forked process; killed once a window past a step is committed."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(life)
     arguments = ["--out", str(out), "--steps", "14", "--blocks", "1", "--crops", "80", *options]
-    child = os.fork()
-    if child == 0:
-        _exit_with(lambda: demo_worker.main(arguments))
-    tail, deadline = demo.Tail(out, 1), time.monotonic() + 60
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        assert time.monotonic() < deadline
+    child, tail = _forked(lambda: demo_worker.main(arguments)), demo.Tail(out, 1)
+    for _ in _until_ended(child):
         tail.poll()
         if kill_after is not None and tail.step >= kill_after and demo.committed_window(out / "checkpoints"):
             kill = demo.kill_one(tail)
             os.waitpid(child, 0)
             return kill
-        time.sleep(0.01)
     assert (out / "end.rank0.pt").exists(), "the life failed: see its traceback in the captured output"
     return None
+
+
+def _until_ended(child: int) -> Iterator[None]:
+    deadline = time.monotonic() + 60
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < deadline
+        yield
+        time.sleep(0.01)
+
+
+def _forked(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        _exit_with(work)
+    return child
 
 
 def _exit_with(work: Callable[[], None]) -> None:
@@ -233,3 +250,21 @@ def test_demo_sees_another_loss(runs: tuple[RunRecords, RunRecords, Kill]) -> No
     line = next(line for line in reversed(changed.ranks[0]) if line["event"] == "step")
     line["loss"] = (float.fromhex(line["loss"]) * (1 + 2**-23)).hex()
     assert not compare(clean, changed).identical
+
+
+def test_bench_measures_every_variant(tmp_path: Path) -> None:
+    """Training with and without checkpoints takes turns, and the table has a row for each."""
+    options = ["--out", str(tmp_path), "--turns", "1", "--steps", "4", "--blocks", "1", "--window", "2"]
+    for _ in _until_ended(_forked(lambda: bench_worker.main(options))):
+        pass
+    rows = bench.rates(json.loads((tmp_path / "throughput.json").read_text()))
+    assert list(rows.columns[0].cells) == ["none", "dense", "sparse"]
+    assert all(float(str(ratio)) > 0 for ratio in rows.columns[2].cells)
+
+
+def test_bench_plans_at_every_budget() -> None:
+    """The paper's rule never needs a shorter window."""
+    rows = bench.planning(650)
+    packed, algorithm1 = ([int(str(cell)) for cell in rows.columns[index].cells] for index in (1, 3))
+    assert len(packed) == 4
+    assert all(ours <= theirs for ours, theirs in zip(packed, algorithm1, strict=True))

@@ -56,7 +56,7 @@ def combine_rows(y_ND: Tensor, slot_N: Tensor, weight_TK: Tensor) -> Tensor:
     """Weighted sum over each token's slots, in fp32; a dropped slot adds nothing. Shape `[T, D]`."""
     num_tokens, top_k = weight_TK.shape
     y_SD = y_ND.new_zeros(top_k * num_tokens, y_ND.shape[1]).index_copy(0, slot_N, y_ND)
-    y_KTD = y_SD.view(top_k, num_tokens, -1)
+    y_KTD = y_SD.view(top_k, num_tokens, y_SD.shape[1])
     return (y_KTD.float() * weight_TK.t().unsqueeze(-1)).sum(dim=0)
 
 
@@ -110,7 +110,7 @@ class _GatherRows(torch.autograd.Function):
         (slot_N,) = ctx.saved_tensors
         # Each slot is written once; adding rows of one token directly would leave the order to atomics on CUDA.
         grad_SD = grad_ND.new_zeros(ctx.top_k * ctx.num_tokens, grad_ND.shape[1]).index_copy_(0, slot_N, grad_ND)
-        return grad_SD.view(ctx.top_k, ctx.num_tokens, -1).sum(dim=0), None, None
+        return grad_SD.view(ctx.top_k, ctx.num_tokens, grad_SD.shape[1]).sum(dim=0), None, None
 
 
 class _AllToAll(torch.autograd.Function):

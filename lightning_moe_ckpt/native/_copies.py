@@ -57,7 +57,7 @@ def copy_now(copies: Sequence[Copy] | CopyList) -> None:
 def split_at_pieces(copies: Sequence[Copy], *, base: int, end: int, piece_nbytes: int) -> Iterator[Copy]:
     """Cut the pairs so that no destination in the buffer `[base, end)` crosses an address `base + k * piece_nbytes`.
 
-    CUDA refuses a copy that touches two separately registered pieces of host memory.
+    CUDA refuses a copy that touches two separately registered pieces of host memory. What is cut must be contiguous.
     """
     for src, dst in copies:
         start = dst.data_ptr()
@@ -67,7 +67,7 @@ def split_at_pieces(copies: Sequence[Copy], *, base: int, end: int, piece_nbytes
             continue
         first_cut = base + ((start - base) // piece_nbytes + 1) * piece_nbytes
         cuts = [(address - start) // dst.element_size() for address in range(first_cut, last + 1, piece_nbytes)]
-        yield from _cut(src.reshape(-1), dst.view(-1), cuts)
+        yield from _cut(src.view(-1), dst.view(-1), cuts)
 
 
 def _cut(src: Tensor, dst: Tensor, at: list[int]) -> Iterator[Copy]:
@@ -83,7 +83,8 @@ def _checked(index: int, src: Tensor, dst: Tensor) -> Copy:
     # Without this check `copy_` would broadcast one element over the whole destination.
     if src.numel() != dst.numel():
         raise ValueError(f"copy {index}: the source has {src.numel()} elements, the destination {dst.numel()}.")
-    return src.reshape(-1), dst.view(-1)
+    # The destination takes the source's shape, never the other way: flattening a strided source would copy it now.
+    return src, dst.view(src.shape)
 
 
 def _narrows(src: torch.dtype, dst: torch.dtype) -> bool:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import RingFull
+from lightning_moe_ckpt.errors import CheckpointError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow, encode_journal
@@ -86,6 +87,9 @@ class CaptureSession:
         self._ring: SegmentRing | None = None
         self._window: _Window | None = None
         self._pending: _Pending | None = None
+        self._ticket: Ticket | None = None
+        """Of the newest copies; outlives the seal, since the optimizer steps after it."""
+        self._spoiled_last = False
         self._complete: _Window | None = None
         self.generations_complete = 0
         self.windows_skipped = 0
@@ -122,11 +126,10 @@ class CaptureSession:
         assert self._layout is not None
         assert self._ring is not None
         with self._stalls.measure("exchange"):
-            votes = self._exchange.gather(
-                [int(self._worker.idle), int(self._ring.has_room(len(self._layout.slots))), self._journal_nbytes]
-            )
-        # Everybody who is here has sealed the previous window: it is complete everywhere.
-        self._recycle()
+            room = self._ring.has_room(len(self._layout.slots))
+            own = [int(self._worker.idle), int(room), self._journal_nbytes, int(self._spoiled_last)]
+            votes = self._exchange.gather(own)
+        self._settle_last(spoiled=any(vote[3] for vote in votes))
         self._grow_journal(max(vote[2] for vote in votes))
         if not (all(vote[1] for vote in votes) or self._has_room_now()):
             self.windows_skipped += 1
@@ -146,14 +149,15 @@ class CaptureSession:
         try:
             slot = ring.acquire(window.generation, step)
         except RingFull as error:
-            self._spoil(window, str(error))
+            self._spoil(str(error))
             return
         copies = self._fill(layout, slot.view)
+        self._ticket = self._engine.submit(copies)
         self._pending = _Pending(
             step=step,
             slot=slot,
             layout=layout,
-            ticket=self._engine.submit(copies),
+            ticket=self._ticket,
             copies=copies,
             versions=[source._version for source, _ in copies],
             outcome=outcome,
@@ -163,9 +167,14 @@ class CaptureSession:
 
     def fence(self) -> None:
         """Wait until the optimizer may overwrite what the newest capture reads."""
-        if self._pending is not None:
-            with self._stalls.measure("fence"):
-                self._engine.fence(self._pending.ticket)
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            return
+        with self._stalls.measure("fence"):
+            try:
+                self._engine.fence(ticket)
+            except CheckpointError as error:
+                self._spoil(str(error))
 
     def seal(self, start: Journal, *, step: int) -> None:
         """Complete the capture of boundary `step` with the journal's start half; call at the next batch start."""
@@ -186,7 +195,7 @@ class CaptureSession:
                 write_journal(pending.layout, pending.slot.view, {"outcome": pending.outcome, "start": start})
             except JournalOverflow as error:
                 self._journal_nbytes = 2 * error.nbytes
-                self._spoil(window, str(error))
+                self._spoil(str(error))
                 return
         self._ring.seal(pending.slot)
         segment = sealed_segment(pending.step, pending.layout, pending.slot.view, pending.ticket)
@@ -196,9 +205,8 @@ class CaptureSession:
 
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
-        if self._pending is not None:
-            self._engine.wait(self._pending.ticket)
-            self._pending = None
+        self._await_copies()
+        self._pending = None
         window, self._window = self._window, None
         if window is None:
             return
@@ -209,8 +217,7 @@ class CaptureSession:
 
     def close(self) -> None:
         """Give the ring's memory back; nothing may be pending."""
-        if self._pending is not None:
-            self._engine.wait(self._pending.ticket)
+        self._await_copies()
         if self._ring is not None:
             self._ring.close(unlink=True)
 
@@ -247,8 +254,15 @@ class CaptureSession:
             self._worker.add(newest.generation, segment)
         return True
 
-    def _recycle(self) -> None:
-        if self._complete is not None and self._ring is not None:
+    def _settle_last(self, *, spoiled: bool) -> None:
+        """Everybody who is here has ended the previous window: it is complete everywhere, or nowhere of use."""
+        self._spoiled_last = False
+        if self._complete is None or self._ring is None:
+            return
+        if spoiled:
+            self._worker.abandon(self._complete.generation)
+            self._complete = None
+        else:
             self._ring.complete_everywhere(self._complete.generation)
 
     def _has_room_now(self) -> bool:
@@ -262,7 +276,11 @@ class CaptureSession:
             self._journal_nbytes = 0
             self.use_layout(self._relayout(nbytes))
 
-    def _spoil(self, window: _Window, reason: str) -> None:
+    def _spoil(self, reason: str) -> None:
+        """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""
+        window = self._window
+        if window is None or window.spoiled:
+            return
         window.spoiled = True
         self.failures.append(f"generation {window.generation.step} was not taken: {reason}")
         if window.persist:
@@ -271,12 +289,21 @@ class CaptureSession:
     def _finish(self, window: _Window) -> None:
         assert self._ring is not None
         self._window = None
+        self._spoiled_last = window.spoiled
         if window.spoiled:
+            self._await_copies()
             self._ring.abort_window(window.generation)
             return
         self._ring.finish_window(window.generation)
         self._complete = window
         self.generations_complete += 1
+
+    def _await_copies(self) -> None:
+        """Nothing is written to the ring after this, whether the copies succeeded or not."""
+        for ticket in {self._ticket, self._pending.ticket if self._pending is not None else None} - {None}:
+            assert ticket is not None
+            with suppress(CheckpointError):  # reported by the fence, or of no use any more
+                ticket.wait()
 
     def _fill(self, layout: SlotLayout, view: Tensor) -> list[tuple[Tensor, Tensor]]:
         with self._stalls.measure("buffers"):
@@ -289,8 +316,8 @@ class CaptureSession:
             copy for copy, version in zip(pending.copies, pending.versions, strict=True) if copy[0]._version != version
         ]
         if changed:
-            self._engine.wait(pending.ticket)
-            self._engine.wait(self._engine.submit(changed))
+            pending.ticket.wait()
+            self._engine.submit(changed).wait()
 
 
 def record_copies(layout: SlotLayout, view: Tensor) -> list[tuple[Tensor, Tensor]]:

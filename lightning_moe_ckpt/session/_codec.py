@@ -222,10 +222,7 @@ class _Decoder:
         version, node = _loads(str(self._view[_LENGTHS.size : stop], "ascii"))
         if version != _VERSION:
             raise ValueError(f"format version {version!r} is not {_VERSION}")
-        value = self.value(node)
-        if len(self._arrays):
-            raise ValueError("array bytes are left over")
-        return value
+        return self.value(node)
 
     def value(self, node: Node) -> Any:
         if node is None or type(node) in {bool, int, str}:

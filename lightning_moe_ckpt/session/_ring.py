@@ -194,10 +194,9 @@ class SegmentRing:
         """All ranks have completed `generation`: nobody will fall back to an older one. Repeating this is allowed."""
         with self._lock:
             self._entry(generation, GenerationState.COMPLETE)
-            older = list(self._generations)[: list(self._generations).index(generation)]
-            for each in older:
-                if self._generations[each].state is GenerationState.COMPLETE:
-                    self._drop(each, self._generations[each])
+            names = list(self._generations)
+            for older in names[: names.index(generation)]:
+                self._drop(older, self._generations[older])
 
     def pin(self, generation: Hashable) -> None:
         """Keep the slots of an open or complete generation until `unpin`; pins are counted."""

@@ -127,10 +127,10 @@ def create_once(backend: Backend, key: str, data: bytes) -> bool:
     return True
 
 
-def probe_create(url: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> bool:
+def probe_create(
+    url: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes], delete: Callable[[str], None]
+) -> bool:
     """Find out whether `create` refuses an existing key, by creating a fresh one twice.
-
-    The caller removes what is left under `PROBE_PREFIX`.
 
     Raises:
         ConfigurationError: nothing can be written at all.
@@ -141,6 +141,7 @@ def probe_create(url: str, create: Callable[[str, bytes], None], get: Callable[[
         with contextlib.suppress(StorageError):  # stores disagree on the error; what the key holds decides
             create(key, b"second")
         exclusive = get(key) == b"first"
+        delete(key)  # this key only: another job may be probing now
     except StorageError as error:
         raise ConfigurationError(f"`{url}` cannot be written: {error} Give a URL this user may write to.") from error
     if not exclusive:

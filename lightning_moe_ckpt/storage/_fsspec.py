@@ -24,7 +24,6 @@ from fsspec.registry import known_implementations
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage._backend import Entry, probe_create
-from lightning_moe_ckpt.storage._names import PROBE_PREFIX
 
 _CHUNK_NBYTES = 16 * 2**20
 _IN_PROCESS = {"memory", "file", "local"}  # check-then-write, so this process takes turns; and never hanging
@@ -71,10 +70,7 @@ class FsspecBackend:
     @cached_property
     def creates_exclusively(self) -> bool:
         """Whether `pipe_file(mode="create")` refuses an existing key; probed once."""
-        try:
-            return probe_create(self.url, self._create, self.get)
-        finally:
-            self._remove_probes()
+        return probe_create(self.url, self._create, self.get, self.delete)
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
         """Upload one object."""
@@ -158,11 +154,6 @@ class FsspecBackend:
 
     def _key(self, name: str) -> str:
         return name[len(self._root) :].lstrip("/")
-
-    def _remove_probes(self) -> None:
-        with contextlib.suppress(StorageError):
-            for entry in self.list(PROBE_PREFIX):
-                self.delete(entry.key)
 
     def _call(self, operation: str, key: str, call: Callable[[str], T], *, nbytes: int = 0) -> T:
         """Run `call(path)` under the deadline and turn its exceptions into ours."""

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage._backend import Entry, probe_create
-from lightning_moe_ckpt.storage._names import PROBE_PREFIX
 
 log = logging.getLogger(__name__)
 
 _CHUNK_NBYTES = 4 * 2**20
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts: names are durable with the file there
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -48,10 +48,7 @@ class PosixBackend:
     @cached_property
     def creates_exclusively(self) -> bool:
         """Whether the file system has hard links; probed once."""
-        try:
-            return probe_create(self.url, self._link, self.get)
-        finally:
-            self._remove_probes()
+        return probe_create(self.url, self._link, self.get, self.delete)
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
         """Write, sync, rename, sync the directory."""
@@ -160,11 +157,6 @@ class PosixBackend:
                 self._synced.discard(directory)
                 directory = directory.parent
 
-    def _remove_probes(self) -> None:
-        with suppress(StorageError):
-            for entry in self.list(PROBE_PREFIX):
-                self.delete(entry.key)
-
     def _path(self, key: str) -> Path:
         parts = key.split("/")
         if any(part in {"", ".", ".."} for part in parts) or _TEMPORARY.fullmatch(parts[-1]):
@@ -206,6 +198,9 @@ def _sync_directory(directory: Path) -> None:
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
     finally:
         os.close(file)
 

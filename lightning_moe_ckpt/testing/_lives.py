@@ -163,6 +163,7 @@ def run_lives(
     timeout: float = 60.0,
     seams: Sequence[Seam] = (),
     must_strike: bool = True,
+    first_index: int = 0,
 ) -> list[LifeResult]:
     """Run one life per kill, then one that must finish.
 
@@ -175,6 +176,7 @@ def run_lives(
         timeout: seconds per life, after which its threads are dumped to its log and it is killed.
         seams: replacements put into every process.
         must_strike: whether outliving a scripted kill is a failure; else the campaign ends there.
+        first_index: number of the first life, which decides about its seed.
 
     Raises:
         LifeFailed: a life did not end as scripted.
@@ -182,7 +184,7 @@ def run_lives(
     workdir.mkdir(parents=True, exist_ok=True)
     script = _Script(fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=tuple(seams))
     results: list[LifeResult] = []
-    for index, kill in enumerate([*kills, None]):
+    for index, kill in enumerate([*kills, None], first_index):
         results.append(_OneLife(script, index, kill).run())
         if results[-1].outcome == "finished" and kill is not None:
             if must_strike:

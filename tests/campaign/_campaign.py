@@ -27,13 +27,14 @@ class Campaigns:
         self._warm, self._references, self._scratch = warm, references, scratch
         self._count = 0
 
-    def reference(self, setup: Setup) -> list[LifeResult]:
-        """One fault-free life without any checkpoint callback."""
+    def reference(self, setup: Setup, index: int = 0) -> list[LifeResult]:
+        """One fault-free life without any checkpoint callback, with the seed of life `index`."""
         plain = replace(setup, checkpointing=None)
         folder = self._references / f"{abs(hash(plain)):x}"
-        if not (folder / "life0.rank0.returned").exists():
-            self._warm.call(run_lives, plain.fit, url="", workdir=folder, world_size=plain.world_size)
-        return [LifeResult(index=0, outcome="finished", seconds=0.0, world_size=plain.world_size, workdir=folder)]
+        if not (folder / f"life{index}.rank0.returned").exists():
+            arguments = {**_arguments(plain, folder), "first_index": index}
+            self._warm.call(run_lives, plain.fit, **arguments)
+        return [LifeResult(index=index, outcome="finished", seconds=0.0, world_size=plain.world_size, workdir=folder)]
 
     def run(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[LifeResult]:
         """Lives of one run, the last of which finished."""
@@ -60,11 +61,10 @@ class Campaigns:
         self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], **options: Any
     ) -> list[list[LifeResult]]:
         """Run every script, and require of each the end of the fault-free run and no shared memory left behind."""
-        reference = self.reference(setup)
         scripts = list(scripts)
         campaigns = self.run_all(setup, scripts, **options)
         for kills, lives in zip(scripts, campaigns, strict=True):
-            _require_same_end(reference, lives, kills)
+            _require_same_end(self.reference(setup, _origin(lives)), lives, kills)
             assert not _rings(lives[0].workdir), "a finished run left shared memory behind"
         return campaigns
 
@@ -79,6 +79,19 @@ class Campaigns:
     def _folder(self) -> Path:
         self._count += 1
         return self._scratch / f"campaign{self._count}"
+
+
+def _origin(lives: Sequence[LifeResult]) -> int:
+    """The life whose seed the run has: the first one that trained, since a run exists once its start is committed.
+
+    A life that is killed before that leaves nothing, and the next one begins anew. None may do so after a life that
+    has trained.
+    """
+    begun = [life.index for life in lives if "begins from nothing" in life.log()]
+    trained = [life.index for life in lives if life.steps()]
+    last = begun[-1] if begun else lives[0].index
+    assert last <= trained[0], f"life {last} began anew although life {trained[0]} had trained"
+    return last
 
 
 def _require_same_end(reference: list[LifeResult], lives: list[LifeResult], kills: Sequence[Kill | None]) -> None:

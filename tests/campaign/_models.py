@@ -89,7 +89,7 @@ class StackedMoE(nn.Module):
 
 def _block_last_expert(gate: nn.Module, args: tuple[Any, ...], logits_TE: Tensor) -> Tensor:
     blocked_E = functional.one_hot(torch.tensor(NEVER_ROUTED), logits_TE.shape[-1]).bool()
-    return logits_TE.masked_fill(blocked_E, -1e9)
+    return logits_TE.masked_fill(blocked_E, torch.finfo(logits_TE.dtype).min)
 
 
 class Residual(nn.Module):

@@ -159,8 +159,12 @@ class Module(LightningModule):
 def overflow_one_expert(module: LightningModule, expert: int = 1) -> None:
     """Make one expert's gradient infinite, as an fp16 overflow inside it would; nothing if it has none."""
     for name, parameter in module.named_parameters():
-        if f".experts.{expert}." in name and parameter.grad is not None:
+        if parameter.grad is None:
+            continue
+        if f".experts.{expert}." in name:
             parameter.grad.view(-1)[0] = float("inf")
+        elif name.endswith(".w1"):  # stacked, one expert per row
+            parameter.grad[expert].view(-1)[0] = float("inf")
 
 
 def make_optimizer(name: Optimizer, module: LightningModule) -> torch.optim.Optimizer:

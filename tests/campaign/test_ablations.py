@@ -67,7 +67,7 @@ ABLATIONS = {
         seams=[
             Seam(
                 module="lightning_moe_ckpt.callbacks._recorder",
-                attribute="restore_random_state",
+                attribute="restore_rng",
                 replacement=_no_random_state,
             )
         ],

@@ -83,7 +83,9 @@ def damage_then_train(setup: Setup, damage: Damage, life: Life) -> Mapping[str, 
     """Ruin something at the start of the second life, then train."""
     if life.index == 1 and life.rank == 0:
         root = Path(urlparse(life.url).path)
-        damage(sorted(path.parent for path in root.glob("snap/*/*/_COMMITTED")))
+        generations = sorted(path.parent for path in root.glob("snap/*/*/_COMMITTED"))
+        print(f"damaged generation {int(generations[-1].parent.name)}")
+        damage(generations)
     return train(setup, life)
 
 
@@ -105,10 +107,10 @@ def test_the_next_older_generation_is_taken_and_the_log_says_why(
     campaigns: Campaigns, setup: Setup, damage: Damage
 ) -> None:
     """Nothing is lost but the steps since the generation before."""
-    whole = campaigns.check(setup, KILL)
-    lives = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, damage))
-    assert _resumed(lives[1].log()) < _resumed(whole[1].log())
-    assert f"step {_resumed(whole[1].log())} (epoch 1)" in lives[1].log(), "the log names what was passed over"
+    _, second = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, damage))
+    damaged = _number_after("damaged generation ", second.log())
+    assert _number_after("resumes from step ", second.log()) < damaged
+    assert f"step {damaged} (epoch 1)" in second.log(), "the log names what was passed over"
 
 
 def test_when_none_is_left_the_error_lists_each_with_its_reason(campaigns: Campaigns) -> None:
@@ -120,7 +122,7 @@ def test_when_none_is_left_the_error_lists_each_with_its_reason(campaigns: Campa
     assert len([line for line in said.splitlines() if line.startswith("  - step ") and "digest" in line]) >= 2
 
 
-def _resumed(log: str) -> int:
-    """The boundary at which the state of a resumed life became dense."""
-    (line,) = [line for line in log.splitlines() if "resumes from step" in line]
-    return int(line.split("resumes from step ")[1].split()[0])
+def _number_after(words: str, log: str) -> int:
+    """The number that follows `words` in the one line that has them."""
+    (line,) = [line for line in log.splitlines() if words in line]
+    return int(line.split(words)[1].split()[0])

@@ -94,6 +94,18 @@ def test_shapes_may_differ_sizes_may_not(engine: CopyEngine, device: torch.devic
         engine.wait(engine.submit([(src[0, :1], host(12, like=device))]))
 
 
+def test_a_prepared_list_copies_what_the_sources_hold_at_submit(engine: CopyEngine, device: torch.device) -> None:
+    """Also where source and destination differ in shape and strides: preparing reads nothing."""
+    src, dst = torch.zeros(3, 4, device=device), host(12, like=device)
+    prepared = engine.prepare([(src.t(), dst)])
+    for step in range(3):
+        src.copy_(torch.arange(12, device=device).view(3, 4) + step)
+        ticket = engine.submit(prepared)
+        engine.fence(ticket)
+        engine.wait(ticket)
+        assert torch.equal(dst.view(4, 3), src.t().cpu())
+
+
 def test_an_empty_list_is_done_at_once(engine: CopyEngine) -> None:
     """A slot may have nothing of this rank."""
     ticket = engine.submit([])

@@ -186,6 +186,12 @@ def test_experts_in_a_list() -> None:
     assert_placed_once(operators, model)
 
 
+def test_the_gate_of_a_shared_expert_is_no_router() -> None:
+    """Not even where its input is as wide as there are experts."""
+    operators = discover(Gpt(ListMoE(4)))
+    assert operators.layers[0].router == ("blocks.0.mlp.gate.weight",)
+
+
 def test_experts_in_a_dict_are_ordered_by_the_number_in_their_key() -> None:
     """`expert_10` comes after `expert_2`."""
     moe = ListMoE(11)

@@ -91,6 +91,16 @@ def test_ensured_state_is_laid_out_as_the_optimizer_would(make: Make) -> None:
         assert not got[key].any()
 
 
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_the_step_count_is_on_the_device_only_if_fused(fused: bool, device: str) -> None:
+    """As torch does it; shown with meta tensors, so that no GPU is needed."""
+    param = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = AdamW([param], fused=fused)
+    StateSchema.of(optimizer).ensure_state(param)
+    assert optimizer.state[param]["step"].device.type == device
+    assert optimizer.state[param]["exp_avg"].device.type == "meta"
+
+
 def test_ensuring_twice_keeps_the_values(make: Make) -> None:
     """State that is there is never touched."""
     param = stacked(0)

@@ -260,6 +260,9 @@ def test_a_module_moved_while_paused_is_found_again(low: torch.dtype) -> None:
     """Storage may change between iterations."""
     model = nn.Linear(4, 4, bias=False)
     with ComputeDtypeProbe(model, low) as probe:
+        with torch.autocast("cpu", low):
+            model(torch.randn(2, 4))
+        assert probe.verdict() == {"weight": low}
         probe.pause()
         model.weight.data = torch.randn(4, 4)
         probe.resume()

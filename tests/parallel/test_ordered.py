@@ -49,7 +49,7 @@ def test_bits_do_not_depend_on_the_bucket(world_size: int) -> None:
         def changed(reduce: object) -> int:
             assert callable(reduce)
             whole = reduce(own.clone(), group)
-            pieces = torch.cat([reduce(piece.clone(), group) for piece in own.split(1_237)])
+            pieces = torch.cat([reduce(piece.clone(), group) for piece in torch.split(own, 1_237)])
             shifted = reduce(torch.cat([contribution(9 + rank, length=5_003), own]), group)[5_003:]
             return int((whole != pieces).sum() + (whole != shifted).sum())
 

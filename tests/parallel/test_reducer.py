@@ -280,14 +280,14 @@ def test_sixteen_bit_gradients_are_added_in_fp32_and_rounded_once() -> None:
 
     def own(rank: int) -> Gradients:
         model = build_mixed()
-        run(model, rank).backward()
+        torch.autograd.backward(run(model, rank))
         return gradients(model)
 
     def work(rank: int) -> Gradients:
         model = build_mixed()
         reducer = reducer_of(model)
         reducer.prepare(sync=True)
-        run(model, rank).backward()
+        torch.autograd.backward(run(model, rank))
         reducer.finish()
         return gradients(model)
 
@@ -316,7 +316,7 @@ def test_expert_gradients_are_summed_over_replicas_and_divided_by_the_world(worl
         )
         own = gradient(rank)
         reducer.prepare(sync=True)
-        ((dense.sum() if own is None else (expert * own).sum()) + dense.sum()).backward()
+        torch.autograd.backward((dense.sum() if own is None else (expert * own).sum()) + dense.sum())
         reducer.finish()
         return expert.grad
 

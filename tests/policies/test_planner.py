@@ -7,6 +7,7 @@ import math
 import random
 import time
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from lightning_moe_ckpt.policies import (
     plan_window,
     split_nbytes,
 )
+from lightning_moe_ckpt.policies._packing import pack_in_order
 
 
 def sizes_to_items(sizes: list[tuple[int, int]]) -> list[PlanItem]:
@@ -105,6 +107,15 @@ def test_no_plan_that_keeps_the_order_needs_fewer_slots(items: list[PlanItem], b
     if fewest is not None:
         assert plan.keeps_budget
         assert plan.window <= fewest
+
+
+def test_a_slot_is_filled_to_the_last_byte() -> None:
+    """Greedy packing alone, without the plans that break the order and would hide a waste."""
+    full, compute = np.array([12, 12, 12, 12]), np.array([2, 2, 2, 2])
+    assert [slot.tolist() for slot in pack_in_order(full, compute, 28, 9)] == [[0], [1], [2, 3]]
+    assert [slot.tolist() for slot in pack_in_order(full, compute, 48, 9)] == [[0, 1, 2, 3]]
+    assert [slot.tolist() for slot in pack_in_order(full, compute, 18, 9)] == [[0], [1], [2], [3]]
+    assert [slot.tolist() for slot in pack_in_order(full, compute, 17, 9)] == [[0, 1], [2], [3]]
 
 
 def paper_schedule(items: list[PlanItem], budget: int) -> list[list[str]]:

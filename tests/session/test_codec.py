@@ -242,6 +242,18 @@ def test_forged_nodes_are_corrupt(node: object) -> None:
         decode(forged(node))
 
 
+@pytest.mark.parametrize("text", ["\ud83d\ude00", "\ud83d", "a\udc80", "\U0001f600", "\0"], ids=ascii)
+def test_strings_that_are_no_text_survive(text: str) -> None:
+    """JSON joins two lone surrogates into one character, and file names may hold undecodable bytes."""
+    assert decode(encode({text: text, "path": Path(f"x{text}")})) == {text: text, "path": Path(f"x{text}")}
+
+
+def test_bytes_that_no_array_claims_are_corrupt() -> None:
+    """The lengths add up and every node is good, yet something was added."""
+    with pytest.raises(Corrupt, match="canonical"):
+        decode(forged(["A", "<i4", [1]], b"\0" * 8))
+
+
 def test_deep_nesting_is_corrupt_or_refused() -> None:
     """Neither direction runs into the interpreter's recursion limit."""
     deep: list[Any] = []

@@ -383,12 +383,17 @@ class Model:
         assert job.resumed == max((g for g, good in self.good.items() if good), default=None)
         self.step = job.resumed.step if job.resumed is not None else 0
         self.good = {g: good for g, good in self.good.items() if g.step <= self.step}
+        assert all(g in job.commits for g in sorted(self.good)[-KEEP:] if self.good[g])
+        # A save that died may have got as far as its watermark.
+        assert job.store._coordination is not None
+        watermark = job.store._coordination.history.watermark
+        self.good = {g: good for g, good in self.good.items() if g.step >= watermark}
 
     def spoil(self, number: int) -> None:
         """One byte of one object of the newest generation."""
-        if not self.good:
-            return
-        newest = max(self.good)
+        newest = max(self.good, default=None)
+        if newest is None or not self.good[newest]:
+            return  # spoiling twice may mend
         entries = self.backend.list(newest.prefix)
         entry = entries[number % len(entries)]
         data = bytearray(self.backend.get(entry.key))
