@@ -243,8 +243,8 @@ class _Run:
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             self._losses.append(outputs["loss"].detach().clone())
         if self._stepped and self.life.replaying:
-            self.life.replayed(self._trainer.global_step, self._losses)
-            if not self.life.replaying:
+            dense = self.life.replayed(self._trainer.global_step, self._losses)
+            if dense:
                 self._release()
 
     # -- last callback

@@ -82,7 +82,7 @@ def test_every_dependency_is_pinned_for_make() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib is part of Python from 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
-    pinned = re.findall(r"^([a-z0-9-]+)==[0-9][^ *]*(?: ;.*)?$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^([a-z0-9-]+)==[0-9][^ *\n]*(?: ;.*)?$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert len(pinned) == len(set(pinned))
     assert {re.split(r"[\[<>=~!; ]", name)[0] for name in named} <= set(pinned)
 

@@ -41,6 +41,7 @@ class TokenCounts:
         self.num_experts = num_experts
         # One place more than experts: indices that mean "dropped" are counted there and not read.
         self._acc = torch.zeros(num_experts + 1, dtype=torch.int64)
+        self._seen = torch.zeros(num_experts, dtype=torch.int64)
         self._warned = False
 
     def add_indices(self, idx_TK: Tensor) -> None:
@@ -53,9 +54,15 @@ class TokenCounts:
         """Count `rows` tokens for one expert."""
         self._on(device)[expert_idx].add_(rows)
 
-    def add_counts(self, counts_E: Tensor) -> None:
-        """Add counts that the layer kept itself."""
-        self._on(counts_E.device)[: self.num_experts].add_(counts_E.detach())
+    def follow(self, running_E: Tensor) -> None:
+        """Take a running count of the layer's own as the start; it is read, never changed: others read it too."""
+        self._seen = running_E.detach().clone()
+
+    def add_running(self, running_E: Tensor) -> None:
+        """Add what a running count has gained since the last look, or all of it if someone has reset it since."""
+        seen, now = self._seen.to(running_E.device), running_E.detach().clone()
+        self._on(now.device)[: self.num_experts].add_(torch.where(now >= seen, now - seen, now))
+        self._seen = now
 
     def missed(self, name: str) -> None:
         """Say once that tokens pass through module `name` uncounted."""
@@ -130,7 +137,7 @@ class RowsTap:
 
 @dataclass(frozen=True)
 class AttributeTap:
-    """Takes over a counter `[E]` that the layer keeps on the device."""
+    """Follows a counter `[E]` that the layer keeps on the device, and leaves it as it is."""
 
     layer: str
     """Name of the module."""
@@ -138,15 +145,13 @@ class AttributeTap:
     """An integer tensor `[E]` that the layer adds to in training forwards only."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Forget what was counted before."""
-        self._counter(module).zero_()
+        """Leave out what was counted before."""
+        counts.follow(self._counter(module))
         return []
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Move the layer's counter and set it to zero."""
-        counter = self._counter(module)
-        counts.add_counts(counter)
-        counter.zero_()
+        """Take over what the layer has counted since the last time."""
+        counts.add_running(self._counter(module))
 
     def _counter(self, module: nn.Module) -> Tensor:
         counter: Tensor = getattr(module.get_submodule(self.layer), self.attribute)

@@ -288,22 +288,23 @@ class CaptureSession:
 
     def _finish(self, window: _Window) -> None:
         assert self._ring is not None
-        self._window = None
         self._spoiled_last = window.spoiled
         if window.spoiled:
-            self._await_copies()
-            self._ring.abort_window(window.generation)
+            self.abort_window()
             return
+        self._window = None
         self._ring.finish_window(window.generation)
         self._complete = window
         self.generations_complete += 1
 
     def _await_copies(self) -> None:
         """Nothing is written to the ring after this, whether the copies succeeded or not."""
-        for ticket in {self._ticket, self._pending.ticket if self._pending is not None else None} - {None}:
-            assert ticket is not None
-            with suppress(CheckpointError):  # reported by the fence, or of no use any more
-                ticket.wait()
+        sealed = self._window.segments if self._window is not None else []
+        pending = self._pending.ticket if self._pending is not None else None
+        for ticket in {self._ticket, pending, *(segment.ticket for segment in sealed)}:
+            if ticket is not None:
+                with suppress(CheckpointError):  # reported by the fence, or of no use any more
+                    ticket.wait()
 
     def _fill(self, layout: SlotLayout, view: Tensor) -> list[tuple[Tensor, Tensor]]:
         with self._stalls.measure("buffers"):

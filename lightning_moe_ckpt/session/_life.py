@@ -224,8 +224,12 @@ class Life:
         if self._replay is not None:
             self._replay.drop_frozen_gradients()
 
-    def replayed(self, step: int, losses: list[Tensor]) -> None:
-        """Compare a replayed step with its journal, then load the slot of its boundary."""
+    def replayed(self, step: int, losses: list[Tensor]) -> bool:
+        """Compare a replayed step with its journal, then load the slot of its boundary.
+
+        Returns:
+            Whether the state is dense now.
+        """
         replay = self._replay
         assert replay is not None
         self._replayed += 1
@@ -244,6 +248,7 @@ class Life:
             replay.unfreeze()
             self._replay = self._replay_layout = None
             log.info("dense again at step %d after %d replayed steps", step, self._replayed)
+        return self._replay is None
 
     # -- capture
 

@@ -75,7 +75,7 @@ class FsspecBackend:
     def put(self, key: str, *views: bytes | memoryview) -> None:
         """Upload one object."""
         body = _joined(views)
-        self._call("put", key, lambda path: self._pipe(path, body, mode="overwrite"), nbytes=len(body))
+        self._call("put", key, lambda path: self._pipe(path, body), nbytes=len(body))
 
     def create(self, key: str, data: bytes) -> None:
         """Upload if the key is free; where the store cannot refuse, check first, which a race can beat."""
@@ -127,12 +127,12 @@ class FsspecBackend:
     def _create(self, key: str, data: bytes) -> None:
         self._call("create", key, lambda path: self._pipe(path, data, mode="create"), nbytes=len(data))
 
-    def _pipe(self, path: str, body: bytes | bytearray, *, mode: str) -> None:
+    def _pipe(self, path: str, body: bytes | bytearray, **mode: str) -> None:
         try:
-            self._fs.pipe_file(path, body, mode=mode)
+            self._fs.pipe_file(path, body, **mode)
         except FileNotFoundError:  # a file system with real directories
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(path, body, mode=mode)
+            self._fs.pipe_file(path, body, **mode)
 
     def _size(self, path: str) -> int:
         self._fs.invalidate_cache(path)

@@ -22,10 +22,8 @@ from datetime import timedelta
 from typing import Literal
 
 from lightning_moe_ckpt.errors import (
-    CheckpointError,
     Corrupt,
     Fenced,
-    KeyMissing,
     NoUsableGeneration,
     StorageError,
 )
@@ -58,6 +56,8 @@ class RunStore:
         self.run_id = run_id
         self.rejected: list[tuple[str, str]] = []
         """What the last `candidates` passed over, newest first: generation and reason."""
+        self.unreadable: list[tuple[str, str]] = []
+        """The part of `rejected` that is a loss: committed and not left behind by the run, but not readable."""
         self._backend = backend
         self._coordination = coordination
 
@@ -173,9 +173,13 @@ class RunStore:
         """
         coordination = self._coordinator()
         coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_epoch` refuse
-        usable, self.rejected = self._survey(coordination.history, read_catalog(self._backend))
-        for name, reason in self.rejected:
-            log.info("%s is not a candidate: %s", name, reason)
+        usable, passed_over = self._survey(coordination.history, read_catalog(self._backend))
+        self.rejected = [(str(each.generation), each.reason) for each in passed_over]
+        self.unreadable = [(str(each.generation), each.reason) for each in passed_over if each.is_loss]
+        for each in passed_over:
+            log.log(
+                logging.WARNING if each.is_loss else logging.INFO, "%s is skipped: %s", each.generation, each.reason
+            )
         coordination.offered = frozenset(commit.generation for commit in usable)
         return usable
 
@@ -265,27 +269,28 @@ class RunStore:
             raise ValueError("`RunStore.join` gives a store for data; only the coordinator's `open` may coordinate.")
         return self._coordination
 
-    def _survey(self, history: History, catalog: Catalog) -> tuple[list[Commit], list[tuple[str, str]]]:
+    def _survey(self, history: History, catalog: Catalog) -> tuple[list[Commit], list[_PassedOver]]:
         """Restorable generations, newest first, and why the others are not."""
-        usable, rejected = [], []
+        usable, passed_over = [], []
         for generation in sorted(catalog, reverse=True):
             found = self._read_restorable(history, catalog[generation])
             if isinstance(found, Commit):
                 usable.append(found)
             else:
-                rejected.append((str(generation), str(found)))
-        return usable, rejected
+                passed_over.append(found)
+        return usable, passed_over
 
-    def _read_restorable(self, history: History, contents: Contents) -> Commit | CheckpointError:
+    def _read_restorable(self, history: History, contents: Contents) -> Commit | _PassedOver:
         """The manifest of a generation, or what speaks against it."""
-        if (reason := history.why_dead(contents.generation)) is not None:
-            return Corrupt(reason)
+        generation = contents.generation
+        if (reason := history.why_dead(generation)) is not None:
+            return _PassedOver(generation, reason, is_loss=False)
         if not contents.committed:
-            return KeyMissing(f"not committed; {len(contents.ranks)} ranks had finished")
+            return _PassedOver(generation, f"not committed; {len(contents.ranks)} ranks had finished", is_loss=False)
         try:
-            return read_commit(self._backend, history.run_id, contents.generation)
+            return read_commit(self._backend, history.run_id, generation)
         except (Corrupt, StorageError) as error:
-            return error
+            return _PassedOver(generation, str(error), is_loss=True)
 
     def _promotable(self, coordination: _Coordination) -> list[Contents]:
         """Uncommitted generations of the preceding epoch, newer than every committed one; oldest first."""
@@ -318,6 +323,15 @@ class RunStore:
                 self._backend.sweep(prefix)
         except StorageError as error:  # the epoch is open already; leftovers cost space only
             log.warning("leftovers of interrupted writes stay for now: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class _PassedOver:
+    """A generation that cannot be restored, and whether it should have been possible."""
+
+    generation: GenerationId
+    reason: str
+    is_loss: bool
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ class TestMyBackend(BackendContract):
         return MyBackend(...)
 ```
 """
-# ruff: noqa: S101 - assertions are what a contract consists of
 
 from __future__ import annotations
 

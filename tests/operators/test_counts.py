@@ -155,6 +155,21 @@ def test_counting_changes_no_bit(kind: type[Any]) -> None:
     assert torch.equal(torch.get_rng_state(), want_rng)
 
 
+def test_a_layers_own_counter_is_left_to_its_other_readers() -> None:
+    """Metrics read it too, and may reset it."""
+    model = Own()
+    model(torch.randn(8, 4))
+    counter = LoadCounter(discover(model), model)
+    counter.install()
+    model(torch.randn(8, 4))
+    assert counter.read_and_reset().sum() == 8
+    assert model.tokens_per_expert.sum() == 16
+    assert not counter.read_and_reset().any()
+    model.read_and_reset_counts()
+    model(torch.randn(4, 4))
+    assert counter.read_and_reset().sum() == 4
+
+
 def test_dropped_slots_are_not_counted() -> None:
     """An index of -1 marks a slot over capacity."""
     model = Stacked(dropped=True)

@@ -112,10 +112,10 @@ def test_no_plan_that_keeps_the_order_needs_fewer_slots(items: list[PlanItem], b
 def test_a_slot_is_filled_to_the_last_byte() -> None:
     """Greedy packing alone, without the plans that break the order and would hide a waste."""
     full, compute = np.array([12, 12, 12, 12]), np.array([2, 2, 2, 2])
-    assert [slot.tolist() for slot in pack_in_order(full, compute, 28, 9)] == [[0], [1], [2, 3]]
+    assert [slot.tolist() for slot in pack_in_order(full, compute, 28, 9)] == [[0, 1], [2, 3]]
     assert [slot.tolist() for slot in pack_in_order(full, compute, 48, 9)] == [[0, 1, 2, 3]]
     assert [slot.tolist() for slot in pack_in_order(full, compute, 18, 9)] == [[0], [1], [2], [3]]
-    assert [slot.tolist() for slot in pack_in_order(full, compute, 17, 9)] == [[0, 1], [2], [3]]
+    assert [slot.tolist() for slot in pack_in_order(full, compute, 13, 9)] == [[0, 1, 2], [3]]
 
 
 def paper_schedule(items: list[PlanItem], budget: int) -> list[list[str]]:

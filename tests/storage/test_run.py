@@ -143,6 +143,7 @@ def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backe
     assert new.epoch == 2
     assert _steps(new) == []
     assert dict(new.rejected)["step 20 (epoch 1)"] == "belongs to an earlier run"
+    assert new.unreadable == [], "nothing of this run is lost"
     with pytest.raises(Fenced):
         _save(old, 30)
     for step in (5, 6):
@@ -304,6 +305,7 @@ def test_spoilt_files_are_refused_whatever_was_spoilt(backend: Backend) -> None:
     backend.put(commit_key(newer.generation), backend.get(commit_key(older.generation)))
     assert store.candidates() == [older]
     assert "belongs to step 10" in dict(store.rejected)["step 20 (epoch 1)"]
+    assert store.unreadable == store.rejected
 
 
 def test_a_manifest_of_another_run_is_refused(backend: Backend) -> None:

@@ -103,8 +103,9 @@ trainer:
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended to run")
-def test_a_yaml_configuration_builds_the_strategy(tmp_path: Path) -> None:
+def test_a_yaml_configuration_builds_the_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`class_path` and `init_args`, with a time-out as text."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's use of it, not ours
     (tmp_path / "config.yaml").write_text(CONFIGURATION)
     cli = LightningCLI(
         BoringModel,
