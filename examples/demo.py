@@ -20,13 +20,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-from demo_report import Kill, RunRecords, compare, draw, table
 
 WORKER = Path(__file__).with_name("demo_worker.py")
 CLEAN, KILLED = "without-failures", "killed-and-resumed"
@@ -37,6 +36,16 @@ QUIET_SECONDS = 120.0
 # By default torchrun keeps one store for all lives of a job, in which a restarted gloo group finds the addresses of the
 # processes that died and cannot connect (pytorch issue 135712).
 NEW_STORE_PER_LIFE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """What was done to a worker."""
+
+    rank: int
+    pid: int
+    time: float
+    """Seconds since 1970."""
 
 
 class DemoFailed(RuntimeError):
@@ -209,14 +218,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(console: Console, args: argparse.Namespace, kill: Kill) -> int:
+    from demo_report import RunRecords, compare, draw, table  # imports torch, which the runs should not wait for
+
     clean, killed = RunRecords(args.out / CLEAN), RunRecords(args.out / KILLED)
     verdict = compare(clean, killed)
     picture = args.out / "demo.png"
     draw(clean, killed, picture)
-    console.print(table(clean, killed, kill, verdict))
-    console.print(
-        f"Compared bit by bit: {verdict.compared} entries of the end states of all ranks and losses of all steps."
-    )
+    console.print(table(clean, killed, kill.time, verdict))
     for line in verdict.lines[:20]:
         console.print(f"  differs: {line}", markup=False)
     console.print(f"Loss of both runs and load of the experts: {picture}", soft_wrap=True)

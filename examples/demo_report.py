@@ -23,16 +23,6 @@ from lightning_moe_ckpt.testing._lives_end import differences
 Line = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """What the driver did to a worker."""
-
-    rank: int
-    pid: int
-    time: float
-    """Seconds since 1970, the clock of the records."""
-
-
 class RunRecords:
     """The records of one run, of all ranks and lives.
 
@@ -133,8 +123,15 @@ def compare(clean: RunRecords, killed: RunRecords) -> Verdict:
     return Verdict(lines=found, compared=compared + len(want_loss))
 
 
-def table(clean: RunRecords, killed: RunRecords, kill: Kill, verdict: Verdict) -> Table:
-    """The figures of the demo, one per row."""
+def table(clean: RunRecords, killed: RunRecords, killed_at: float, verdict: Verdict) -> Table:
+    """The figures of the demo, one per row.
+
+    Args:
+        clean: the run in peace.
+        killed: the run that lost a worker.
+        killed_at: when it did, in seconds since 1970, the clock of the records.
+        verdict: of their comparison.
+    """
     rows = Table(title="Killed and resumed, against the run without failures", show_header=False, title_justify="left")
     reports = [killed.lines("report", rank)[-1] for rank in range(len(killed.ranks))]
     lost = killed.last_step(life=0)
@@ -148,7 +145,7 @@ def table(clean: RunRecords, killed: RunRecords, kill: Kill, verdict: Verdict) -
     rows.add_row("time spent on checkpointing", f"{share:.2%} of training time")
     again = f"steps {replayed[0]} to {replayed[-1]}" if replayed else "no step"
     rows.add_row("taken again after the restart", f"{again}, dense from step {reports[0]['resumed_from']}")
-    waited = killed.first_time_after(1, lost) - kill.time
+    waited = killed.first_time_after(1, lost) - killed_at
     rows.add_row("from kill to first new step", f"{waited:.1f} s, process start and imports included")
     rows.add_row("validation, without failures", f"{clean.bits_per_byte():.4f} bits per byte")
     rows.add_row("validation, killed and resumed", f"{killed.bits_per_byte():.4f} bits per byte")
@@ -157,6 +154,7 @@ def table(clean: RunRecords, killed: RunRecords, kill: Kill, verdict: Verdict) -
     rows.add_section()
     answer = "yes" if verdict.identical else "no"
     rows.add_row(f"bit-identical: {answer}", f"{verdict.compared} tensors, values and losses compared")
+    rows.caption = "Stall and bytes are those of the life after the restart."
     return rows
 
 

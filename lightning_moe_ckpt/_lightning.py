@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -246,11 +247,17 @@ def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
 
 
 def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
-    yield "loader", loader
-    yield "sampler", getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
+    yield "loader", loader
     yield "batch_sampler", batch_sampler
-    yield "batch_sampler.sampler", getattr(batch_sampler, "sampler", None)
+    for name, sampler in (
+        ("sampler", getattr(loader, "sampler", None)),
+        ("batch_sampler.sampler", getattr(batch_sampler, "sampler", None)),
+    ):
+        yield name, sampler
+        if isinstance(sampler, DistributedSamplerWrapper):
+            # Lightning shards a sampler that is not torch's own by wrapping it: torchdata's draws from a generator.
+            yield f"{name}.wrapped", sampler.dataset._sampler  # type: ignore[attr-defined]
 
 
 def take_seed() -> str | None:

@@ -21,7 +21,7 @@ import cli
 import demo
 import demo_worker
 from corpus import RandomCrops, TextCrops, load_corpus
-from demo_report import Kill, RunRecords, compare, draw, table
+from demo_report import RunRecords, compare, draw, table
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from moe_gpt import Architecture, MoEGPT, Recipe
@@ -142,7 +142,7 @@ def test_strategy_has_a_short_name() -> None:
     assert built.trainer.strategy.expert_parallel == 1
 
 
-def _train(out: Path, life: int, *options: str, kill_after: int | None = None) -> Kill | None:
+def _train(out: Path, life: int, *options: str, kill_after: int | None = None) -> demo.Kill | None:
     """One life of the demo's worker on one rank, in a forked process; killed once a window past a step is committed."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(life)
     arguments = ["--out", str(out), "--steps", "14", "--blocks", "1", "--crops", "80", *options]
@@ -185,7 +185,7 @@ def _exit_with(work: Callable[[], None]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecords, RunRecords, Kill]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecords, RunRecords, demo.Kill]:
     """A run in peace, and one that was killed and resumed."""
     clean, killed = tmp_path_factory.mktemp("clean"), tmp_path_factory.mktemp("killed")
     options = ["--checkpoints", (killed / "checkpoints").as_uri(), "--window", "3"]
@@ -196,7 +196,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecords, RunRecor
     return RunRecords(clean), RunRecords(killed), kill
 
 
-def test_demo_finds_identical_runs_identical(runs: tuple[RunRecords, RunRecords, Kill]) -> None:
+def test_demo_finds_identical_runs_identical(runs: tuple[RunRecords, RunRecords, demo.Kill]) -> None:
     """A worker killed by SIGKILL and started again ends in the bits of the worker left in peace."""
     clean, killed, _ = runs
     verdict = compare(clean, killed)
@@ -205,10 +205,10 @@ def test_demo_finds_identical_runs_identical(runs: tuple[RunRecords, RunRecords,
     assert killed.lines("report")[-1]["resumed_from"] > 0
 
 
-def test_demo_shows_what_happened(runs: tuple[RunRecords, RunRecords, Kill], tmp_path: Path) -> None:
+def test_demo_shows_what_happened(runs: tuple[RunRecords, RunRecords, demo.Kill], tmp_path: Path) -> None:
     """The table has the claim as a row of its own, and the picture is written."""
     clean, killed, kill = runs
-    labels = list(table(clean, killed, kill, compare(clean, killed)).columns[0].cells)
+    labels = list(table(clean, killed, kill.time, compare(clean, killed)).columns[0].cells)
     assert "bit-identical: yes" in labels
     draw(clean, killed, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -229,7 +229,7 @@ def _forget_moment(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [_flip_weight, _flip_random, _forget_moment])
 def test_demo_sees_another_end(
-    runs: tuple[RunRecords, RunRecords, Kill],
+    runs: tuple[RunRecords, RunRecords, demo.Kill],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[dict[str, Any]], None],
 ) -> None:
@@ -240,10 +240,10 @@ def test_demo_sees_another_end(
     monkeypatch.setattr(killed, "end_state", lambda _: state)
     verdict = compare(clean, killed)
     assert not verdict.identical
-    assert "bit-identical: no" in list(table(clean, killed, kill, verdict).columns[0].cells)
+    assert "bit-identical: no" in list(table(clean, killed, kill.time, verdict).columns[0].cells)
 
 
-def test_demo_sees_another_loss(runs: tuple[RunRecords, RunRecords, Kill]) -> None:
+def test_demo_sees_another_loss(runs: tuple[RunRecords, RunRecords, demo.Kill]) -> None:
     """A replayed step whose loss differs in its last bit turns the verdict, even if the end is the same."""
     clean, killed, _ = runs
     changed = RunRecords(killed.out)

@@ -84,6 +84,7 @@ class GradientReducer:
     """Averages gradients over ranks during backward.
 
     Use, once per backward: `prepare(sync=...)`, backward, `finish()`. The gradients are reduced after `finish`.
+    Needs memory for a second copy of the gradients and for one bucket.
 
     Args:
         named_parameters: all parameters, in the same order on every rank; only those that require a gradient on some
@@ -122,7 +123,7 @@ class GradientReducer:
         self.agreed: dict[str, int] = dict(self.flags)
         """Maximum of each flag over all ranks, as of the last reduction."""
         self._lane = Lane()
-        self._armed = False
+        self._sync = self._armed = False
         self._gradients: dict[str, _Gradient] = {}
         self._queue: list[_Bucket] = []
         self._launched: list[Future[Tensor]] = []
@@ -131,11 +132,12 @@ class GradientReducer:
 
     @property
     def armed(self) -> bool:
-        """Whether the running backward pass will be reduced over more than one rank."""
+        """Whether `finish` will exchange anything with other ranks."""
         return self._armed
 
     def prepare(self, *, sync: bool) -> None:
         """Call before backward. With `sync=False`, while gradients accumulate, nothing is reduced."""
+        self._sync = sync
         self._armed = sync and self._groups.world_size > 1
         if not self._armed:
             return
@@ -157,7 +159,7 @@ class GradientReducer:
         Raises:
             RuntimeError: a collective failed or timed out; the gradients are not usable.
         """
-        if self._groups.world_size == 1:
+        if self._sync and not self._armed:
             self.agreed = dict(self.flags)
         if not self._armed:
             return

@@ -19,9 +19,10 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.native import measure_bandwidth
-from lightning_moe_ckpt.operators import ComputeDtypeProbe, LoadCounter, Operator, RecordKind, split
+from lightning_moe_ckpt.operators import ComputeDtypeProbe, LoadCounter, Operator, OperatorSet, RecordKind, split
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
+    Order,
     Plan,
     PlanItem,
     WindowPlan,
@@ -36,7 +37,7 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayout
 
 PlanRecord = dict[str, Any]
-"""JSON values, equal on all ranks: `kind`, `config`, `plan`, `counts`, `compute_dtypes`, `split_nbytes`, `interval`."""
+"""JSON values, equal on all ranks: `config`, `order`, `plan`, `counts`, `compute_dtypes`, `split_nbytes`, `interval`."""
 
 MEASURED_STEPS = 3
 """Steps of a life before budgets and compute precisions are known."""
@@ -164,7 +165,11 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
     try:
         positions_plan = Plan.from_json(record["plan"])
         named = record["config"].get("schedule") is not None
-        plan = positions_plan if named else assign_positions(positions_plan, view.operators, record["counts"])
+        plan = (
+            positions_plan
+            if named
+            else assign_positions(positions_plan, view.operators, record["counts"], by=record["order"])
+        )
     except ValueError as error:
         raise IdentityMismatch(
             f"The stored plan names operators that this model does not have ({error}). "
@@ -181,7 +186,9 @@ def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -
     items = _items(view, groups, [0] * view.operators.num_experts, "fixed")
     plan = DenseWindows(every_n_steps=1).plan(items, 0)
     config = DenseWindows(every_n_steps=1).config()
-    return lay_out(_record(config, plan, [0] * view.operators.num_experts, {}, 0), view, groups, journal_nbytes)
+    return lay_out(
+        _record(config, "fixed", plan, [0] * view.operators.num_experts, {}, 0), view, groups, journal_nbytes
+    )
 
 
 class Planner:
@@ -281,7 +288,7 @@ class Planner:
 
     def _plan(self, counts: Sequence[int] | None = None) -> WindowLayout:
         counts = self._global_counts() if counts is None else counts
-        order = self._policy.order if isinstance(self._policy, SparseWindows) else "fixed"
+        order: Order = self._policy.order if isinstance(self._policy, SparseWindows) else "fixed"
         dtypes = self._compute_dtypes()
         view = self._view.replanned(self._view.operators, dtypes)
         budget = self._budget()
@@ -293,7 +300,7 @@ class Planner:
         items = _named_items(view, self._groups) if named else _items(view, self._groups, counts, order)
         plan = self._policy.plan(items, budget)
         names = {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()}
-        record = _record(self._policy.config(), plan, counts, names, limit)
+        record = _record(self._policy.config(), order, plan, counts, names, limit)
         return lay_out(record, self._view, self._groups, self._journal_nbytes)
 
     def _global_counts(self) -> list[int]:
@@ -347,10 +354,16 @@ class Probe:
 
 
 def _record(
-    config: Mapping[str, Any], plan: WindowPlan, counts: Sequence[int], dtypes: Mapping[str, str], limit: int
+    config: Mapping[str, Any],
+    order: Order,
+    plan: WindowPlan,
+    counts: Sequence[int],
+    dtypes: Mapping[str, str],
+    limit: int,
 ) -> PlanRecord:
     return {
         "config": dict(config),
+        "order": order,
         "plan": plan.plan.to_json(),
         "counts": list(counts),
         "compute_dtypes": dict(dtypes),
@@ -374,7 +387,7 @@ def _sizes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]
     }
 
 
-def _items(view: StateView, groups: ParallelGroups, counts: Sequence[int], order: Any) -> list[PlanItem]:
+def _items(view: StateView, groups: ParallelGroups, counts: Sequence[int], order: Order) -> list[PlanItem]:
     return positions(view.operators, counts, sizes=_sizes(view, groups), by=order)
 
 
@@ -382,7 +395,7 @@ def _named_items(view: StateView, groups: ParallelGroups) -> list[PlanItem]:
     return [PlanItem(name, *nbytes) for name, nbytes in _sizes(view, groups).items()]
 
 
-def _split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Any:
+def _split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:
     if limit == 0:
         return view.operators
     sizes = _sizes(view, groups)

@@ -28,6 +28,7 @@ from lightning_moe_ckpt.storage._backend import Entry, probe_create
 log = logging.getLogger(__name__)
 
 _CHUNK_NBYTES = 4 * 2**20
+_MAX_PRUNED = 100
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts: names are durable with the file there
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -129,10 +130,9 @@ class PosixBackend:
     @contextmanager
     def _written(self, path: Path, views: Sequence[bytes | memoryview]) -> Iterator[Path]:
         """Yield a synced temporary file beside `path`; gone afterwards unless it was renamed."""
-        self._make_directory(path.parent)
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            file = self._open_new(temporary)
             try:
                 _write_all(file, views)
                 os.fsync(file)
@@ -141,6 +141,14 @@ class PosixBackend:
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _open_new(self, path: Path) -> int:
+        """Create a file, and its directory as often as somebody prunes it before the file is in it."""
+        for _ in range(_MAX_PRUNED):
+            with suppress(FileNotFoundError):
+                self._make_directory(path.parent)
+                return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        raise StorageError(f"put {path}: its directory vanishes again and again. Who else writes to {self.url}?")
 
     def _make_directory(self, directory: Path) -> None:
         ours = [d for d in (directory, *directory.parents) if self._root in d.parents or not d.exists()]

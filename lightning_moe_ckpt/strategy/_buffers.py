@@ -29,39 +29,42 @@ class BufferSync:
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str], groups: ParallelGroups) -> None:
-        self._module = module
         self._groups = groups
-        self._names = [name for name, _ in module.named_buffers() if name not in ignored]
+        self._owners: dict[str, tuple[nn.Module, str]] = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in module.named_buffers()
+            if name not in ignored
+        }
         self._seen = self._versions()
 
     @property
     def flags(self) -> list[str]:
         """Names of the flags to send along."""
-        return [_PREFIX + name for name in self._names]
+        return [_PREFIX + name for name in self._owners]
 
     def votes(self) -> dict[str, int]:
         """Which buffers changed on this rank since the last `apply`."""
-        now, uncounted = self._versions(), self._uncounted()
-        return {_PREFIX + name: int(name in uncounted or now[name] != self._seen[name]) for name in self._names}
+        now = self._versions()
+        return {
+            _PREFIX + name: int(_is_uncounted(owner) or now[name] != self._seen[name])
+            for name, (owner, _) in self._owners.items()
+        }
 
     def apply(self, agreed: Mapping[str, int]) -> None:
         """Take rank 0's value of every buffer that changed on any rank. Collective."""
-        buffers = self._buffers()
-        changed = [buffers[name] for name in self._names if agreed[_PREFIX + name]]
+        changed = [self._buffer(name) for name in self._owners if agreed[_PREFIX + name]]
         if changed:
             broadcast_tensors(changed, self._groups.groups["world"], 0)
         self._seen = self._versions()
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return dict(self._module.named_buffers())
-
-    def _uncounted(self) -> set[str]:
-        return {
-            f"{fqn}.{name}" if fqn else name
-            for fqn, module in self._module.named_modules()
-            if isinstance(module, _NormBase) and module.training
-            for name, _ in module.named_buffers(recurse=False)
-        }
+    def _buffer(self, name: str) -> Tensor:
+        owner, key = self._owners[name]
+        return owner.get_buffer(key)
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(buffer), buffer._version) for name, buffer in self._buffers().items()}  # noqa: SLF001
+        buffers = {name: self._buffer(name) for name in self._owners}
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}  # noqa: SLF001
+
+
+def _is_uncounted(owner: nn.Module) -> bool:
+    return isinstance(owner, _NormBase) and owner.training

@@ -108,6 +108,7 @@ class MoEStrategy(DDPStrategy):
         """Norm of the last clipping by norm, before clipping; equal on all ranks."""
         self._buffer_sync: BufferSync | None = None
         self._names: dict[int, str] = {}
+        self._sharded: set[str] = set()
         self._untap: list[Callable[[], None]] = []
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -126,13 +127,14 @@ class MoEStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self._module
         self._check(module)
-        ignored = _glue.ignored_names(module)
-        _glue.ignore_names(module, ignored | expert_parallel_fqns(module))
+        self._sharded = expert_parallel_fqns(module)
+        ignored = _glue.ignored_names(module) - self._sharded
+        _glue.ignore_names(module, ignored | self._sharded)
         super().setup(trainer)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._equalise_experts()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._start_reducing(ignored - expert_parallel_fqns(module))
+            self._start_reducing(ignored)
 
     @override
     def configure_ddp(self) -> None:
@@ -176,8 +178,7 @@ class MoEStrategy(DDPStrategy):
 
     def _equalise_experts(self) -> None:
         if self.groups.dp_size > 1 and self.groups.ep_size > 1:
-            sharded = expert_parallel_fqns(self._module)
-            parameters = [p for name, p in self._module.named_parameters() if name in sharded]
+            parameters = [p for name, p in self._module.named_parameters() if name in self._sharded]
             first = self.groups.ranks("expert_data")[0]
             broadcast_tensors(parameters, self.groups.groups["expert_data"], first)
 
@@ -187,7 +188,7 @@ class MoEStrategy(DDPStrategy):
         self.reducer = GradientReducer(
             ((name, parameter) for name, parameter in module.named_parameters() if name not in ignored),
             groups=self.groups,
-            is_expert_parallel=expert_parallel_fqns(module),
+            is_expert_parallel=self._sharded,
             bucket_nbytes=self.bucket_nbytes,
             mode=self.gradient_reduction,
             flags=("stop", *(self._buffer_sync.flags if self._buffer_sync is not None else ())),
@@ -228,7 +229,7 @@ class MoEStrategy(DDPStrategy):
         """
         return global_grad_norm(
             ((self._names.get(id(parameter), ""), parameter.grad) for parameter in parameters),
-            expert_parallel=expert_parallel_fqns(self._module),
+            expert_parallel=self._sharded,
             groups=self.groups,
             norm_type=norm_type,
             device=self.root_device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,9 @@ from lightning_moe_ckpt.testing._lives import LifeResult, assert_same_end, run_l
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
+
+SCRATCH_PREFIX = "moe-ckpt-campaigns-"
+"""Scratch folders are called so, followed by the process id of the tests."""
 
 BEFORE_STEP: tuple[Phase, ...] = ("batch_start", "forward", "before_optimizer_step")
 AFTER_STEP: tuple[Phase, ...] = ("batch_end", "after_batch_end")
@@ -76,6 +80,12 @@ class Campaigns:
         _require_same_end(self.reference(whole), lives, [])
         return lives
 
+    def remove_rings(self) -> None:
+        """Remove what runs that never finished have left in shared memory."""
+        for folder in self._scratch.iterdir():
+            for name in _rings(folder):
+                (SHARED_MEMORY / name).unlink(missing_ok=True)
+
     def _folder(self) -> Path:
         self._count += 1
         return self._scratch / f"campaign{self._count}"
@@ -115,13 +125,33 @@ def checkpoints(folder: Path) -> Path:
 def _rings(folder: Path) -> list[str]:
     """What the run in `folder` has in shared memory; other runs on this machine have theirs."""
     logged = "".join(path.read_text(encoding="utf-8") for path in checkpoints(folder).glob("_log/*.json"))
-    rings = [entry.name for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith("moe-ckpt-")]
-    return [name for name in rings if name.split("-")[3] in logged]
+    names = [entry.name for entry in os.scandir(SHARED_MEMORY) if entry.name.endswith(".ring")]
+    return [name for name in names if name.split("-")[3] in logged]
 
 
-def one_kill_per_step(setup: Setup, *, offset: int = 0) -> list[list[Kill]]:
-    """One script per optimizer step, each with one kill; the phases rotate so that every step meets another one."""
-    return [[kill] for kill in kill_at_every_step(setup, offset=offset)]
+def remove_abandoned(root: Path) -> None:
+    """Remove scratch folders whose tests were killed."""
+    for folder in root.glob(f"{SCRATCH_PREFIX}*"):
+        pid = int(folder.name.removeprefix(SCRATCH_PREFIX).split("-")[0])
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def one_kill_per_step(setup: Setup, *, offset: int = 0, every: int = 1) -> list[list[Kill]]:
+    """One script per optimizer step, each with one kill; the phases rotate so that every step meets another one.
+
+    Args:
+        setup: the run.
+        offset: shifts the phases, and with `every` the steps.
+        every: takes only every n-th step.
+    """
+    return [[kill] for kill in kill_at_every_step(setup, offset=offset)[offset % every :: every]]
+
+
+def two_chains(setup: Setup, *, offset: int = 0) -> list[list[Kill]]:
+    """Every optimizer step is killed in one of two scripts, which may run side by side."""
+    kills = kill_at_every_step(setup, offset=offset)
+    return [kills[::2], kills[1::2]]
 
 
 def kill_at_every_step(setup: Setup, *, offset: int = 0) -> list[Kill]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules of this folder are `campaign._x`
 
-from campaign._campaign import SHARED_MEMORY, Campaigns
+from campaign._campaign import SCRATCH_PREFIX, SHARED_MEMORY, Campaigns, remove_abandoned
 from campaign._warm import WarmParents
 
 _warm: list[WarmParents] = []
@@ -37,8 +38,9 @@ def warm() -> Iterator[WarmParents]:
 @pytest.fixture(scope="session")
 def scratch() -> Iterator[Path]:
     """A folder in memory, where there is one: a SIGKILL loses nothing that a page cache has, and disks are slow."""
-    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="campaigns-", dir=root) as folder:
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    remove_abandoned(root)
+    with tempfile.TemporaryDirectory(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=root) as folder:
         yield Path(folder)
 
 
@@ -46,4 +48,6 @@ def scratch() -> Iterator[Path]:
 def campaigns(warm: WarmParents, scratch: Path) -> Iterator[Campaigns]:
     """Campaigns of one test; fault-free references are shared by all tests of the session."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        yield Campaigns(warm, scratch / "references", Path(folder))
+        campaigns = Campaigns(warm, scratch / "references", Path(folder))
+        yield campaigns
+        campaigns.remove_rings()

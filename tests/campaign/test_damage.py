@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,14 @@ def test_when_none_is_left_the_error_lists_each_with_its_reason(campaigns: Campa
     said = str(caught.value)
     assert "NoUsableGeneration" in said
     assert len([line for line in said.splitlines() if line.startswith("  - step ") and "digest" in line]) >= 2
+
+
+def test_all_ranks_pass_over_what_one_of_them_cannot_read(campaigns: Campaigns) -> None:
+    """The segment of one rank of three is damaged: no rank may resume from that generation."""
+    setup = replace(SPARSE, world_size=3, model="stacked", options=(("num_experts", 6),), expert_parallel=3)
+    lives = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, flip_a_bit))
+    damaged = _number_after("damaged generation ", lives[1].log())
+    assert all(_number_after("resumes from step ", lives[1].log(rank)) < damaged for rank in range(3))
 
 
 def _number_after(words: str, log: str) -> int:

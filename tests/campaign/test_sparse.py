@@ -46,9 +46,17 @@ ROWS = pairwise(FACTORS, allowed=allowed)
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_killed_at_any_step_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
-    """One run per optimizer step of two epochs, killed there once; the next life replays and finishes."""
+    """One run per kill; the next life replays and finishes. Neighbouring rows are killed at different steps."""
     setup = sparse_setup(row)
-    campaigns.check_all(setup, one_kill_per_step(setup, offset=ROWS.index(row)))
+    campaigns.check_all(setup, one_kill_per_step(setup, offset=ROWS.index(row), every=3))
+
+
+@pytest.mark.parametrize("model", ["lists", "batch_norm", "stacked", "mixtral"])
+def test_killed_at_every_step_of_two_epochs_the_run_ends_the_same(campaigns: Campaigns, model: Any) -> None:
+    """In the first window, at the epoch boundary, in validation, after the last step."""
+    setup = replace(SPARSE, model=model)
+    validation = [[Kill(phase="validation", step=step)] for step in (2, 7)]
+    campaigns.check_all(setup, [*one_kill_per_step(setup), *validation])
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -18,8 +18,8 @@ from lightning_moe_ckpt.parallel import WorldFailed, current_groups
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
-LOW = {"precision": "bf16-mixed"}
-RUNS = [(1, 1, CLIPPED), (3, 1, {}), (3, 3, {}), (3, 3, CLIPPED), (4, 2, CLIPPED), (4, 2, LOW), (4, 4, LOW)]
+LOW, LOWER = {"precision": "bf16-mixed"}, {"precision": "bf16-true"}
+RUNS = [(1, 1, CLIPPED), (3, 1, {}), (3, 3, {}), (3, 3, CLIPPED), (4, 2, CLIPPED), (4, 2, LOW), (4, 4, LOWER)]
 
 
 @pytest.mark.parametrize(("world_size", "ep_size", "options"), RUNS)
