@@ -159,7 +159,7 @@ class CaptureSession:
             layout=layout,
             ticket=self._ticket,
             copies=copies,
-            versions=[source._version for source, _ in copies],
+            versions=[_version(source) for source, _ in copies],
             outcome=outcome,
         )
         self.segments_captured += 1
@@ -314,7 +314,7 @@ class CaptureSession:
 
     def _recapture_changed(self, pending: _Pending) -> None:
         changed = [
-            copy for copy, version in zip(pending.copies, pending.versions, strict=True) if copy[0]._version != version
+            copy for copy, version in zip(pending.copies, pending.versions, strict=True) if _version(copy[0]) != version
         ]
         if changed:
             pending.ticket.wait()
@@ -358,3 +358,9 @@ def sealed_segment(step: int, layout: SlotLayout, view: Tensor, ticket: Ticket |
         entries=layout.entries(view),
         ticket=ticket,
     )
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts in-place changes of a tensor and of all that share its memory; changes through `.data` stay unseen."""
+    version: int = tensor._version  # noqa: SLF001  # torch has no public name for it
+    return version

@@ -19,8 +19,8 @@ Journal = dict[str, Any]
 _LENGTH = struct.Struct("<Q")
 
 
-class JournalOverflow(Exception):  # noqa: N818  # never leaves the session, which turns it into a report
-    """A journal is larger than its record.
+class JournalOverflow(Exception):
+    """A journal is larger than its record; never leaves the session, which turns it into a report.
 
     Attributes:
         nbytes: what it needs.

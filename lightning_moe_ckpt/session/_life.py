@@ -123,7 +123,15 @@ class Life:
         self._view = StateView(module, self._operators, schema, {})
         self._exchange = Exchange(groups)
         self._counter = LoadCounter(self._operators, module)
-        self._planner = Planner(policy, self._view, groups, self._exchange, self._counter, autocast_dtype, module)
+        self._planner = Planner(
+            policy,
+            view=self._view,
+            groups=groups,
+            exchange=self._exchange,
+            counter=self._counter,
+            autocast_dtype=autocast_dtype,
+            module=module,
+        )
         self._stalls = StallMeter()
         self._runs: Runs | None = None
         self._worker: PersistWorker | None = None

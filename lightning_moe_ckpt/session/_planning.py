@@ -183,12 +183,11 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
     """One slot of everything, whatever the policy: the first and the last generation of a run."""
-    items = _items(view, groups, [0] * view.operators.num_experts, "fixed")
+    counts = [0] * view.operators.num_experts
+    items = _items(view, groups, counts, "fixed")
     plan = DenseWindows(every_n_steps=1).plan(items, 0)
     config = DenseWindows(every_n_steps=1).config()
-    return lay_out(
-        _record(config, "fixed", plan, [0] * view.operators.num_experts, {}, 0), view, groups, journal_nbytes
-    )
+    return lay_out(_record(config, "fixed", plan, counts=counts, dtypes={}, limit=0), view, groups, journal_nbytes)
 
 
 class Planner:
@@ -207,6 +206,7 @@ class Planner:
     def __init__(
         self,
         policy: WindowPolicy,
+        *,
         view: StateView,
         groups: ParallelGroups,
         exchange: Exchange,
@@ -300,7 +300,7 @@ class Planner:
         items = _named_items(view, self._groups) if named else _items(view, self._groups, counts, order)
         plan = self._policy.plan(items, budget)
         names = {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()}
-        record = _record(self._policy.config(), order, plan, counts, names, limit)
+        record = _record(self._policy.config(), order, plan, counts=counts, dtypes=names, limit=limit)
         return lay_out(record, self._view, self._groups, self._journal_nbytes)
 
     def _global_counts(self) -> list[int]:
@@ -357,6 +357,7 @@ def _record(
     config: Mapping[str, Any],
     order: Order,
     plan: WindowPlan,
+    *,
     counts: Sequence[int],
     dtypes: Mapping[str, str],
     limit: int,

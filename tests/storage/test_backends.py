@@ -264,6 +264,25 @@ def test_sweeping_away_a_live_write_is_an_error_its_retry_heals(
     assert swept
 
 
+def test_a_directory_pruned_before_the_file_is_in_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes the last object of a directory just when we want to write there."""
+    real = os.open
+    pruned: list[str] = []
+
+    def open_after_pruning(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_CREAT and len(pruned) < 3:
+            (tmp_path / "snap").rmdir()
+            pruned.append(path)
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", open_after_pruning)
+    PosixBackend(tmp_path).put("snap/a", b"x")
+    assert len(pruned) == 3
+    assert (tmp_path / "snap" / "a").read_bytes() == b"x"
+
+
 def test_emptied_directories_go(tmp_path: Path) -> None:
     """Deleting a generation leaves no skeleton behind."""
     backend = PosixBackend(tmp_path)

@@ -1,0 +1,160 @@
+"""One `fit` under checkpointing: which trainer hook does what to the life of the run.
+
+Two callbacks call this, one that runs first (replay) and one that runs last (capture); see `_base`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+
+from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
+from lightning_moe_ckpt.session import Life, LifeConfig, WindowPolicy
+
+log = logging.getLogger(__name__)
+
+
+class FitRun:
+    """Joins one trainer's fit to one life of checkpointing.
+
+    Args:
+        config: where checkpoints live and how to resume.
+        policy: what is taken when.
+        trainer: in `on_fit_start`: parameters are on their device, the optimizer exists.
+        module: what it trains.
+        own_callbacks: classes whose state is not part of the journal.
+    """
+
+    def __init__(
+        self,
+        config: LifeConfig,
+        policy: WindowPolicy,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        own_callbacks: tuple[type[Callback], ...],
+    ) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(
+                f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
+                "Put all parameters into one optimizer with several param groups."
+            )
+        for reason in _lightning.inexact_reasons(trainer, module):
+            log.warning("this run cannot be reproduced bit for bit: %s", reason)
+        self._trainer, self._module = trainer, module
+        self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
+        strategy = trainer.strategy
+        groups: ParallelGroups = _groups_of(strategy)
+        schema = StateSchema.of(self._optimizer)
+        self.life = Life(
+            config,
+            policy=policy,
+            module=module,
+            schema=schema,
+            groups=groups,
+            autocast_dtype=_lightning.autocast_dtype(trainer),
+            may_skip=_lightning.may_toggle_requires_grad(trainer),
+        )
+        self._recorder = BoundaryRecorder(trainer, module, own_callbacks)
+        self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
+        self._found_inf = _lightning.FoundInf(trainer)
+        self._hold: _lightning.NoLightningCheckpoints | None = None
+        self._step = trainer.global_step
+        self._losses: list[torch.Tensor] = []
+        self._found: float | None = None
+
+    def begin(self) -> None:
+        start = self.life.begin()
+        if start is not None:
+            self._recorder.resume(start)
+            self._step = self._trainer.global_step
+        if self.life.replaying:
+            self._hold = _lightning.NoLightningCheckpoints(self._trainer, self._held)
+
+    def close(self) -> None:
+        self._release()
+        self._clip.remove()
+        self._recorder.remove()
+        self.life.close()
+
+    # -- first callback
+
+    def batch_start(self) -> None:
+        start = self._recorder.complete_start()
+        if start is not None:
+            self.life.seal(start, step=self._step)
+        outcome = self.life.replay_outcome(self._step + 1)
+        self._clip.override = None if outcome is None else outcome["grad_norm"]
+        self.life.forward_begins()
+
+    def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        outcome = self.life.replay_outcome(self._step + 1)
+        if outcome is None:
+            return
+        self.life.drop_frozen_gradients()
+        if outcome["found_inf"] is not None:
+            self._found_inf.write(optimizer, outcome["found_inf"], self._module.device)
+
+    def replay_batch_end(self, outputs: Any) -> None:
+        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
+            self._losses.append(outputs["loss"].detach().clone())
+        if self._stepped and self.life.replaying:
+            dense = self.life.replayed(self._trainer.global_step, self._losses)
+            if dense:
+                self._release()
+
+    # -- last callback
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._found = self._found_inf.read(optimizer)
+        self.life.fence()
+
+    def batch_end(self) -> None:
+        if not self._stepped:
+            return
+        self._step = self._trainer.global_step
+        losses, self._losses = self._losses, []
+        outcome = {
+            "step": self._step,
+            "epoch": self._trainer.current_epoch,
+            "grad_norm": self._clip.last,
+            "found_inf": self._found,
+            "losses": losses,
+        }
+        self.life.boundary(self._step, outcome)
+        self._recorder.want_start()
+
+    def end(self) -> None:
+        self.life.end(self._step, self._recorder.take_end())
+
+    # -- private
+
+    @property
+    def _stepped(self) -> bool:
+        """Whether the batch that ends now ended with an optimizer step."""
+        return self._trainer.global_step != self._step
+
+    def _held(self) -> None:
+        log.info("a Lightning checkpoint was not written: some operators are still frozen in replay")
+
+    def _release(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+
+def _groups_of(strategy: Strategy) -> ParallelGroups:
+    """The strategy's groups; for others than `MoEStrategy`, every rank holds everything."""
+    own: object = getattr(strategy, "groups", None)
+    if isinstance(own, ParallelGroups):
+        return own
+    return build_groups() if dist.is_available() and dist.is_initialized() else ParallelGroups()
