@@ -100,7 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="measured steps per turn and variant")
     parser.add_argument("--warm-up", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--window", type=int, default=8)
+    parser.add_argument("--window", type=int, default=6)
     return parser.parse_args(argv)
 
 

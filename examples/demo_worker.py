@@ -117,7 +117,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for records and the end state")
     parser.add_argument("--checkpoints", help="URL for checkpoints; without it none are taken")
     # A model this small would fit into one step whole, and `window="auto"` would find W = 1.
-    parser.add_argument("--window", type=int, default=8, help="steps over which a checkpoint is spread")
+    parser.add_argument("--window", type=int, default=6, help="steps over which a checkpoint is spread")
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--crops", type=int, default=3840, help="per epoch, over all ranks")

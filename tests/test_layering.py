@@ -30,7 +30,9 @@ LEVELS = [
     {"callbacks", "strategy", "cli"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-LIGHTNING_PARTS = {"_lightning", "callbacks", "strategy", "cli", "testing"}
+# These may import every part, and no part imports them.
+TOOLS = {"testing", "benchmarks"}
+LIGHTNING_PARTS = {"_lightning", "callbacks", "strategy", "cli", *TOOLS}
 OWNED_BY_LIGHTNING = {
     "trainer", "fit_loop", "epoch_loop", "val_loop", "batch_progress", "epoch_progress", "automatic_optimization",
     "pl_module", "lightning_module", "precision_plugin", "strategy", "scaler", "loop", "loops", "fetcher",
@@ -90,10 +92,10 @@ def wrong_direction(module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def _wrong_target(module: str, part: str, line: int, target: str) -> Iterator[str]:
-    if part in ("testing", target):
+    if part in TOOLS or part == target:
         return
-    if target == "testing":
-        yield f"{module}:{line} imports testing, which is for tests only"
+    if target in TOOLS:
+        yield f"{module}:{line} imports {target}, which training never needs"
     elif part and LEVEL_OF.get(target, -1) >= LEVEL_OF[part]:
         yield f"{module}:{line} {part} imports {target}: arrows point down only"
     elif part and target not in LEVEL_OF:
@@ -203,7 +205,7 @@ def test_nothing_is_too_long() -> None:
 def test_every_part_has_a_level() -> None:
     """A new part of the package is given its place in LEVELS before anything can be said about its imports."""
     parts = {_part(_name(path)) for path in _package_files()}
-    assert parts - set(LEVEL_OF) <= {"", "testing"}
+    assert parts - set(LEVEL_OF) <= {"", *TOOLS}
 
 
 VIOLATIONS = [
@@ -212,6 +214,7 @@ VIOLATIONS = [
     (wrong_direction, "moe._layer", "from lightning_moe_ckpt import operators"),
     (wrong_direction, "callbacks._sparse", "from lightning_moe_ckpt.strategy import MoEStrategy"),
     (wrong_direction, "callbacks._sparse", "from lightning_moe_ckpt.testing import Fault"),
+    (wrong_direction, "", "from lightning_moe_ckpt.benchmarks import main"),
     (wrong_direction, "callbacks._sparse", "from ._dense import DenseCheckpoint"),
     (wrong_direction, "strategy._moe", "from callbacks import SparseCheckpoint"),
     (wrong_direction, "strategy._moe", "import lightning_moe_ckpt"),

@@ -56,6 +56,10 @@ class StateSchema:
             )
         return True
 
+    def tensors(self, param: Tensor) -> list[Tensor]:
+        """The live state tensors there are of `param`, unchecked; cheap enough for every step."""
+        return [v for v in self.optimizer.state.get(param, {}).values() if v is not None]
+
     def get_state(self, param: Tensor, key: str) -> Tensor | None:
         """The live tensor of state `key`, or `None` if there is none yet.
 

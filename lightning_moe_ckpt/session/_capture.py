@@ -15,17 +15,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from lightning_moe_ckpt.errors import CheckpointError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._journal import Journal, JournalOverflow, encode_journal
-from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, WindowLayout, as_memoryview
+from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
+from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
 from lightning_moe_ckpt.session._ring import SegmentRing, Slot
 from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 
 log = logging.getLogger(__name__)
@@ -46,10 +44,8 @@ class _Window:
 class _Pending:
     step: int
     slot: Slot
-    layout: SlotLayout
+    writer: SegmentWriter
     ticket: Ticket
-    copies: list[tuple[Tensor, Tensor]]
-    versions: list[int]
     outcome: Journal
 
 
@@ -90,6 +86,7 @@ class CaptureSession:
         self._ticket: Ticket | None = None
         """Of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
+        self._writers: dict[int, SegmentWriter] = {}
         self._complete: _Window | None = None
         self.generations_complete = 0
         self.windows_skipped = 0
@@ -121,16 +118,23 @@ class CaptureSession:
         self._layout = layout
         return True
 
-    def open_window(self, step: int) -> bool:
-        """Agree with all ranks to start a window whose slot 0 is boundary `step`."""
+    def open_window(self, step: int, use_next_plan: Callable[[], None] | None = None) -> bool:
+        """Agree with all ranks to start a window whose slot 0 is boundary `step`.
+
+        Args:
+            step: the boundary just reached.
+            use_next_plan: puts a plan in force that waits on this rank; called if one waits on every rank.
+        """
         assert self._layout is not None
         assert self._ring is not None
         with self._stalls.measure("exchange"):
             room = self._ring.has_room(len(self._layout.slots))
             own = [int(self._worker.idle), int(room), self._journal_nbytes, int(self._spoiled_last)]
-            votes = self._exchange.gather(own)
+            votes = self._exchange.gather([*own, int(use_next_plan is not None)])
         self._settle_last(spoiled=any(vote[3] for vote in votes))
         self._grow_journal(max(vote[2] for vote in votes))
+        if use_next_plan is not None and all(vote[4] for vote in votes):
+            use_next_plan()
         if not (all(vote[1] for vote in votes) or self._has_room_now()):
             self.windows_skipped += 1
             return False
@@ -151,17 +155,9 @@ class CaptureSession:
         except RingFull as error:
             self._spoil(str(error))
             return
-        copies = self._fill(layout, slot.view)
-        self._ticket = self._engine.submit(copies)
-        self._pending = _Pending(
-            step=step,
-            slot=slot,
-            layout=layout,
-            ticket=self._ticket,
-            copies=copies,
-            versions=[_version(source) for source, _ in copies],
-            outcome=outcome,
-        )
+        writer = self._writer(layout, slot)
+        self._ticket = writer.start()
+        self._pending = _Pending(step=step, slot=slot, writer=writer, ticket=self._ticket, outcome=outcome)
         self.segments_captured += 1
         self.nbytes_captured += layout.segment.nbytes
 
@@ -190,15 +186,16 @@ class CaptureSession:
     def _seal_segment(self, window: _Window, pending: _Pending, start: Journal) -> None:
         assert self._ring is not None
         with self._stalls.measure("journal"):
-            self._recapture_changed(pending)
+            pending.writer.recopy_changed(pending.ticket)
             try:
-                write_journal(pending.layout, pending.slot.view, {"outcome": pending.outcome, "start": start})
+                # Hooks and validation may have changed buffers since the step; the next forward will, before any fence.
+                pending.writer.write_local({"outcome": pending.outcome, "start": start})
             except JournalOverflow as error:
                 self._journal_nbytes = 2 * error.nbytes
                 self._spoil(str(error))
                 return
         self._ring.seal(pending.slot)
-        segment = sealed_segment(pending.step, pending.layout, pending.slot.view, pending.ticket)
+        segment = pending.writer.sealed(pending.step, pending.ticket)
         window.segments.append(segment)
         if window.persist:
             self._worker.add(window.generation, segment)
@@ -297,6 +294,13 @@ class CaptureSession:
         self._complete = window
         self.generations_complete += 1
 
+    def _writer(self, layout: SlotLayout, slot: Slot) -> SegmentWriter:
+        """The writer that last filled this place, if it filled the same slot of the plan."""
+        writer = self._writers.get(slot.index)
+        if writer is None or writer.layout is not layout:
+            writer = self._writers[slot.index] = SegmentWriter(layout, slot.view, self._engine)
+        return writer
+
     def _await_copies(self) -> None:
         """Nothing is written to the ring after this, whether the copies succeeded or not."""
         sealed = self._window.segments if self._window is not None else []
@@ -305,62 +309,3 @@ class CaptureSession:
             if ticket is not None:
                 with suppress(CheckpointError):  # reported by the fence, or of no use any more
                     ticket.wait()
-
-    def _fill(self, layout: SlotLayout, view: Tensor) -> list[tuple[Tensor, Tensor]]:
-        with self._stalls.measure("buffers"):
-            # The next forward changes buffers before any fence: they are copied here and now.
-            copy_local(layout, view)
-        return record_copies(layout, view)
-
-    def _recapture_changed(self, pending: _Pending) -> None:
-        changed = [
-            copy for copy, version in zip(pending.copies, pending.versions, strict=True) if _version(copy[0]) != version
-        ]
-        if changed:
-            pending.ticket.wait()
-            self._engine.submit(changed).wait()
-
-
-def record_copies(layout: SlotLayout, view: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (live slice, place in the segment); the presence of optimizer state is written at once."""
-    copies = []
-    for each in layout.own:
-        place = layout.segment.view(view, each.name)
-        if each.key == PRESENT:
-            param = layout.view.params[each.part.piece.fqn]
-            place.fill_(int(layout.view.schema.has_state(param)))
-            continue
-        live = layout.view.live(each)
-        if live is not None:
-            copies.append((live, place))
-    return copies
-
-
-def copy_local(layout: SlotLayout, view: Tensor) -> None:
-    """Copy this rank's buffers into the segment, synchronously."""
-    for name, buffer in layout.view.buffers.items():
-        layout.segment.view(view, f"buffer/{name}").copy_(buffer)
-
-
-def write_journal(layout: SlotLayout, view: Tensor, journal: Journal) -> None:
-    """Put the journal in its record; the rest of the record stays as it is, its length comes first."""
-    place = layout.segment.view(view, JOURNAL)
-    payload = encode_journal(journal, place.numel())
-    place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-
-
-def sealed_segment(step: int, layout: SlotLayout, view: Tensor, ticket: Ticket | None) -> SealedSegment:
-    """What the persist worker needs of a sealed segment."""
-    layout.segment.write_header(view)
-    return SealedSegment(
-        step=step,
-        view=as_memoryview(view)[: layout.segment.nbytes],
-        entries=layout.entries(view),
-        ticket=ticket,
-    )
-
-
-def _version(tensor: Tensor) -> int:
-    """Counts in-place changes of a tensor and of all that share its memory; changes through `.data` stay unseen."""
-    version: int = tensor._version  # noqa: SLF001  # torch has no public name for it
-    return version

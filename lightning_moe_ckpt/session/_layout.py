@@ -101,6 +101,15 @@ class StateView:
         for entry in self.schema.entries(param):
             yield Field(part, entry.key, entry.dtype, per_element=entry.per_element)
 
+    def states(self, params: Iterable[torch.nn.Parameter]) -> list[Tensor]:
+        """The optimizer state there is of these parameters."""
+        return [tensor for param in params for tensor in self.schema.tensors(param)]
+
+    def base(self, field: Field) -> Tensor | None:
+        """The parameter or state tensor a field is a slice of."""
+        param = self.params[field.part.piece.fqn]
+        return param if field.key == PARAM else self.schema.get_state(param, field.key)
+
     def live(self, field: Field) -> Tensor | None:
         """The live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
         param = self.params[field.part.piece.fqn]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session._capture import CaptureSession, copy_local, record_copies, sealed_segment, write_journal
+from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal
@@ -31,6 +31,7 @@ from lightning_moe_ckpt.session._restore import Found, Runs
 from lightning_moe_ckpt.session._ring import SegmentRing
 from lightning_moe_ckpt.session._shm import shared_name
 from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 
 log = logging.getLogger(__name__)
@@ -279,21 +280,31 @@ class Life:
         self._report_failures()
         self._steps += 1
         if not capture.window_open:
-            self._plan(step)
-            if capture.layout is None or not self._due(step) or not capture.open_window(step):
+            self._plan()
+            if capture.layout is None or not self._due(step) or not capture.open_window(step, self._reordered()):
                 return
             self._last_window = step
         capture.capture(step, outcome)
 
-    def _plan(self, step: int) -> None:
+    def _plan(self) -> None:
         assert self._capture is not None
+        layout = self._planner.first_layout() if self._replay is None else None
+        if layout is not None:
+            self._use(layout)
+
+    def _reordered(self) -> Callable[[], None] | None:
+        """What puts a waiting plan in force, if one is waiting here."""
         if self._replay is not None:
-            return
-        layout = self._planner.next_layout(window_due=self._due(step))
-        if layout is not None and self._capture.use_layout(layout):
+            return None
+        self._planner.consider_reordering()
+        return (lambda: self._use(self._planner.take_reordered())) if self._planner.reordered else None
+
+    def _use(self, layout: WindowLayout) -> None:
+        assert self._capture is not None
+        if self._capture.use_layout(layout):
             self._planner.adopt(layout)
             log.info(
-                "plan: %d segments of at most %.1f MiB (dense: %.1f MiB)",
+                "plan: %d segments of at most %.1f MiB (everything: %.1f MiB)",
                 len(layout.slots),
                 layout.slot_nbytes / 2**20,
                 self._dense_nbytes() / 2**20,
@@ -333,15 +344,14 @@ class Life:
         with self._stalls.measure("dense"):
             layout = dense_layout(self._view, self._groups, 2 * len(encode(journal)))
             slot = layout.slots[0]
-            buffer = torch.zeros(slot.segment.nbytes, dtype=torch.uint8)
-            copy_local(slot, buffer)
-            ticket = self._engine.submit(record_copies(slot, buffer))
-            write_journal(slot, buffer, journal)
+            writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
+            ticket = writer.start()
+            writer.write_local(journal)
             generation = GenerationId(step=step, epoch=self._runs.epoch)
             self._worker.begin(
                 generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1, on_released=None
             )
-            self._worker.add(generation, sealed_segment(step, slot, buffer, ticket))
+            self._worker.add(generation, writer.sealed(step, ticket))
             self._worker.drain(self._config.commit_timeout.total_seconds())
             self._exchange.all_agree(True)  # nobody trains on before the coordinator has committed
 

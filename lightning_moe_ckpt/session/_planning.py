@@ -9,8 +9,10 @@ each generation as a small JSON value.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -44,6 +46,9 @@ MEASURED_STEPS = 3
 
 BUDGET_SHARE = 0.8
 """Part of the measured bandwidth that a plan may use; the rest absorbs noise."""
+
+REORDER_WINDOWS = 8
+"""Windows over which tokens are counted before the order is looked at again; fewer would follow noise."""
 
 _BANDWIDTH_NBYTES = 16 * 2**20
 
@@ -223,6 +228,8 @@ class Planner:
         self._steps = 0
         self._step_seconds: list[float] = []
         self._boundary_at: float | None = None
+        self._next: Background | None = None
+        self._windows = 0
 
     @property
     def interval_steps(self) -> int:
@@ -254,21 +261,36 @@ class Planner:
             self._step_seconds.append(time.perf_counter() - self._boundary_at)
             self._boundary_at = None
 
-    def next_layout(self, *, window_due: bool) -> WindowLayout | None:
-        """At a boundary outside any window: a plan to put in force, if one is due. All ranks get an equal one."""
+    def first_layout(self) -> WindowLayout | None:
+        """At every boundary outside a window: the first plan of this life, once what it needs is known."""
         self._steps += 1
         self._boundary_at = time.perf_counter()
-        if self._current is None:
-            wait = self._policy.measures or self._probe is not None
-            if wait and self._steps < MEASURED_STEPS:
-                return None
-            return self._plan()
-        if not window_due or self._policy.kind == "dense" or not self._reorders():
+        wait = self._policy.measures or self._probe is not None
+        if self._current is not None or (wait and self._steps < MEASURED_STEPS):
             return None
+        return self._plan(self._global_counts())()
+
+    def consider_reordering(self) -> None:
+        """Where a window starts: see whether popularity has changed enough, and if so plan anew in the background."""
+        if self._current is None or self._next is not None or not self._reorders():
+            return
+        self._windows += 1
+        if self._windows % REORDER_WINDOWS:
+            return
         counts = self._global_counts()
-        if not should_reorder(self._current.record["counts"], counts):
-            return None
-        return self._plan(counts)
+        if should_reorder(self._current.record["counts"], counts):
+            self._next = Background(self._plan(counts))
+
+    @property
+    def reordered(self) -> bool:
+        """Whether a plan made in the background is waiting on this rank."""
+        return self._next is not None and self._next.done
+
+    def take_reordered(self) -> WindowLayout:
+        """The waiting plan; every rank takes its own at the same boundary."""
+        assert self._next is not None
+        background, self._next = self._next, None
+        return background.result()
 
     def relayout(self, journal_nbytes: int) -> WindowLayout:
         """The plan in force with room for a larger journal."""
@@ -286,13 +308,14 @@ class Planner:
     def _reorders(self) -> bool:
         return isinstance(self._policy, SparseWindows) and self._policy.order == "popularity" and len(self._counts) > 0
 
-    def _plan(self, counts: Sequence[int] | None = None) -> WindowLayout:
-        counts = self._global_counts() if counts is None else counts
+    def _plan(self, counts: Sequence[int]) -> Callable[[], WindowLayout]:
+        """Agree on the inputs of a plan now; what is returned makes it, on any thread."""
+        dtypes, budget = self._compute_dtypes(), self._budget()
+        return lambda: self._make(counts, dtypes, budget)
+
+    def _make(self, counts: Sequence[int], dtypes: dict[str, torch.dtype], budget: int) -> WindowLayout:
         order: Order = self._policy.order if isinstance(self._policy, SparseWindows) else "fixed"
-        dtypes = self._compute_dtypes()
-        view = self._view.replanned(self._view.operators, dtypes)
-        budget = self._budget()
-        limit = 0
+        view, limit = self._view.replanned(self._view.operators, dtypes), 0
         if budget:
             limit = split_nbytes(_items(view, self._groups, counts, order), budget)
             view = view.replanned(_split_operators(view, self._groups, limit), dtypes)
@@ -328,6 +351,29 @@ class Planner:
         names = list(self._view.params)
         rows = self._exchange.gather([int(name in verdict) for name in names])
         return {name: self._probe.dtype for i, name in enumerate(names) if all(row[i] for row in rows)}
+
+
+class Background:
+    """A plan being made on a thread of its own: for thousands of operators that takes a good part of a second."""
+
+    def __init__(self, make: Callable[[], WindowLayout]) -> None:
+        self._result: Future[WindowLayout] = Future()
+        threading.Thread(target=self._run, args=(make,), name="moe-ckpt-plan", daemon=True).start()
+
+    def _run(self, make: Callable[[], WindowLayout]) -> None:
+        try:
+            self._result.set_result(make())
+        except BaseException as error:  # noqa: BLE001  # thread entry: raised by `result` on the training thread
+            self._result.set_exception(error)
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return self._result.done()
+
+    def result(self) -> WindowLayout:
+        """The plan; waits for it."""
+        return self._result.result()
 
 
 class Probe:

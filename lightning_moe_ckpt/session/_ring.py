@@ -163,7 +163,8 @@ class SegmentRing:
                     f"All {self.num_slots} segment slots are in use ({self._usage()}); the capture of step {step} is "
                     "skipped. Raise `max_window` or free memory if this happens often."
                 )
-            index = self._free.pop()
+            # First in, first out: windows of equal length then find each slot of the plan in the same place again.
+            index = self._free.pop(0)
             entry.slots[index] = SlotState.FILLING
         start = index * self.slot_nbytes
         return Slot(index, generation, step, self.memory[start : start + self.slot_nbytes])

@@ -34,6 +34,7 @@ class Recorder(Checkpoint):
         self._end = end
         self._records = os.open(records, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._batch = ""
+        self._ended = False
 
     def write(self, record: Record) -> None:
         """Append one line; it outlives a SIGKILL that follows."""
@@ -72,6 +73,13 @@ class Recorder(Checkpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.save(capture_end(trainer, pl_module), self._end)
+        self._ended = True
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._ended:  # a life that found the run finished: nothing was trained, no number will be drawn
+            end = capture_end(trainer, pl_module)
+            torch.save({key: value for key, value in end.items() if not key.startswith("rng/")}, self._end)
 
     def _line(self, trainer: Trainer, kind: str, batch_idx: int, **values: Any) -> None:
         where = {"kind": kind, "epoch": trainer.current_epoch, "batch": batch_idx, "step": trainer.global_step}

@@ -53,7 +53,7 @@ def test_checkpointing_does_not_change_training(campaigns: Campaigns, row: Row) 
 def test_a_finished_run_that_is_started_again_stays_finished(campaigns: Campaigns) -> None:
     """The generation of the normal end is there, and no step is trained twice."""
     setup = Setup(checkpointing=Checkpointing(policy="dense"))
-    first, second = campaigns.run(setup, None)
+    first, second = campaigns.check(setup, None)
     assert first.steps()[-1] == setup.steps
     assert second.steps() == []
 

@@ -1,0 +1,70 @@
+"""What a benchmark is to the command line: options, a measurement, and the figures as a table.
+
+Variants are measured side by side in one run and take turns, because what else the machine does hits all alike.
+Medians and ratios of such figures say something about another machine; absolute seconds say something about this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from rich.table import Table
+
+Figure = TypeVar("Figure")
+Progress = Callable[[str, int, int], None]
+"""Called with what begins, how many were done before it, and how many there are."""
+
+
+class Benchmark(ABC, Generic[Figure]):
+    """One measurement that `moe-ckpt bench` offers. Its figures are dataclasses of JSON values."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line of help."""
+
+    @abstractmethod
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Declare options; their names are unique among all benchmarks, which `all` runs with one command line."""
+
+    @abstractmethod
+    def measure(self, options: argparse.Namespace, progress: Progress) -> list[Figure]:
+        """Run it."""
+
+    @abstractmethod
+    def table(self, figures: Sequence[Figure]) -> Table:
+        """The figures for people."""
+
+
+def positive(text: str) -> int:
+    """Type of an option that counts something there must be one of."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+def milliseconds(seconds: float) -> str:
+    """Text with a unit and three or so digits that matter."""
+    return f"{seconds * 1e3:.{_decimals(seconds * 1e3)}f} ms"
+
+
+def megabytes(nbytes: float) -> str:
+    """As `milliseconds`; 10^6 bytes."""
+    return f"{nbytes / 1e6:.{_decimals(nbytes / 1e6)}f} MB"
+
+
+def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table whose columns are aligned right but for the first."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    return table
+
+
+def _decimals(value: float) -> int:
+    return 0 if value >= 100 else 1 if value >= 10 else 2

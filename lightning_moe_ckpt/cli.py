@@ -1,0 +1,99 @@
+"""The console command `moe-ckpt`.
+
+A subcommand is a function that declares its arguments and, by `set_defaults(run=...)`, what runs: it stands in
+`_COMMANDS`, takes the parsed arguments and returns the exit status. Results go to standard output, as tables or, with
+`--json`, as one JSON document; progress and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from lightning_moe_ckpt.benchmarks import Benchmark, Machine, OverheadBench, PlannerBench, ReductionBench
+from lightning_moe_ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
+
+Run = Callable[[argparse.Namespace], int]
+
+# The reduction forks, which is safe only as long as nothing else has run in this process.
+_BENCHMARKS: tuple[Benchmark[Any], ...] = (ReductionBench(), PlannerBench(), OverheadBench())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments after the program's name; those of the process by default.
+
+    Returns:
+        Exit status: 0 on success, 1 if the command failed. Wrong arguments exit with 2.
+    """
+    parser = argparse.ArgumentParser(prog="moe-ckpt", description="Checkpoints of Mixture-of-Experts training.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for declare in _COMMANDS:
+        declare(commands)
+    args = parser.parse_args(argv)
+    run: Run = args.run
+    try:
+        return run(args)
+    except CheckpointError as error:
+        sys.stderr.write(f"moe-ckpt: {error}\n")
+        return 1
+
+
+def _declare_bench(commands: Commands) -> None:
+    bench = commands.add_parser("bench", help="measure costs on this machine")
+    choices = bench.add_subparsers(metavar="BENCHMARK", required=True)
+    for benchmark in _BENCHMARKS:
+        _declare_benchmarks(choices, benchmark.name, benchmark.summary, [benchmark])
+    _declare_benchmarks(choices, "all", "all of them, one after another", _BENCHMARKS)
+
+
+def _declare_benchmarks(choices: Commands, name: str, summary: str, chosen: Sequence[Benchmark[Any]]) -> None:
+    parser = choices.add_parser(name, help=summary, description=summary)
+    parser.add_argument("--json", action="store_true", help="write figures as JSON")
+    for benchmark in chosen:
+        benchmark.add_options(parser)
+    parser.set_defaults(run=lambda args: _bench(chosen, args))
+
+
+def _bench(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> int:
+    machine = Machine.read()
+    figures = _measure(chosen, args)
+    if args.json:
+        document = {name: [dataclasses.asdict(each) for each in group] for name, group in figures.items()}
+        sys.stdout.write(json.dumps({"machine": dataclasses.asdict(machine), **document}, indent=2) + "\n")
+        return 0
+    # A file or a pipe has no width: enough for the widest table.
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(str(machine), highlight=False)
+    for benchmark in chosen:
+        console.print(benchmark.table(figures[benchmark.name]))
+    return 0
+
+
+def _measure(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> dict[str, list[Any]]:
+    # No thread that refreshes, and standard streams as they are: a benchmark may fork.
+    bar = Progress(
+        console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    )
+    with bar:
+        task = bar.add_task("")
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+        return {benchmark.name: benchmark.measure(args, show) for benchmark in chosen}
+
+
+_COMMANDS: tuple[Callable[[Commands], None], ...] = (_declare_bench,)

@@ -1,0 +1,107 @@
+"""Filling one segment's memory from live state, step after step, at little cost to the training thread.
+
+What is copied where changes only when a tensor is replaced or the optimizer begins to keep state of a parameter. So
+the list of copies, the header and what the marker says of the records are made once per (slot of the plan, place in
+the ring) and checked for being up to date by comparing the identity of a few tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.native import CopyEngine, CopyList, Ticket
+from lightning_moe_ckpt.session._journal import Journal, encode_journal
+from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
+from lightning_moe_ckpt.session._persist import SealedSegment
+from lightning_moe_ckpt.storage import RecordEntry
+
+
+class SegmentWriter:
+    """Fills one piece of memory with one slot of a plan.
+
+    Args:
+        layout: what lies where.
+        view_U8: memory of at least the segment's size; its header is written at once.
+        engine: copies device memory to it.
+    """
+
+    def __init__(self, layout: SlotLayout, view_U8: Tensor, engine: CopyEngine) -> None:
+        self.layout, self.view, self._engine = layout, view_U8, engine
+        layout.segment.write_header(view_U8)
+        self._params = [layout.view.params[fqn] for fqn in dict.fromkeys(f.part.piece.fqn for f in layout.own)]
+        self._bases: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._owners: list[int] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._copies: CopyList | None = None
+        self._entries: Sequence[RecordEntry] = ()
+        self._versions: list[int] = []
+
+    def start(self) -> Ticket:
+        """Begin to copy every record; the sources must not change before the ticket's fence."""
+        self._refresh()
+        assert self._copies is not None
+        self._versions = _versions(self._bases)
+        return self._engine.submit(self._copies)
+
+    def recopy_changed(self, ticket: Ticket) -> None:
+        """Copy again, synchronously, what was changed in place since `start`."""
+        now = _versions(self._bases)
+        changed = (
+            {i for i, version in enumerate(self._versions) if version != now[i]} if now != self._versions else set()
+        )
+        if changed:
+            ticket.wait()
+            pairs = [pair for pair, owner in zip(self._pairs, self._owners, strict=True) if owner in changed]
+            self._engine.submit(pairs).wait()
+
+    def write_local(self, journal: Journal) -> None:
+        """Copy this rank's buffers and put the journal into its record, synchronously.
+
+        Raises:
+            JournalOverflow: the record is too small.
+        """
+        for name, buffer in self.layout.view.buffers.items():
+            self.layout.segment.view(self.view, f"buffer/{name}").copy_(buffer)
+        place = self.layout.segment.view(self.view, JOURNAL)
+        payload = encode_journal(journal, place.numel())
+        place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def sealed(self, step: int, ticket: Ticket) -> SealedSegment:
+        """What the persist worker needs of the segment of boundary `step`."""
+        view = as_memoryview(self.view)[: self.layout.segment.nbytes]
+        return SealedSegment(step=step, view=view, entries=self._entries, ticket=ticket)
+
+    def _refresh(self) -> None:
+        bases = [*self._params, *self.layout.view.states(self._params)]
+        # A parameter keeps its identity when its memory is swapped (`param.data = ...`), state is replaced whole.
+        addresses = [param.data_ptr() for param in self._params]
+        same = len(bases) == len(self._bases) and all(map(is_, bases, self._bases))
+        if self._copies is None or not same or addresses != self._addresses:
+            self._bases, self._addresses = bases, addresses
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        layout, index = self.layout, {id(base): i for i, base in enumerate(self._bases)}
+        self._pairs, self._owners = [], []
+        for field in layout.own:
+            place = layout.segment.view(self.view, field.name)
+            if field.key == PRESENT:
+                place.fill_(int(layout.view.schema.has_state(layout.view.params[field.part.piece.fqn])))
+                continue
+            base = layout.view.base(field)
+            live = layout.view.live(field)
+            if base is not None and live is not None:
+                self._pairs.append((live, place))
+                self._owners.append(index[id(base)])
+        self._copies = self._engine.prepare(self._pairs)
+        self._entries = layout.entries(self.view)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Count in-place changes of tensors and of all that share their memory; changes through `.data` stay unseen."""
+    return [tensor._version for tensor in tensors]  # noqa: SLF001  # torch has no public name for it
