@@ -33,10 +33,6 @@ POLL_SECONDS = 0.05
 QUIET_SECONDS = 120.0
 """A job that writes no record for so long has hung."""
 
-# By default torchrun keeps one store for all lives of a job, in which a restarted gloo group finds the addresses of the
-# processes that died and cannot connect (pytorch issue 135712).
-NEW_STORE_PER_LIFE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
@@ -180,7 +176,7 @@ def _torchrun(ranks: int, worker: list[str], log: Path) -> Iterator[subprocess.P
     """The job, in processes of its own; stopped when the block ends before it does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", "3", str(WORKER), *worker]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **NEW_STORE_PER_LIFE}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:

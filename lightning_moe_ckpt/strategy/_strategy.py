@@ -33,7 +33,9 @@ from lightning_moe_ckpt.parallel import (
     expert_parallel_fqns,
     expert_parallel_modules,
     global_grad_norm,
+    init_fresh_process_group,
     set_current_groups,
+    shares_agent_store,
 )
 from lightning_moe_ckpt.strategy import _glue
 from lightning_moe_ckpt.strategy._buffers import BufferSync
@@ -115,6 +117,7 @@ class MoEStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        self._join_fresh_store()
         super().setup_distributed()
         self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
         set_current_groups(self.groups)
@@ -122,6 +125,15 @@ class MoEStrategy(DDPStrategy):
             "rank %d of %d holds experts of rank %d of %d",
             *(self.groups.rank, self.groups.world_size, self.groups.ep_rank, self.groups.ep_size),
         )
+
+    def _join_fresh_store(self) -> None:
+        """Under torchrun, see to it that a restarted life does not meet the addresses of the one before."""
+        environment = self.cluster_environment
+        if environment is None or not shares_agent_store() or dist.is_initialized():
+            return
+        backend = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        rank, world_size = environment.global_rank(), environment.world_size()
+        init_fresh_process_group(backend, rank=rank, world_size=world_size, timeout=self.timeout)
 
     @override
     def setup(self, trainer: Trainer) -> None:

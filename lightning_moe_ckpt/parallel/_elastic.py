@@ -1,0 +1,81 @@
+"""A process group for each life of a job that torchrun restarts.
+
+From torch 2.4 on all lives of a torchrun job share the agent's store. A restarted life then finds the addresses of
+dead processes in it, and gloo fails to connect ("Connection refused", pytorch issue 135712), unless
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set for torchrun. Restart counts do not help: they differ between nodes. So
+rank 0 serves a fresh store for its life, and the other ranks ask for it through the shared one, each with a word of its
+own, so that an answer is never that of an earlier life.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+from lightning_moe_ckpt.errors import CheckpointError
+
+_PREFIX = "lightning_moe_ckpt/life"
+_POLL_SECONDS = 0.01
+
+
+def shares_agent_store() -> bool:
+    """Whether torchrun offers this process a store that earlier lives have used."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Initialise the default process group over a store that no other life has used.
+
+    Args:
+        backend: e.g. `gloo`.
+        rank: of this process.
+        world_size: processes of the job.
+        timeout: for joining, and for collectives.
+
+    Raises:
+        CheckpointError: not all ranks joined in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = PrefixStore(_PREFIX, TCPStore(host, port, is_master=False, timeout=timeout))
+    store = _serve(shared, host, world_size, timeout) if rank == 0 else _ask(shared, rank, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _serve(shared: Store, host: str, world_size: int, timeout: timedelta) -> Store:
+    """Start a store and tell its address to everybody who asks, until all have joined."""
+    store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    address, answered = f"{host}:{store.port}", set[str]()
+    give_up = time.monotonic() + timeout.total_seconds()
+    while store.add("joined", 0) < world_size - 1:
+        for rank in range(1, world_size):
+            if shared.check([_question(rank)]):
+                word = shared.get(_question(rank)).decode()
+                if word not in answered:  # of an earlier life at first, which nobody waits for
+                    shared.set(f"answer/{word}", address)
+                    answered.add(word)
+        if time.monotonic() > give_up:
+            raise CheckpointError(
+                f"{store.add('joined', 0)} of {world_size - 1} other ranks joined within {timeout}. "
+                "See whether all processes of the job were started."
+            )
+        time.sleep(_POLL_SECONDS)
+    return store
+
+
+def _ask(shared: Store, rank: int, timeout: timedelta) -> Store:
+    word = uuid.uuid4().hex
+    shared.set(_question(rank), word)
+    shared.wait([f"answer/{word}"], timeout)
+    host, _, port = shared.get(f"answer/{word}").decode().rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+    store.add("joined", 1)
+    return store
+
+
+def _question(rank: int) -> str:
+    return f"question/{rank}"

@@ -1,0 +1,67 @@
+"""Lives of a torchrun job share the agent's store and still never meet the ranks of an earlier life."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.parallel import init_fresh_process_group, run_world, shares_agent_store
+
+FORK = multiprocessing.get_context("fork")
+TIMEOUT = timedelta(seconds=30)
+
+
+def serve_agent_store(reply: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    reply.send(store.port)
+    reply.recv()
+
+
+@pytest.fixture
+def agent_port() -> object:
+    """Port of a store as torchrun's agent serves it, in a process of its own."""
+    here, there = FORK.Pipe()
+    agent = FORK.Process(target=serve_agent_store, args=(there,), daemon=True)
+    agent.start()
+    assert here.poll(30)
+    yield here.recv()
+    here.send("stop")
+    agent.join(10)
+
+
+def one_life(rank: int, world_size: int, port: int) -> float:
+    """Join, add up all ranks, and leave without a goodbye, as a killed process does."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    assert shares_agent_store()
+    init_fresh_process_group("gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_every_life_forms_a_world_of_its_own(agent_port: int) -> None:
+    """Three lives over one store, the last with fewer ranks."""
+    for world_size in (3, 3, 2):
+        totals = run_world(world_size, lambda rank, n=world_size: one_life(rank, n, agent_port), process_group=False)  # type: ignore[misc]
+        assert totals == [world_size * (world_size + 1) / 2] * world_size
+
+
+def test_a_world_that_does_not_come_together_says_how_many_are_missing(agent_port: int) -> None:
+    """Rank 0 alone waits for its time-out, not for ever."""
+
+    def alone(rank: int) -> str:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent_port))
+        with pytest.raises(CheckpointError, match="0 of 2 other ranks joined") as caught:
+            init_fresh_process_group("gloo", rank=0, world_size=3, timeout=timedelta(seconds=1))
+        return str(caught.value)
+
+    (message,) = run_world(1, alone, process_group=False)
+    assert "all processes" in message
