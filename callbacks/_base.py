@@ -20,6 +20,9 @@ from lightning_moe_ckpt.session import LifeConfig, Report, WindowPolicy
 
 Resume = Literal["auto", "must", "never"]
 
+_LAST_SECONDS = 2.0
+"""How long an exception is held up for checkpoints under way."""
+
 
 class CheckpointCallback(Checkpoint):
     """Takes checkpoints of a run and resumes it from them; subclasses choose what is taken when.
@@ -116,6 +119,7 @@ class CheckpointCallback(Checkpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.wait_committed(_LAST_SECONDS)  # what is whole already; other ranks may be gone
         self._close(trainer)
 
     @override

@@ -12,14 +12,13 @@ In a resumed process the same moments come by again, and each is given the state
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_moe_ckpt import _lightning, _lightning_metrics
+from lightning_moe_ckpt.callbacks._extras import Extras, copied, require_storable
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 from lightning_moe_ckpt.session import RngState, capture_rng, restore_rng
 
@@ -48,6 +47,10 @@ class BoundaryRecorder:
         self._wanted = True
         self._resume: Start | None = None
         self._mid_epoch = False
+        self._extras = Extras()
+        require_storable(
+            {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
+        )
         self._taps = _lightning.FitLoopTaps(trainer, self)
 
     def want_start(self) -> None:
@@ -129,18 +132,16 @@ class BoundaryRecorder:
             "between_epochs": between_epochs,
             "loops": _lightning.take_loop_state(trainer),
             "batches_done": _lightning.batches_done(trainer),
-            "schedulers": [_copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
-            "precision": _copied(trainer.precision_plugin.state_dict()),
-            "callbacks": self._callback_states(),
-            "metrics": _copied(_lightning_metrics.take_metrics(trainer, self._module)),
+            "precision": copied(trainer.precision_plugin.state_dict()),
+            "callbacks": self._extras.take_callbacks(self._callbacks()),
+            "module": self._extras.take_module(self._module),
+            "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),
+            "metrics": copied(_lightning_metrics.take_metrics(trainer, self._module)),
             "should_stop": trainer.should_stop,
             "seed": _lightning.take_seed(),
         }
-
-    def _callback_states(self) -> dict[str, Any]:
-        states = {c.state_key: c.state_dict() for c in self._callbacks()}
-        return {key: _copied(state) for key, state in states.items() if state}
 
     def _callbacks(self) -> list[Callback]:
         # trainer.callbacks is untyped in Lightning
@@ -155,21 +156,26 @@ class BoundaryRecorder:
         _lightning.restore_seed(start["seed"])
         load_groups_state(trainer.optimizers[0], start["param_groups"])
         for config, state in zip(trainer.lr_scheduler_configs, start["schedulers"], strict=True):
-            config.scheduler.load_state_dict(_copied(state))
+            config.scheduler.load_state_dict(copied(state))
         load_groups_state(trainer.optimizers[0], start["param_groups"])  # schedulers may write an initial rate on load
         if start["precision"]:
             trainer.precision_plugin.load_state_dict(start["precision"])
         for callback in self._callbacks():
             if callback.state_key in start["callbacks"]:
-                callback.load_state_dict(_copied(start["callbacks"][callback.state_key]))
+                callback.load_state_dict(copied(start["callbacks"][callback.state_key]))
+        if start["module"]:
+            self._module.on_load_checkpoint(copied(start["module"]))
+        datamodule = _lightning.datamodule_of(trainer)
+        if start["datamodule"] and datamodule is not None:
+            datamodule.load_state_dict(copied(start["datamodule"]))
         _lightning_metrics.restore_metrics(
-            trainer, self._module, _copied(start["metrics"]), mid_epoch=not start["between_epochs"]
+            trainer, self._module, copied(start["metrics"]), mid_epoch=not start["between_epochs"]
         )
         trainer.should_stop = start["should_stop"]
         self._resume_loops(start)
 
     def _resume_loops(self, start: Start) -> None:
-        loops = _copied(start["loops"])
+        loops = copied(start["loops"])
         if start["between_epochs"]:
             _lightning.resume_between_epochs(self._trainer, loops)
             return
@@ -192,14 +198,3 @@ class BoundaryRecorder:
 
     def _restoring(self, state: RngState | None) -> Callable[[], None]:
         return lambda: self._restore_random(state)
-
-
-def _copied(value: Any) -> Any:
-    """Deep copy with tensors detached, so that a journal never aliases what training goes on to change."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    if type(value) is list:
-        return [_copied(each) for each in value]
-    return copy.deepcopy(value)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -273,6 +273,12 @@ def restore_seed(seed: str | None) -> None:
         os.environ[_SEED_VARIABLE] = seed
 
 
+def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
+    """The data module, if the run has one."""
+    datamodule: LightningDataModule | None = getattr(trainer, "datamodule", None)
+    return datamodule
+
+
 def inexact_reasons(trainer: Trainer, module: LightningModule) -> list[str]:
     """What about this run cannot be reproduced bit for bit, in words for the log."""
     reasons = []
@@ -282,6 +288,11 @@ def inexact_reasons(trainer: Trainer, module: LightningModule) -> list[str]:
         reasons.append(
             "the module overrides `configure_gradient_clipping`: unless it calls `self.clip_gradients`, "
             "the clipping of a replayed step is not recorded"
+        )
+    if trainer.world_size > 2 and not may_toggle_requires_grad(trainer):
+        reasons.append(
+            "DistributedDataParallel sums gradients of three or more ranks in an order that changes when a process "
+            "starts anew; use strategy='moe', or register `ordered_hook`"
         )
     return reasons
 

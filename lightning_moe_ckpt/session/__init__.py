@@ -1,5 +1,7 @@
 """One run's checkpointing life: snapshot, seal, persist, commit, restore, replay."""
 
+from lightning_moe_ckpt.session._codec import refusals as refusals
+from lightning_moe_ckpt.session._codec import register_enum as register_enum
 from lightning_moe_ckpt.session._life import Life as Life
 from lightning_moe_ckpt.session._life import LifeConfig as LifeConfig
 from lightning_moe_ckpt.session._life import Report as Report

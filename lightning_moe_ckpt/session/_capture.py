@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lightning_moe_ckpt.errors import CheckpointError, RingFull
+from lightning_moe_ckpt.errors import CheckpointError, CodecError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
@@ -193,6 +193,9 @@ class CaptureSession:
             except JournalOverflow as error:
                 self._journal_nbytes = 2 * error.nbytes
                 self._spoil(str(error))
+                return
+            except CodecError as error:
+                self._spoil(f"the journal cannot hold the state of this step: {error}")
                 return
         self._ring.seal(pending.slot)
         segment = pending.writer.sealed(pending.step, pending.ticket)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -423,6 +424,11 @@ class Life:
             log.error("a checkpoint was not saved; training goes on: %s", failure)
         while self._capture.failures:
             log.error("a checkpoint was not taken; training goes on: %s", self._capture.failures.pop(0))
+        if self._worker.fenced:
+            raise Fenced(
+                f"{self._config.url}: a later start of this run has taken over, nothing of this process is stored any "
+                "more. Stop this process, or give one of the two jobs another URL."
+            )
 
 
 def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:

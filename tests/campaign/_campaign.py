@@ -69,7 +69,8 @@ class Campaigns:
         campaigns = self.run_all(setup, scripts, **options)
         for kills, lives in zip(scripts, campaigns, strict=True):
             _require_same_end(self.reference(setup, _origin(lives)), lives, kills)
-            assert not _rings(lives[0].workdir), "a finished run left shared memory behind"
+            rings = _rings(lives[0].workdir)
+            assert not rings, f"{kills}: the finished run left {rings} behind\n{lives[-1].log()}"
         return campaigns
 
     def check_stages(self, *setups: Setup) -> list[LifeResult]:

@@ -16,6 +16,7 @@ from campaign.test_dense import dense_setup
 from campaign.test_expert_parallel import LAYOUTS, parallel_setup
 from campaign.test_sparse import allowed as sparse_allowed
 from campaign.test_sparse import sparse_setup
+from lightning_moe_ckpt.testing._lives import LifeResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -36,22 +37,30 @@ SPARSE_FACTORS: dict[str, list[Any]] = {
 }
 
 
-def test_two_hundred_kills_of_random_ranks_at_random_times(campaigns: Campaigns) -> None:
+def test_two_hundred_kills_of_random_ranks_at_random_times(
+    campaigns: Campaigns, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Long runs on 3 and 4 processes, each life killed after a random number of batches or milliseconds."""
     draw = random.Random(0)
     survived = 0
     for world_size, expert_parallel in LAYOUTS:
         base = parallel_setup(world_size, expert_parallel)
-        setup = replace(base, epochs=20, checkpointing=Checkpointing(policy="sparse", window=4))
+        setup = replace(base, epochs=40, checkpointing=Checkpointing(policy="sparse", window=4))
         kills = [_random_kill(draw, setup) for _ in range(KILLS // len(LAYOUTS))]
         lives = campaigns.check(setup, *kills, must_strike=False, patience=3000.0)
         killed = sum(life.outcome == "killed" for life in lives)
         survived += killed
-        seconds = sum(life.seconds for life in lives)
-        print(f"{world_size} processes, expert parallel {expert_parallel}: {killed} kills, {setup.steps} steps, exact")
-        print(f"    {sum(len(life.steps()) for life in lives)} steps trained in {seconds:.0f} s")
-    print(f"{survived} kills survived bit for bit")
+        with capsys.disabled():
+            print(f"\n{world_size} processes, expert parallel {expert_parallel}: {_tally(lives, setup, killed)}")
+    with capsys.disabled():
+        print(f"{survived} kills survived bit for bit")
     assert survived == KILLS
+
+
+def _tally(lives: list[LifeResult], setup: Setup, killed: int) -> str:
+    trained = sum(len(life.steps()) for life in lives)
+    seconds = sum(life.seconds for life in lives)
+    return f"{killed} kills, {setup.steps} steps exact, {trained} trained in {seconds:.0f} s"
 
 
 def _random_kill(draw: random.Random, setup: Setup) -> Kill:

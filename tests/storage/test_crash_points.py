@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +111,8 @@ def _keys(backend: Backend) -> list[str]:
 
 
 def _memory(tmp_path: Path) -> Backend:
+    MemoryFileSystem.store.clear()  # listings take time for all that was ever stored
+    MemoryFileSystem.pseudo_dirs[:] = [""]
     return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
 
 
@@ -328,7 +331,7 @@ class Model:
     """What must be restorable, from the outside: steps and whether their bytes are good."""
 
     def __init__(self) -> None:
-        self.backend: Backend = FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
+        self.backend = _memory(Path())
         self.job = Job(self.backend)
         self.previous: Job | None = None
         self.good: dict[GenerationId, bool] = {}
@@ -402,7 +405,7 @@ class Model:
         self.good[newest] = False
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(actions)
 def test_any_history_keeps_what_it_promised(history: list[Action]) -> None:
     """Saves, crashes anywhere, restarts, bit rot and zombies, in any order, against a model."""

@@ -6,6 +6,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ EVENT: dict[str, object] = {"type": "test"}
 
 @pytest.fixture
 def backend() -> Backend:
+    MemoryFileSystem.store.clear()  # listings take time for all that was ever stored
+    MemoryFileSystem.pseudo_dirs[:] = [""]
     return FsspecBackend(f"memory://{uuid.uuid4().hex}")
 
 

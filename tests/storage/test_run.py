@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.storage import (
@@ -38,6 +39,8 @@ NOW = timedelta()
 
 @pytest.fixture
 def backend() -> Backend:
+    MemoryFileSystem.store.clear()  # listings take time for all that was ever stored
+    MemoryFileSystem.pseudo_dirs[:] = [""]
     return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
 
 

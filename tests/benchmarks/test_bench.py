@@ -1,0 +1,158 @@
+"""`moe-ckpt bench` measures what it says, tiny; and the command line does what command lines do."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from lightning_moe_ckpt.benchmarks import Machine, OverheadBench, PlannerBench, ReductionBench
+from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _turns
+from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
+from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.parallel import run_world
+from lightning_moe_ckpt.parallel._bench import ReductionCost
+
+STEPS = 4
+TINY_FITS = [
+    *("--rounds", "2", "--steps", str(STEPS), "--warm-up", "5", "--window", "2"),
+    *("--blocks", "1", "--dim", "32", "--experts", "4", "--batch-size", "2"),
+]
+TINY = [
+    *("--operators", "1300", "--runs", "2"),
+    *("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
+    *TINY_FITS,
+]
+
+
+def _run(argv: list[str]) -> tuple[int, str, str]:
+    """Exit status, output and errors of the command in a process of its own: fits leave threads behind."""
+
+    def work(_: int) -> tuple[int, str, str]:
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            status = main(argv)
+        return status, out.getvalue(), err.getvalue()
+
+    return run_world(1, work, process_group=False, timeout=timedelta(minutes=2))[0]
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    """What `moe-ckpt bench all --json` writes."""
+    status, out, _ = _run(["bench", "all", "--json", *TINY])
+    assert status == 0
+    parsed: dict[str, Any] = json.loads(out)
+    return parsed
+
+
+@pytest.fixture
+def overhead(document: dict[str, Any]) -> dict[str, OverheadFigure]:
+    """Figures of training by variant."""
+    return {row["variant"]: OverheadFigure(**row) for row in document["overhead"]}
+
+
+def _shown(table: Table) -> str:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(table)
+    return console.export_text()
+
+
+def test_figures_come_with_the_machine_they_hold_for(document: dict[str, Any]) -> None:
+    """Hardware, date and versions are part of the document."""
+    assert Machine(**document["machine"]).num_cores == Machine.read().num_cores
+    assert document["machine"]["cpu"]
+    assert document["machine"]["date"].endswith("+00:00")
+
+
+def test_planner_figures_are_those_of_the_design(document: dict[str, Any]) -> None:
+    """At 2.5 bytes per parameter Algorithm 1 needs 20 slots, packing 9; no packed slot exceeds the budget."""
+    figures = [PlannerFigure(**row) for row in document["planner"]]
+    windows = {planner: [f.window for f in figures if f.planner == planner] for planner in ("packed", "algorithm1")}
+    assert windows == {"packed": [9, 7, 4, 3], "algorithm1": [20, 10, 5, 3]}
+    assert all(f.largest_slot <= 1 for f in figures if f.planner == "packed")
+    assert all(f.seconds > 0 for f in figures)
+    assert "algorithm1" in _shown(PlannerBench().table(figures))
+
+
+def test_reduction_is_compared_with_all_reduce_and_ddp(document: dict[str, Any]) -> None:
+    """Every variant has a row."""
+    (cost,) = [ReductionCost(**row) for row in document["reduction"]]
+    shown = _shown(ReductionBench().table([cost]))
+    assert cost.world_size == 2
+    assert all(name in shown for name in ("ordered", "allreduce", "ddp"))
+
+
+def test_throughput_is_relative_to_training_without_checkpoints(overhead: dict[str, OverheadFigure]) -> None:
+    """Without checkpoints the ratio is one and nothing waits; each variant has a figure of every round."""
+    assert set(overhead) == set(VARIANTS)
+    assert (overhead["none"].throughput, overhead["none"].stall_seconds) == (1.0, {})
+    for figure in overhead.values():
+        low, high = figure.throughput_range
+        assert 0 < low <= figure.throughput <= high
+        assert len(figure.rounds) == 2
+        assert figure.cpu_seconds > 0
+
+
+def test_only_steps_after_the_warm_up_are_measured(overhead: dict[str, OverheadFigure]) -> None:
+    """A dense generation per step, a sparse one per window, of the steps measured in two rounds."""
+    assert overhead["dense"].generations_complete == 2 * STEPS
+    assert overhead["sparse"].generations_complete == 2 * STEPS // 2
+    assert "dense" not in overhead["sparse"].stall_seconds, "generation 0 was written before the steps measured"
+
+
+def test_sparse_segments_are_smaller_than_dense_ones(overhead: dict[str, OverheadFigure]) -> None:
+    """Two slots of two kinds of records are less than two dense snapshots."""
+    sparse, dense = overhead["sparse"], overhead["dense"]
+    assert (sparse.window, dense.window) == (2, 1)
+    assert 0.5 * dense.nbytes_per_step < sparse.nbytes_per_step < 0.75 * dense.nbytes_per_step
+    assert 12 * dense.num_params <= dense.dense_nbytes < dense.nbytes_per_step, "the journal comes on top"
+
+
+def test_overhead_table_names_every_cause_of_stall(overhead: dict[str, OverheadFigure]) -> None:
+    """A row per variant, and below them where the stall comes from."""
+    shown = _shown(OverheadBench().table(list(overhead.values())))
+    assert all(name in shown for name in ("none", "sparse", "dense"))
+    assert all(f"stall, {variant}: " in shown for variant in ("sparse", "dense"))
+    assert all(cause in shown for cause in overhead["sparse"].stall_seconds)
+
+
+def test_variants_take_turns() -> None:
+    """Every round has each variant once, and each begins a round equally often."""
+    turns = list(_turns(6))
+    assert Counter(turns) == Counter((turn, variant) for turn in range(6) for variant in VARIANTS)
+    assert Counter(variant for _, variant in turns[:: len(VARIANTS)]) == dict.fromkeys(VARIANTS, 2)
+
+
+def test_tables_are_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine, then one table per benchmark; a pipe gets whole lines."""
+    assert main(["bench", "planner", "--operators", "130", "--runs", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert Machine.read().torch in printed
+    assert "Planning 130 operators" in printed
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["bench"], ["bench", "sorting"], ["bench", "overhead", "--rounds", "0"], ["bench", "planner", "--url"]]
+)
+def test_wrong_arguments_exit_with_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """They are explained on standard error."""
+    with pytest.raises(SystemExit) as raised:
+        main(argv)
+    assert raised.value.code == 2
+    assert "usage: moe-ckpt" in capsys.readouterr().err
+
+
+def test_a_failed_command_says_why_and_exits_with_one(tmp_path: Path) -> None:
+    """An error of this package is a line on standard error, not a traceback."""
+    (tmp_path / "file").touch()
+    status, out, err = _run(["bench", "overhead", *TINY_FITS, "--url", f"file://{tmp_path}/file"])
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1].startswith("moe-ckpt: ")
