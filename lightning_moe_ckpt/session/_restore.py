@@ -158,7 +158,7 @@ class Runs:
         if self._exchange.is_coordinator:
             candidates = self.store.candidates()
             # What was never committed, or belongs to a life that was left behind, is no loss.
-            self._reasons += [f"{where}: {why}" for where, why in self.store.rejected if not _expected(why)]
+            self._reasons += [f"{where}: {why}" for where, why in self.store.rejected if where in self.store.damaged]
         count = self._exchange.gather([len(candidates)])[0][0]
         for index in range(count):
             own = candidates[index].to_bytes() if self._exchange.is_coordinator else None
@@ -225,10 +225,6 @@ class Runs:
             f"{self._backend.url} holds generations, but none can be restored:\n{lines}\n"
             "Repair one of them, or start anew with resume='never'."
         )
-
-
-def _expected(reason: str) -> bool:
-    return reason.startswith("not committed")
 
 
 def _raised(value: object) -> object:

@@ -1,0 +1,301 @@
+"""What a user of the callbacks meets in one process: arguments, errors, resume modes, and state beyond the model."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.errors import (
+    ConfigurationError,
+    Fenced,
+    IdentityMismatch,
+    NoUsableGeneration,
+    StorageError,
+)
+from lightning_moe_ckpt.storage import PosixBackend, RunStore, open_backend
+
+FEATURES = 4
+
+
+class Linear(LightningModule):
+    """A model of one layer that also keeps a number of its own in Lightning checkpoints."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, hidden), nn.Dropout(0.2), nn.Linear(hidden, 1))
+        self.seen = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen += 1
+        loss: Tensor = self.net(batch[0]).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(24.0).view(6, FEATURES) / 24), batch_size=1, shuffle=True)
+
+
+def fit(
+    checkpoint: CheckpointCallback,
+    *others: Callback,
+    steps: int = 6,
+    module: LightningModule | None = None,
+    **kwargs: Any,
+) -> Trainer:
+    """Train for `steps` optimizer steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            max_epochs=-1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[*others, checkpoint],
+        )
+        trainer.fit(module if module is not None else Linear(), **(kwargs or {"train_dataloaders": loader()}))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"window": 20, "max_window": 16}, "exceeds its bound"),
+        ({"budget_nbytes": 0}, "budget_nbytes=0"),
+        ({"planner": "best"}, "planner='best'"),
+        ({"order": "random"}, "order='random'"),
+        ({"keep": 0}, "keep=0"),
+        ({"resume": "maybe"}, "resume='maybe'"),
+    ],
+)
+def test_an_argument_out_of_range_is_quoted(arguments: dict[str, Any], message: str) -> None:
+    """The error shows the call as the user wrote it."""
+    with pytest.raises(ConfigurationError, match=message):
+        SparseCheckpoint("file:///nowhere", **arguments)
+    with pytest.raises(ConfigurationError, match="every_n_steps=0"):
+        DenseCheckpoint("file:///nowhere", every_n_steps=0)
+
+
+def test_two_checkpoint_callbacks_are_refused(tmp_path: Path) -> None:
+    """They would both resume the run."""
+    with pytest.raises(ConfigurationError, match="DenseCheckpoint and SparseCheckpoint in one Trainer"):
+        fit(SparseCheckpoint(str(tmp_path)), DenseCheckpoint(str(tmp_path)))
+
+
+def test_a_report_before_the_fit_is_an_error(tmp_path: Path) -> None:
+    """There is nothing to report."""
+    with pytest.raises(ConfigurationError, match=r"before `Trainer\.fit`"):
+        _ = DenseCheckpoint(str(tmp_path)).report
+
+
+def test_the_report_counts(tmp_path: Path) -> None:
+    """Steps, window, generations, bytes and stall of a run that was not disturbed."""
+    checkpoint = SparseCheckpoint(str(tmp_path), window=2)
+    fit(checkpoint, steps=7)
+    report = checkpoint.report
+    assert (report.steps, report.window, report.resumed_from, report.replayed_steps) == (7, 2, None, 0)
+    assert report.generations_complete == 3
+    assert report.generations_committed >= 2
+    assert report.nbytes_per_step > report.dense_nbytes / 2 > 0
+    assert 0 < report.stall_seconds_per_step < 1
+    assert 0 < report.checkpoint_share < 1
+
+
+def test_must_refuses_to_start_a_run(tmp_path: Path) -> None:
+    """A typo in the URL of a long run should not start it from scratch."""
+    with pytest.raises(NoUsableGeneration, match=r"resume=.must."):
+        fit(DenseCheckpoint(str(tmp_path), resume="must"))
+
+
+def test_must_resumes_and_never_starts_anew(tmp_path: Path) -> None:
+    """The same URL, three ways."""
+    fit(DenseCheckpoint(str(tmp_path)), steps=3)
+    resumed = DenseCheckpoint(str(tmp_path), resume="must")
+    fit(resumed, steps=5)
+    assert (resumed.report.resumed_from, resumed.report.steps) == (3, 2)
+    anew = DenseCheckpoint(str(tmp_path), resume="never")
+    fit(anew, steps=4)
+    assert (anew.report.resumed_from, anew.report.steps) == (None, 4)
+    again = DenseCheckpoint(str(tmp_path))
+    fit(again, steps=6)
+    assert again.report.resumed_from == 4
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """The message says what to do."""
+    fit(DenseCheckpoint(str(tmp_path)), steps=2)
+    with pytest.raises(IdentityMismatch, match="start anew with resume='never'"):
+        fit(DenseCheckpoint(str(tmp_path)), module=Linear(hidden=16))
+
+
+def test_what_a_module_adds_to_checkpoints_is_restored(tmp_path: Path) -> None:
+    """`on_save_checkpoint` and `on_load_checkpoint` work as in Lightning's own checkpoints."""
+    fit(DenseCheckpoint(str(tmp_path)), steps=3)
+    module = Linear()
+    fit(DenseCheckpoint(str(tmp_path)), steps=5, module=module)
+    assert module.seen == 5
+
+
+class Numbers(LightningDataModule):
+    """A data module that counts how often it was asked for its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.restored: dict[str, Any] | None = None
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": (1, "two")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict
+
+
+def test_the_state_of_a_data_module_is_restored(tmp_path: Path) -> None:
+    """It comes back equal, types included."""
+    fit(DenseCheckpoint(str(tmp_path)), steps=3, datamodule=Numbers())
+    numbers = Numbers()
+    fit(DenseCheckpoint(str(tmp_path)), steps=5, datamodule=numbers)
+    assert numbers.restored == {"position": (1, "two")}
+
+
+class Keeper(Callback):
+    """A callback with state of any type."""
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name, self.value = name, value
+        self.restored: object = None
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict["value"]
+
+
+def test_callback_state_that_cannot_be_stored_is_named_and_the_rest_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One odd callback costs its own state only, and is said once."""
+    with caplog.at_level(logging.WARNING):
+        fit(DenseCheckpoint(str(tmp_path)), Keeper("plain", {1: "one"}), Keeper("odd", object()), steps=4)
+    said = [record.message for record in caplog.records if "not restored after a restart" in record.message]
+    assert len(said) == 1
+    assert "odd" in said[0]
+    plain, odd = Keeper("plain", None), Keeper("odd", None)
+    fit(DenseCheckpoint(str(tmp_path)), plain, odd, steps=5)
+    assert plain.restored == {1: "one"}
+    assert odd.restored is None
+
+
+class Takeover(Callback):
+    """A later start of the same job opens its epoch while this one is training."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        if trainer.global_step == 2:
+            backend = open_backend(self.url)
+            store = RunStore.open(backend, resume="auto")
+            newest = store.candidates()[0].generation
+            assert store.open_epoch(newest) is not None
+            backend.close()
+
+
+def test_a_run_that_was_taken_over_stops(tmp_path: Path) -> None:
+    """Going on would waste the machine: nothing it does can be stored any more."""
+    checkpoint = DenseCheckpoint(str(tmp_path), every_n_steps=1)
+
+    class Patient(Callback):
+        def on_train_batch_start(self, *args: object) -> None:
+            checkpoint.wait_committed(10)
+
+    with pytest.raises(Fenced, match="later start of this run has taken over"):
+        fit(checkpoint, Takeover(str(tmp_path)), Patient(), steps=12)
+
+
+def test_storage_that_fails_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The failure is reported, the next generation is stored, and a restart finds it."""
+    put = PosixBackend.put
+    failing = {"count": 0}
+
+    def unreliable(self: PosixBackend, key: str, *views: bytes | memoryview) -> None:
+        if "000000000002" in key:
+            failing["count"] += 1
+            raise StorageError("disk full, for this test")
+        put(self, key, *views)
+
+    monkeypatch.setattr(PosixBackend, "put", unreliable)
+    monkeypatch.setattr("lightning_moe_ckpt.session._persist._RETRY_PAUSES", ())
+    checkpoint = DenseCheckpoint(str(tmp_path), every_n_steps=2)
+
+    class Patient(Callback):
+        def on_train_batch_start(self, *args: object) -> None:
+            checkpoint.wait_committed(20)
+
+    trainer = fit(checkpoint, Patient(), steps=6)
+    assert trainer.global_step == 6
+    assert failing["count"] > 0
+    assert any("training goes on" in r.message and "disk full" in r.message for r in caplog.records)
+    resumed = DenseCheckpoint(str(tmp_path))
+    fit(resumed, steps=7)
+    assert resumed.report.resumed_from == 6
+
+
+def test_weights_changed_after_the_step_are_captured(tmp_path: Path) -> None:
+    """A module that edits weights in `on_train_batch_end` resumes from the edited ones."""
+
+    class Editing(Linear):
+        def on_train_batch_end(self, *args: object) -> None:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.5)  # type: ignore[operator]
+
+    def run(url: Path, *parts: int) -> dict[str, Tensor]:
+        for steps in parts:
+            seed_everything(steps, verbose=False)
+            module = Editing()
+            fit(SparseCheckpoint(str(url), window=2), steps=steps, module=module)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    seed_everything(4, verbose=False)
+    whole = run(tmp_path / "whole", 4)
+    again = run(tmp_path / "again", 4)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_url_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> None:
+    """Not an hour later, at the first checkpoint."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        fit(DenseCheckpoint(str(tmp_path / "file" / "run")))
