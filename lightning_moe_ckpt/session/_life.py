@@ -26,7 +26,7 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_layout, lay_out
+from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_layout, dense_nbytes, lay_out
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._restore import Found, Runs
 from lightning_moe_ckpt.session._ring import SegmentRing
@@ -400,7 +400,7 @@ class Life:
     # -- private
 
     def _dense_nbytes(self) -> int:
-        return dense_layout(self._view, self._groups, 0).slots[0].segment.nbytes
+        return dense_nbytes(self._view, self._groups)
 
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
         assert self._runs is not None

@@ -195,6 +195,11 @@ def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -
     return lay_out(_record(config, "fixed", plan, counts=counts, dtypes={}, limit=0), view, groups, journal_nbytes)
 
 
+def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
+    """Bytes that this rank would write of a snapshot of everything, without alignment and journal."""
+    return sum(full for full, _ in _sizes(view, groups).values())
+
+
 class Planner:
     """Decides when a new plan is due and makes it.
 

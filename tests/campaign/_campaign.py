@@ -17,6 +17,7 @@ from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
 
+COMPLAINTS = ("ERROR:lightning_moe_ckpt", "WARNING:lightning_moe_ckpt")
 SCRATCH_PREFIX = "moe-ckpt-campaigns-"
 """Scratch folders are called so, followed by the process id of the tests."""
 
@@ -62,13 +63,22 @@ class Campaigns:
         return lives
 
     def check_all(
-        self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], **options: Any
+        self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], *, may_complain: bool = False, **options: Any
     ) -> list[list[LifeResult]]:
-        """Run every script, and require of each the end of the fault-free run and no shared memory left behind."""
+        """Run every script, and require of each the end of the fault-free run and no shared memory left behind.
+
+        Args:
+            setup: the run.
+            scripts: kills of one campaign each.
+            may_complain: whether warnings and errors of the package are expected; else they are failures too.
+            options: for `run_lives`.
+        """
         scripts = list(scripts)
         campaigns = self.run_all(setup, scripts, **options)
         for kills, lives in zip(scripts, campaigns, strict=True):
             _require_same_end(self.reference(setup, _origin(lives)), lives, kills)
+            if not may_complain:
+                _require_silence(lives, kills)
             rings = _rings(lives[0].workdir)
             assert not rings, f"{kills}: the finished run left {rings} behind\n{lives[-1].log()}"
         return campaigns
@@ -90,6 +100,14 @@ class Campaigns:
     def _folder(self) -> Path:
         self._count += 1
         return self._scratch / f"campaign{self._count}"
+
+
+def _require_silence(lives: Sequence[LifeResult], kills: Sequence[Kill | None]) -> None:
+    """No life reported a checkpoint that was not taken or a replay that was not exact: exactness may be luck then."""
+    for life in lives:
+        for rank in range(life.world_size):
+            said = [line for line in life.log(rank).splitlines() if line.startswith(COMPLAINTS)]
+            assert not said, f"{kills}: life {life.index}, rank {rank} said: {said}"
 
 
 def _origin(lives: Sequence[LifeResult]) -> int:
@@ -162,5 +180,22 @@ def kill_at_every_step(setup: Setup, *, offset: int = 0) -> list[Kill]:
     for step in range(1, setup.steps + 1):
         phase = phases[(step + offset) % len(phases)]
         # A kill "before" step s strikes when s - 1 steps are done, so that the kills of a script never meet.
-        kills.append(Kill(phase=phase, step=step - 1 if phase in BEFORE_STEP else step))
+        done = step - 1 if phase in BEFORE_STEP else step
+        # Every other kill lets storage finish first; the rest come while it is at work.
+        kills.append(Kill(phase=phase, step=done, settle=10.0 if (step + offset) % 2 else 0.0))
     return kills
+
+
+def require_resumed(campaigns: Sequence[Sequence[LifeResult]], scripts: Sequence[Sequence[Kill]], after: int) -> None:
+    """Where the first life of a script lived long enough and storage could finish, the second did not start over.
+
+    Without this a policy that never gets a generation stored would pass every comparison.
+
+    Args:
+        campaigns: the lives of each script.
+        scripts: kills by script.
+        after: number of steps by which a generation must have been complete.
+    """
+    long_lived = [i for i, kills in enumerate(scripts) if kills[0].settle and (kills[0].step or 0) >= after]
+    for index in long_lived:
+        assert campaigns[index][1].steps()[0] > 1, f"{scripts[index]} started over\n{campaigns[index][1].log()}"

@@ -108,7 +108,7 @@ def test_the_next_older_generation_is_taken_and_the_log_says_why(
     campaigns: Campaigns, setup: Setup, damage: Damage
 ) -> None:
     """Nothing is lost but the steps since the generation before."""
-    _, second = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, damage))
+    _, second = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, damage), may_complain=True)
     damaged = _number_after("damaged generation ", second.log())
     assert _number_after("resumes from step ", second.log()) < damaged
     assert f"step {damaged} (epoch 1)" in second.log(), "the log names what was passed over"
@@ -126,7 +126,7 @@ def test_when_none_is_left_the_error_lists_each_with_its_reason(campaigns: Campa
 def test_all_ranks_pass_over_what_one_of_them_cannot_read(campaigns: Campaigns) -> None:
     """The segment of one rank of three is damaged: no rank may resume from that generation."""
     setup = replace(SPARSE, world_size=3, model="stacked", options=(("num_experts", 6),), expert_parallel=3)
-    lives = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, flip_a_bit))
+    lives = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, flip_a_bit), may_complain=True)
     damaged = _number_after("damaged generation ", lives[1].log())
     assert all(_number_after("resumes from step ", lives[1].log(rank)) < damaged for rank in range(3))
 

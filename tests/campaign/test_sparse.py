@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from campaign._campaign import Campaigns, one_kill_per_step
+from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._pairs import Row, name, pairwise
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.testing._lives_kill import Kill
@@ -48,7 +48,8 @@ ROWS = pairwise(FACTORS, allowed=allowed)
 def test_killed_at_any_step_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
     """One run per kill; the next life replays and finishes. Neighbouring rows are killed at different steps."""
     setup = sparse_setup(row)
-    campaigns.check_all(setup, one_kill_per_step(setup, offset=ROWS.index(row), every=3))
+    scripts = one_kill_per_step(setup, offset=ROWS.index(row), every=3)
+    require_resumed(campaigns.check_all(setup, scripts), scripts, after=_first_generation(row["window"]))
 
 
 @pytest.mark.parametrize("model", ["lists", "batch_norm", "stacked", "mixtral"])
@@ -56,7 +57,13 @@ def test_killed_at_every_step_of_two_epochs_the_run_ends_the_same(campaigns: Cam
     """In the first window, at the epoch boundary, in validation, after the last step."""
     setup = replace(SPARSE, model=model)
     validation = [[Kill(phase="validation", step=step)] for step in (2, 7)]
-    campaigns.check_all(setup, [*one_kill_per_step(setup), *validation])
+    scripts = [*one_kill_per_step(setup), *validation]
+    require_resumed(campaigns.check_all(setup, scripts), scripts, after=_first_generation(3))
+
+
+def _first_generation(window: int) -> int:
+    """Steps after which the first sparse generation is complete for sure: precisions are probed for three steps."""
+    return 3 + window + 1
 
 
 @pytest.mark.parametrize("window", [1, 3])
