@@ -30,7 +30,7 @@ from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_la
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._restore import Found, Runs
 from lightning_moe_ckpt.session._ring import SegmentRing
-from lightning_moe_ckpt.session._shm import shared_name
+from lightning_moe_ckpt.session._shm import shared_directory, shared_name, unlink_shared_file
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
@@ -159,6 +159,8 @@ class Life:
         fingerprint = f"{self._operators.fingerprint()}-{self._view.schema.fingerprint()}"
         self._runs = Runs(self._config.url, self._config.storage_options, self._exchange, self._groups)
         self._found = self._runs.open(resume=self._config.resume, fingerprint=fingerprint)
+        # Until a tier adopts them: what an earlier life had in shared memory is of no use, whether we need a ring or not.
+        unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
         self._worker = PersistWorker(
             self._runs.store,
             rank=self._groups.rank,

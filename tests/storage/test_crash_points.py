@@ -259,7 +259,8 @@ def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
     assert dict(job.store.rejected)["step 40 (epoch 1)"] == "epoch 2 began again from step 30"
 
     with pytest.raises(Fenced):
-        zombie.save(50)
+        zombie.store.commit(zombie.write(50), timeout=timedelta())
+    assert not backend.list("snap/000000000050/e000001/_COMMITTED")
     with pytest.raises(Fenced):
         zombie.store.retain(1, None)
     job.save(40)
@@ -304,6 +305,7 @@ def test_only_whole_generations_of_the_preceding_life_are_promoted(tmp_path: Pat
     first.write(25)
     first.write(40)
     backend.put("snap/000000000040/e000001/rank00001.000000000039.safetensors", b"short")
+    assert RunStore.open(backend, resume="auto").promote() == []
     second = Job(backend)
     assert second.resumed == GenerationId(step=30, epoch=1)
     first.write(50)
@@ -414,6 +416,30 @@ def test_any_history_keeps_what_it_promised(history: list[Action]) -> None:
         model.apply(action)
     model.restart({})
     assert all(model.job.is_good(g) == good for g, good in model.good.items() if g in model.job.commits)
+
+
+def test_a_generation_is_deleted_from_the_top(tmp_path: Path) -> None:
+    """Manifest, markers, files: whoever lists in the middle sees nothing that claims what is gone."""
+    backend = _memory(tmp_path)
+    job = _first_life(backend)
+    recording = CrashingBackend(backend)
+    job.store._backend = recording
+    job.save(40)
+    deleted = [call.rpartition(".")[2].rpartition("/")[2] for call in recording.calls if call.startswith("delete ")]
+    assert deleted == ["_COMMITTED"] + ["done"] * WORLD_SIZE + ["safetensors"] * WORLD_SIZE * WINDOW
+
+
+def test_unfinished_files_go_with_their_generation_or_at_the_next_start(tmp_path: Path) -> None:
+    """A write that was interrupted leaves a temporary file, which no listing shows."""
+    job = _first_life(PosixBackend(tmp_path))
+    unfinished = [tmp_path / f"snap/{step:012d}/e000001/rank00001.done.{'0' * 32}.tmp" for step in (20, 30)]
+    for path in unfinished:
+        path.write_bytes(b"half a mar")
+    job.save(40)
+    assert not unfinished[0].parent.parent.exists()
+    assert unfinished[1].exists(), "a rank of this life might be writing it"
+    Job(PosixBackend(tmp_path))
+    assert not unfinished[1].exists()
 
 
 def test_a_failed_save_leaves_the_run_going(tmp_path: Path) -> None:
