@@ -131,7 +131,6 @@ class Runs:
 
     def _open_as_coordinator(self, resume: Resume) -> str:
         self.store = RunStore.open(self._backend, resume=resume)
-        self.store.promote()
         return self.store.run_id
 
     def _open_epoch(self, resumed: GenerationId | None) -> bool:
@@ -154,21 +153,22 @@ class Runs:
 
     def _find(self, fingerprint: str) -> Found | None:
         self._reasons = []
-        candidates: list[Commit] = []
-        if self._exchange.is_coordinator:
-            candidates = self.store.candidates()
-            # What was never committed, or belongs to a life that was left behind, is no loss.
-            self._reasons += [f"{where}: {why}" for where, why in self.store.rejected if where in self.store.damaged]
-        count = self._exchange.gather([len(candidates)])[0][0]
-        for index in range(count):
-            own = candidates[index].to_bytes() if self._exchange.is_coordinator else None
-            commit = Commit.from_bytes(_as_bytes(self._exchange.broadcast(own)), "commit of the coordinator")
+        listed = self._attempt(self._list) if self._exchange.is_coordinator else None
+        for stored in _as_list(_raised(self._exchange.broadcast(listed))):
+            commit = Commit.from_bytes(stored, "commit of the coordinator")
             self._check_identity(commit, fingerprint)
             found = self._try(commit)
             if found is not None:
                 return found
-        self._reasons = [str(r) for r in _as_list(self._exchange.broadcast(self._reasons))]
+        self._reasons = [str(reason) for reason in _as_list(self._exchange.broadcast(self._reasons))]
         return None
+
+    def _list(self) -> list[bytes]:
+        """On the coordinator: committed generations, newest first, as they are stored."""
+        self.store.promote()
+        candidates = self.store.candidates()
+        self._reasons += [f"{where}: {why}" for where, why in self.store.unreadable]
+        return [commit.to_bytes() for commit in candidates]
 
     def _check_identity(self, commit: Commit, fingerprint: str) -> None:
         world = self._groups
@@ -233,11 +233,6 @@ def _raised(value: object) -> object:
         from lightning_moe_ckpt import errors
 
         raise getattr(errors, str(value[1]), CheckpointError)(value[2])
-    return value
-
-
-def _as_bytes(value: object) -> bytes:
-    assert isinstance(value, bytes)
     return value
 
 

@@ -58,8 +58,6 @@ class RunStore:
         """What the last `candidates` passed over, newest first: generation and reason."""
         self.unreadable: list[tuple[str, str]] = []
         """The part of `rejected` that is a loss: committed and not left behind by the run, but not readable."""
-        self.damaged: list[str] = []
-        """Those of `rejected` that were committed by a life that counts: the run once could be restored from them."""
         self._backend = backend
         self._coordination = coordination
 

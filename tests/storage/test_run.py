@@ -124,8 +124,7 @@ def test_a_new_url_begins_a_run_and_the_next_start_continues_it(tmp_path: Path) 
     assert (first.epoch, _steps(first)) == (1, [])
     written = _save(first, 10)
     second = _start(open_backend(f"file://{tmp_path}/run"), "must")
-    assert (second.run_id, second.epoch) == (first.run_id, 2)
-    assert second.candidates() == [written]
+    assert (second.run_id, second.epoch, second.candidates()) == (first.run_id, 2, [written])
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["_log", "snap"]
 
 
@@ -149,9 +148,9 @@ def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backe
     assert new.unreadable == [], "nothing of this run is lost"
     with pytest.raises(Fenced):
         _save(old, 30)
-    for step in (5, 6):
-        _save(new, step)
-        assert backend.list("snap/000000000010/"), "the older run is the only fallback so far"
+    _save(new, 5)
+    _save(new, 6)
+    assert backend.list("snap/000000000010/"), "the older run is a fallback until now"
     _save(new, 7)
     assert {entry.key.split("/")[2] for entry in backend.list("snap/")} == {"e000002"}
     assert _steps(_start(backend)) == [7, 6]
@@ -219,8 +218,7 @@ def test_only_candidates_can_be_resumed(backend: Backend) -> None:
 def test_a_joined_store_reads_and_writes_but_does_not_coordinate(backend: Backend) -> None:
     coordinator = _start(backend)
     rank1 = RunStore.join(backend, run_id=coordinator.run_id)
-    key = rank1.put_segment(GenerationId(step=10, epoch=1), 1, 10, memoryview(b"x"))
-    assert backend.get(key) == b"x"
+    assert backend.get(rank1.put_segment(GenerationId(step=10, epoch=1), 1, 10, memoryview(b"x"))) == b"x"
     assert rank1.epoch is None
     for misuse in (rank1.candidates, rank1.promote, lambda: rank1.retain(1, None)):
         with pytest.raises(ValueError, match="only the coordinator"):
@@ -356,15 +354,13 @@ def test_the_coordinator_waits_for_the_other_ranks(backend: Backend) -> None:
     """Each pause, one more rank finishes; markers come back in rank order."""
     store = _start(backend)
     own = _write(store, 10, world_size=3)
-    late = iter([2, 1])
-    found = await_markers(
-        backend, own, timeout=timedelta(hours=1), sleep=lambda _: void(_write(store, 10, next(late), world_size=3))
-    )
+    late = [1, 2]
+
+    def pause(_: float) -> None:
+        _write(store, 10, late.pop(), world_size=3)
+
+    found = await_markers(backend, own, timeout=timedelta(hours=1), sleep=pause)
     assert [stored.marker.rank for stored in found] == [0, 1, 2]
-
-
-def void(_: object) -> None:
-    """Drop a result."""
 
 
 def _nothing(backend: Backend, store: RunStore) -> None:
@@ -423,15 +419,6 @@ def test_a_repeated_commit_succeeds_and_another_one_does_not(backend: Backend) -
     assert store.commit(own, timeout=NOW) == store.commit(own, timeout=NOW)
     with pytest.raises(KeyExists):
         store.commit(_write(store, 10, plan_hash="other"), timeout=NOW)
-
-
-def test_ranks_that_disagree_are_not_committed(backend: Backend) -> None:
-    store = _start(backend)
-    own = _write(store, 10, world_size=2)
-    other = _write(store, 10, 1, world_size=2)
-    store.put_marker(dataclasses.replace(other, policy={"window": 2}))
-    with pytest.raises(Corrupt, match="rank 1 does not agree"):
-        store.commit(own, timeout=NOW)
 
 
 def test_another_lifes_generation_cannot_be_committed(backend: Backend) -> None:
