@@ -51,8 +51,10 @@ class StepCosts:
     """Of a step."""
     median_seconds: float
     """Of a step."""
-    cpu_seconds: float
+    thread_seconds: float
     """CPU time of the training thread in a step, mean."""
+    process_seconds: float
+    """CPU time of all threads in a step, mean."""
     stall_seconds: dict[str, float]
     """Time training waited in a step, mean, by cause; empty without checkpoints."""
     generations_complete: int
@@ -109,7 +111,8 @@ class _StepTimes(Callback):
         self._first, self._last, self._checkpoint = warm_up, warm_up + steps, checkpoint
         self._reports: list[Report] = []
         self._walls: list[float] = []
-        self._cpu: list[float] = []
+        self._thread: list[float] = []
+        self._process: list[float] = []
 
     @property
     def report(self) -> Report | None:
@@ -133,7 +136,8 @@ class _StepTimes(Callback):
         return StepCosts(
             mean_seconds=statistics.mean(steps),
             median_seconds=statistics.median(steps),
-            cpu_seconds=(self._cpu[-1] - self._cpu[0]) / len(steps),
+            thread_seconds=(self._thread[-1] - self._thread[0]) / len(steps),
+            process_seconds=(self._process[-1] - self._process[0]) / len(steps),
             stall_seconds=stalls,
             generations_complete=complete,
             generations_committed=committed,
@@ -153,7 +157,8 @@ class _StepTimes(Callback):
 
     def _tick(self) -> None:
         self._walls.append(time.perf_counter())
-        self._cpu.append(time.thread_time())
+        self._thread.append(time.thread_time())
+        self._process.append(time.process_time())
 
 
 def _checkpoint(variant: Variant, url: str, options: FitOptions) -> CheckpointCallback | None:

@@ -5,7 +5,8 @@ counted (generation 0, planning, and the first three windows, in which the ring 
 that are. Ratios are taken within a round, where the variants met the same machine, and their median is reported.
 
 A round's mean step is what throughput is; its median step leaves out those that waited longest. CPU seconds of the
-training thread are reported beside: other load on the machine changes them little, but they do not see waiting.
+training thread and of the process are reported beside: other load on the machine changes them little, but they do not
+see waiting.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class OverheadFigure:
     """Least and most of the rounds."""
     by_median_step: float
     """As `throughput`, from median instead of mean steps."""
-    cpu_seconds: float
+    thread_seconds: float
     """CPU time of the training thread in a step."""
+    process_seconds: float
+    """CPU time of all threads in a step."""
     stall_seconds: dict[str, float]
     """Time training waited in a step, by cause."""
     window: int
@@ -104,8 +107,8 @@ class OverheadBench(Benchmark[OverheadFigure]):
             f"Training {first.num_params / 1e6:.1f}M parameters in {first.precision}, "
             f"medians of {len(first.rounds)} interleaved rounds"
         )
-        columns = ["checkpoints", "steps/s", "against none", "range", "by median step", "CPU per step"]
-        columns += ["stall per step", "bytes per step", "of dense", "W", "committed"]
+        columns = ["checkpoints", "steps/s", "against none", "range", "by median step", "CPU of training", "of process"]
+        columns += ["stall per step", "bytes per step", "W", "committed"]
         table = table_of(title, columns, [_row(figure) for figure in figures])
         table.caption = "\n".join(_causes(figure) for figure in figures if figure.stall_seconds)
         return table
@@ -149,7 +152,8 @@ def _figure(variant: Variant, precision: str, fits: dict[Variant, list[Fit]]) ->
         throughput=statistics.median(throughput),
         throughput_range=(min(throughput), max(throughput)),
         by_median_step=statistics.median(none.median_seconds / own.median_seconds for none, own in pairs),
-        cpu_seconds=statistics.median(each.cpu_seconds for each in rounds),
+        thread_seconds=statistics.median(each.thread_seconds for each in rounds),
+        process_seconds=statistics.median(each.process_seconds for each in rounds),
         stall_seconds={c: statistics.median(each.stall_seconds.get(c, 0.0) for each in rounds) for c in causes},
         window=report.window if report is not None else 0,
         nbytes_per_step=report.nbytes_per_step if report is not None else 0.0,
@@ -163,12 +167,12 @@ def _figure(variant: Variant, precision: str, fits: dict[Variant, list[Fit]]) ->
 def _row(figure: OverheadFigure) -> list[str]:
     low, high = figure.throughput_range
     row = [figure.variant, f"{figure.steps_per_second:.2f}", f"{figure.throughput:.3f}", f"{low:.2f}-{high:.2f}"]
-    row += [f"{figure.by_median_step:.3f}", milliseconds(figure.cpu_seconds)]
+    row += [f"{figure.by_median_step:.3f}", milliseconds(figure.thread_seconds), milliseconds(figure.process_seconds)]
     if figure.variant == "none":
         return row
-    taken = [megabytes(figure.nbytes_per_step), f"{figure.nbytes_per_step / figure.dense_nbytes:.0%}"]
+    taken = f"{megabytes(figure.nbytes_per_step)} ({figure.nbytes_per_step / figure.dense_nbytes:.0%} of dense)"
     generations = f"{figure.generations_committed} of {figure.generations_complete}"
-    return [*row, milliseconds(figure.stall), *taken, str(figure.window), generations]
+    return [*row, milliseconds(figure.stall), taken, str(figure.window), generations]
 
 
 def _causes(figure: OverheadFigure) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lightning_moe_ckpt.errors import CheckpointError, CodecError, RingFull
+from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
@@ -272,9 +272,22 @@ class CaptureSession:
         return self._exchange.all_agree(self._ring.has_room(len(self._layout.slots)))
 
     def _grow_journal(self, nbytes: int) -> None:
-        if nbytes > 0:
-            self._journal_nbytes = 0
-            self.use_layout(self._relayout(nbytes))
+        """A journal outgrew its record on some rank: lay the plan out anew, in a larger ring if need be."""
+        if nbytes == 0:
+            return
+        self._journal_nbytes = 0
+        layout = self._relayout(nbytes)
+        assert self._ring is not None
+        if not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
+            try:
+                ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
+            except ConfigurationError as error:
+                self.failures.append(f"nothing can be taken any more: {error}")
+                return
+            # Storage may still read the old ring; its memory goes when the last segment of it does.
+            self._ring, self._complete = ring, None
+            self._writers.clear()
+        self._layout = layout
 
     def _spoil(self, reason: str) -> None:
         """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""

@@ -200,6 +200,7 @@ class Life:
 
     def _load(self, found: Found) -> Journal:
         assert self._capture is not None
+        self._planner.journal_needs(found.journal_nbytes // 2)
         layout = lay_out(found.plan, self._view, self._groups, found.journal_nbytes)
         found.check_headers([slot.segment for slot in layout.slots])
         replay = Replay(

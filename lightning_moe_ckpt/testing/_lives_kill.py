@@ -7,6 +7,7 @@ appends a line to its record file, so that the parent can tell a scripted kill f
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -51,7 +52,8 @@ class Kill:
     operation: int = 0
     """For `storage`: which operation of this life, counted from 0, among those that match `verb`."""
     verb: str = ""
-    """For `storage`: only operations whose method name and key, with a space between, contain this."""
+    """For `storage`: only operations count whose method name and key, with a space between, match this regular
+    expression somewhere, e.g. `^(put|create|delete) ` for those that change anything."""
     after: bool = False
     """For `storage`: strike when the operation has returned instead of before it starts."""
 
@@ -203,7 +205,7 @@ class StorageKiller:
         return result
 
     def _due(self, call: str) -> bool:
-        if self._kill.verb not in call:
+        if not re.search(self._kill.verb, call):
             return False
         with self._lock:
             self._count += 1

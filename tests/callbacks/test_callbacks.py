@@ -299,3 +299,38 @@ def test_a_url_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> No
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigurationError, match="cannot be written"):
         fit(DenseCheckpoint(str(tmp_path / "file" / "run")))
+
+
+class Growing(Callback):
+    """Keeps what it has seen: its state outgrows any record that was reserved for it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        if trainer.global_step == 3:
+            self.text = "x" * 500_000
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.text = state_dict["text"]
+
+
+def test_a_journal_that_outgrows_its_record_costs_one_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next window has a larger record, in a larger ring; a restart finds it."""
+    checkpoint = SparseCheckpoint(str(tmp_path), window=2, keep=10)
+
+    class Patient(Callback):
+        def on_train_batch_start(self, *args: object) -> None:
+            checkpoint.wait_committed(20)
+
+    fit(checkpoint, Growing(), Patient(), steps=11)
+    lost = [record.message for record in caplog.records if "was not taken" in record.message]
+    assert len(lost) == 1
+    assert "the step journal takes 5" in lost[0]
+    assert checkpoint.report.generations_complete == 4
+    growing, resumed = Growing(), SparseCheckpoint(str(tmp_path))
+    fit(resumed, growing, steps=12)
+    assert (resumed.report.resumed_from, len(growing.text)) == (11, 500_000)

@@ -96,19 +96,21 @@ def test_killed_again_in_every_step_of_replay(campaigns: Campaigns, phase: Any) 
     campaigns.check_all(SPARSE, scripts)
 
 
-def test_killed_at_every_storage_operation(campaigns: Campaigns) -> None:
-    """Before or after any write of segments, markers, manifests and log: what is left is enough."""
-    scripts = [
-        [Kill(phase="storage", operation=operation, after=after)] for operation in range(60) for after in (False, True)
-    ]
-    campaigns.check_all(SPARSE, scripts[::3], must_strike=False)
+WRITES = "^(put|create|delete) "
+"""What is left by a kill between two writes is the same wherever it strikes, so it strikes before each."""
+
+SHORT = replace(SPARSE, batches=3, validate_every=None, checkpointing=Checkpointing(policy="sparse", window=2))
 
 
-def test_killed_at_every_storage_operation_of_a_resumed_life(campaigns: Campaigns) -> None:
-    """The same, with an older life's generations to read, promote and delete."""
-    first = Kill(phase="after_batch_end", step=7, settle=10.0)
-    scripts = [[first, Kill(phase="storage", operation=operation)] for operation in range(0, 80, 3)]
-    campaigns.check_all(SPARSE, scripts, must_strike=False)
+@pytest.mark.parametrize(
+    ("before", "most"), [((), 36), ((Kill(phase="after_batch_end", step=4, settle=10.0),), 24)], ids=["first", "second"]
+)
+def test_killed_at_every_write_to_storage(campaigns: Campaigns, before: tuple[Kill, ...], most: int) -> None:
+    """Segments, markers, manifests, log entries and deletions, of a life that begins or one that resumed."""
+    kills = [Kill(phase="storage", verb=WRITES, operation=operation) for operation in range(most)]
+    lives = campaigns.check_all(SHORT, [[*before, kill] for kill in kills], must_strike=False)
+    assert len(lives[0]) == len(before) + 2, "the first write is killed"
+    assert len(lives[-1]) == len(before) + 1, "there are fewer writes than kills: none was missed"
 
 
 def test_killed_at_random_times(campaigns: Campaigns) -> None:
