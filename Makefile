@@ -34,7 +34,7 @@ soak: $(STAMP)
 	$(BIN)/pytest -m soak -s $(PYTEST_ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python examples/bench.py
+	$(BIN)/moe-ckpt bench all
 
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs

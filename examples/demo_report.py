@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from rich.table import Table
 
-from lightning_moe_ckpt.testing._lives_end import differences
+from lightning_moe_ckpt.testing import differences
 
 Line = dict[str, Any]
 

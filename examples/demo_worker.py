@@ -24,7 +24,7 @@ from corpus import TextCrops
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.testing._lives_end import capture_end
+from lightning_moe_ckpt.testing import capture_end
 from moe_gpt import Architecture, MoEGPT, Recipe
 
 

@@ -15,8 +15,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-import bench
-import bench_worker
 import cli
 import demo
 import demo_worker
@@ -250,21 +248,3 @@ def test_demo_sees_another_loss(runs: tuple[RunRecords, RunRecords, demo.Kill]) 
     line = next(line for line in reversed(changed.ranks[0]) if line["event"] == "step")
     line["loss"] = (float.fromhex(line["loss"]) * (1 + 2**-23)).hex()
     assert not compare(clean, changed).identical
-
-
-def test_bench_measures_every_variant(tmp_path: Path) -> None:
-    """Training with and without checkpoints takes turns, and the table has a row for each."""
-    options = ["--out", str(tmp_path), "--turns", "1", "--steps", "4", "--blocks", "1", "--window", "2"]
-    for _ in _until_ended(_forked(lambda: bench_worker.main(options))):
-        pass
-    rows = bench.rates(json.loads((tmp_path / "throughput.json").read_text()))
-    assert list(rows.columns[0].cells) == ["none", "dense", "sparse"]
-    assert all(float(str(ratio)) > 0 for ratio in rows.columns[2].cells)
-
-
-def test_bench_plans_at_every_budget() -> None:
-    """The paper's rule never needs a shorter window."""
-    rows = bench.planning(650)
-    packed, algorithm1 = ([int(str(cell)) for cell in rows.columns[index].cells] for index in (1, 3))
-    assert len(packed) == 4
-    assert all(ours <= theirs for ours, theirs in zip(packed, algorithm1, strict=True))
