@@ -1,7 +1,8 @@
-"""One short fit with or without checkpoints, and what its steps cost.
+"""A fit with or without checkpoints that is measured turn by turn.
 
 A step is the time from one `on_train_batch_end` to the next, so that everything between counts, whichever hook or
-thread it is spent in.
+thread it is spent in. Before the fit pauses between two turns, what is complete is stored, so that it leaves the
+machine to others; each turn therefore begins with steps that are not measured, which fill the pipeline again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
+from lightning_moe_ckpt.benchmarks._turns import HandOver
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.session import Report
 
@@ -38,14 +40,22 @@ class FitOptions:
     window: int | Literal["auto"]
     """Of sparse checkpoints."""
     warm_up: int
-    """Steps before those that are measured, at least one."""
+    """Steps before the first that is measured, at least one."""
+    settle: int
+    """Steps of every later turn before those that are measured, at least one."""
     steps: int
-    """Steps that are measured, at least one."""
+    """Steps of a turn that are measured, at least one."""
+    turns: int
+
+    @property
+    def total_steps(self) -> int:
+        """Of the whole fit."""
+        return self.warm_up + self.turns * self.steps + (self.turns - 1) * self.settle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """One fit, in the steps measured."""
+    """One turn, in the steps measured."""
 
     mean_seconds: float
     """Of a step."""
@@ -63,35 +73,38 @@ class StepCosts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """What one fit left behind."""
+class Turn:
+    """What one turn of a fit showed."""
 
     costs: StepCosts
     num_params: int
     report: Report | None
-    """Of the checkpoint callback at the last step measured."""
+    """Of the checkpoint callback after the last step measured."""
 
 
-def train(variant: Variant, url: str, options: FitOptions) -> Fit:
+def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[Turn]) -> None:
     """Train from scratch; the same model and data whatever the variant.
 
     Args:
         variant: which checkpoints to take; `dense` ones at every step.
-        url: where they go; an earlier run there is left alone.
+        url: where they go; a new run is started beside an earlier one there.
         options: see `FitOptions`.
+        hand_over: called at the end of every turn.
     """
     checkpoint = _checkpoint(variant, url, options)
-    times = _StepTimes(options.warm_up, options.steps, checkpoint)
-    num_steps = options.warm_up + options.steps
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = BenchModel(options.size)
+    torch.manual_seed(0)
+    model = BenchModel(options.size)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    turns = _Turns(
+        options, checkpoint, lambda costs, report: hand_over(Turn(costs=costs, num_params=num_params, report=report))
+    )
+    with _one_thread(), _quiet_lightning():
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
             precision=options.precision,
-            callbacks=[times] if checkpoint is None else [times, checkpoint],
-            max_steps=num_steps,
+            callbacks=[turns] if checkpoint is None else [turns, checkpoint],
+            max_steps=options.total_steps,
             gradient_clip_val=1.0,
             logger=False,
             enable_checkpointing=checkpoint is not None,
@@ -99,66 +112,82 @@ def train(variant: Variant, url: str, options: FitOptions) -> Fit:
             enable_model_summary=False,
         )
         # One batch more than it takes, so that no epoch ends.
-        trainer.fit(model, random_tokens(options.size, num_steps + 1))
-    num_params = sum(parameter.numel() for parameter in model.parameters())
-    return Fit(costs=times.costs(), num_params=num_params, report=times.report)
+        trainer.fit(model, random_tokens(options.size, options.total_steps + 1))
 
 
-class _StepTimes(Callback):
-    """Measures the steps after `warm_up`. Goes before the checkpoint callback in the list."""
+@dataclass(frozen=True, slots=True)
+class _Clocks:
+    wall: float
+    thread: float
+    process: float
 
-    def __init__(self, warm_up: int, steps: int, checkpoint: CheckpointCallback | None) -> None:
-        self._first, self._last, self._checkpoint = warm_up, warm_up + steps, checkpoint
-        self._reports: list[Report] = []
-        self._walls: list[float] = []
-        self._thread: list[float] = []
-        self._process: list[float] = []
+    @classmethod
+    def read(cls) -> _Clocks:
+        return cls(time.perf_counter(), time.thread_time(), time.process_time())
 
-    @property
-    def report(self) -> Report | None:
-        return self._reports[-1] if self._reports else None
+
+class _Turns(Callback):
+    """Measures the last steps of every turn. Goes before the checkpoint callback in the list."""
+
+    def __init__(
+        self,
+        options: FitOptions,
+        checkpoint: CheckpointCallback | None,
+        hand_over: Callable[[StepCosts, Report | None], None],
+    ) -> None:
+        self._warm_up, self._steps, self._period = options.warm_up, options.steps, options.settle + options.steps
+        self._checkpoint, self._hand_over = checkpoint, hand_over
+        self._before: Report | None = None
+        self._clocks: list[_Clocks] = []
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # A report takes a while to make, so both are made outside what is measured.
-        if trainer.global_step == self._last:
-            self._tick()
-        if self._checkpoint is not None and trainer.global_step in (self._first, self._last):
-            self._reports.append(self._checkpoint.report)
-        if self._first <= trainer.global_step < self._last:
-            self._tick()
+        step = trainer.global_step - self._warm_up
+        within = step % self._period
+        if step < 0 or within > self._steps:
+            return
+        if within == 0:
+            self._before, self._clocks = self._report(), []  # takes a while, so before the first clock is read
+        self._clocks.append(_Clocks.read())
+        if within == self._steps:
+            self._end_turn()
 
-    def costs(self) -> StepCosts:
-        steps = [end - start for start, end in pairwise(self._walls)]
-        stalls, complete, committed = self._gained(len(steps))
-        return StepCosts(
-            mean_seconds=statistics.mean(steps),
-            median_seconds=statistics.median(steps),
-            thread_seconds=(self._thread[-1] - self._thread[0]) / len(steps),
-            process_seconds=(self._process[-1] - self._process[0]) / len(steps),
-            stall_seconds=stalls,
-            generations_complete=complete,
-            generations_committed=committed,
-        )
+    def _end_turn(self) -> None:
+        report = self._report()
+        if self._checkpoint is not None:
+            self._checkpoint.wait_committed()
+        self._hand_over(_costs(self._clocks, self._before, report), report)
 
-    def _gained(self, num_steps: int) -> tuple[dict[str, float], int, int]:
-        """Stall per step by cause, generations complete and committed, from the first report to the last."""
-        if not self._reports:
-            return {}, 0, 0
-        first, last = self._reports
-        waited = {cause: seconds - first.stall_seconds.get(cause, 0.0) for cause, seconds in last.stall_seconds.items()}
-        return (
-            {cause: seconds / num_steps for cause, seconds in waited.items() if seconds > 0},
-            last.generations_complete - first.generations_complete,
-            last.generations_committed - first.generations_committed,
-        )
+    def _report(self) -> Report | None:
+        return self._checkpoint.report if self._checkpoint is not None else None
 
-    def _tick(self) -> None:
-        self._walls.append(time.perf_counter())
-        self._thread.append(time.thread_time())
-        self._process.append(time.process_time())
+
+def _costs(clocks: Sequence[_Clocks], before: Report | None, after: Report | None) -> StepCosts:
+    first, last, num_steps = clocks[0], clocks[-1], len(clocks) - 1
+    stalls, complete, committed = _gained(before, after, num_steps)
+    return StepCosts(
+        mean_seconds=(last.wall - first.wall) / num_steps,
+        median_seconds=statistics.median(end.wall - start.wall for start, end in pairwise(clocks)),
+        thread_seconds=(last.thread - first.thread) / num_steps,
+        process_seconds=(last.process - first.process) / num_steps,
+        stall_seconds=stalls,
+        generations_complete=complete,
+        generations_committed=committed,
+    )
+
+
+def _gained(before: Report | None, after: Report | None, num_steps: int) -> tuple[dict[str, float], int, int]:
+    """Stall per step by cause, generations complete and committed between two reports."""
+    if before is None or after is None:
+        return {}, 0, 0
+    waited = {cause: seconds - before.stall_seconds.get(cause, 0.0) for cause, seconds in after.stall_seconds.items()}
+    return (
+        {cause: seconds / num_steps for cause, seconds in waited.items() if seconds > 0},
+        after.generations_complete - before.generations_complete,
+        after.generations_committed - before.generations_committed,
+    )
 
 
 def _checkpoint(variant: Variant, url: str, options: FitOptions) -> CheckpointCallback | None:
@@ -170,7 +199,7 @@ def _checkpoint(variant: Variant, url: str, options: FitOptions) -> CheckpointCa
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Torch with one thread: copies and digests run beside training, as they do where training has a device."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -181,8 +210,8 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """A line per fit about devices, and advice on loaders, would bury the table."""
+def _quiet_lightning() -> Iterator[None]:
+    """Lines about devices, and advice on loaders, would bury the table."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,8 +1,8 @@
 """What checkpoints cost in training speed: no checkpoints, dense ones at every step, sparse ones.
 
-Every round trains the same model once with each variant, in another order each time, for some steps that are not
-counted (generation 0, planning, and the first three windows, in which the ring is filled for the first time) and some
-that are. Ratios are taken within a round, where the variants met the same machine, and their median is reported.
+Three fits of the same model take turns, in another order in each round. Ratios are taken within a round, where the
+variants met the same machine, and their median is reported. The first turn of a fit has a warm-up in which generation
+0 is written, the window planned, and the ring filled for the first time.
 
 A round's mean step is what throughput is; its median step leaves out those that waited longest. CPU seconds of the
 training thread and of the process are reported beside: other load on the machine changes them little, but they do not
@@ -15,7 +15,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,8 +24,9 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, megabytes, milliseconds, positive, table_of
-from lightning_moe_ckpt.benchmarks._fits import Fit, FitOptions, StepCosts, Variant, one_thread, quiet_lightning, train
+from lightning_moe_ckpt.benchmarks._fits import FitOptions, StepCosts, Turn, Variant, train
 from lightning_moe_ckpt.benchmarks._model import ModelSize
+from lightning_moe_ckpt.benchmarks._turns import TurnTaker
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
@@ -53,7 +54,7 @@ class OverheadFigure:
     window: int
     """Steps per generation; 0 without checkpoints."""
     nbytes_per_step: float
-    """Mean of the last round, 0 without checkpoints."""
+    """Mean, 0 without checkpoints."""
     dense_nbytes: int
     """Bytes of a snapshot of everything, 0 without checkpoints."""
     generations_complete: int
@@ -79,26 +80,28 @@ class OverheadBench(Benchmark[OverheadFigure]):
         def count(flag: str, default: int, text: str) -> None:
             parser.add_argument(flag, type=positive, default=default, help=f"{text} (default: {default})")
 
-        count("--rounds", 5, "fits of every variant")
-        count("--steps", 24, "steps of a fit that count")
-        count("--warm-up", 28, "steps before them")
+        count("--rounds", 10, "turns of every fit")
+        count("--steps", 16, "steps of a turn that count")
+        count("--settle", 8, "steps of a turn before them")
+        count("--warm-up", 28, "steps before those of the first turn that count")
         parser.add_argument("--window", type=_window, default=8, help="of sparse checkpoints, or auto (default: 8)")
         parser.add_argument("--precision", default="bf16-mixed", help="of the Trainer (default: %(default)s)")
         count("--blocks", 4, "transformer blocks")
         count("--dim", 128, "model dimension")
         count("--experts", 16, "experts per block")
         count("--batch-size", 16, "crops of 64 tokens per step")
-        parser.add_argument("--url", help="where checkpoints go, and stay (default: a temporary folder)")
+        parser.add_argument("--url", help="folder for checkpoints, which stay (default: a temporary folder)")
 
     @override
     def measure(self, options: argparse.Namespace, progress: Progress) -> list[OverheadFigure]:
-        fits: dict[Variant, list[Fit]] = {variant: [] for variant in VARIANTS}
+        turns: dict[Variant, list[Turn]] = {variant: [] for variant in VARIANTS}
         wanted = _fit_options(options)
-        with one_thread(), quiet_lightning(), _folder(options.url) as base:
-            for index, (turn, variant) in enumerate(_turns(options.rounds)):
+        with _folder(options.url) as base, ExitStack() as stack:
+            takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", wanted)) for v in VARIANTS}
+            for index, variant in enumerate(_order(options.rounds)):
                 progress(f"training, checkpoints: {variant}", index, options.rounds * len(VARIANTS))
-                fits[variant].append(train(variant, f"{base}/{variant}{turn}", wanted))
-        return [_figure(variant, options.precision, fits) for variant in VARIANTS]
+                turns[variant].append(takers[variant].take())
+        return [_figure(variant, options.precision, turns) for variant in VARIANTS]
 
     @override
     def table(self, figures: Sequence[OverheadFigure]) -> Table:
@@ -108,7 +111,7 @@ class OverheadBench(Benchmark[OverheadFigure]):
             f"medians of {len(first.rounds)} interleaved rounds"
         )
         columns = ["checkpoints", "steps/s", "against none", "range", "by median step", "CPU of training", "of process"]
-        columns += ["stall per step", "bytes per step", "W", "committed"]
+        columns += ["stall per step", "bytes per step (of dense)", "W", "committed"]
         table = table_of(title, columns, [_row(figure) for figure in figures])
         table.caption = "\n".join(_causes(figure) for figure in figures if figure.stall_seconds)
         return table
@@ -127,27 +130,33 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
         precision=options.precision,
         window=options.window,
         warm_up=options.warm_up,
+        settle=options.settle,
         steps=options.steps,
+        turns=options.rounds,
     )
 
 
-def _turns(num_rounds: int) -> Iterator[tuple[int, Variant]]:
+def _taker(variant: Variant, url: str, options: FitOptions) -> TurnTaker[Turn]:
+    return TurnTaker(lambda hand_over: train(variant, url, options, hand_over))
+
+
+def _order(num_rounds: int) -> Iterator[Variant]:
     """Every variant in every round, each first equally often: what one leaves for the disk to do hits the next."""
     for turn in range(num_rounds):
         start = turn % len(VARIANTS)
-        yield from ((turn, variant) for variant in VARIANTS[start:] + VARIANTS[:start])
+        yield from VARIANTS[start:] + VARIANTS[:start]
 
 
-def _figure(variant: Variant, precision: str, fits: dict[Variant, list[Fit]]) -> OverheadFigure:
-    rounds = [fit.costs for fit in fits[variant]]
-    pairs = [(none.costs, own) for none, own in zip(fits["none"], rounds, strict=True)]
+def _figure(variant: Variant, precision: str, turns: dict[Variant, list[Turn]]) -> OverheadFigure:
+    rounds = [turn.costs for turn in turns[variant]]
+    pairs = [(none.costs, own) for none, own in zip(turns["none"], rounds, strict=True)]
     throughput = [none.mean_seconds / own.mean_seconds for none, own in pairs]
     causes = sorted({cause for each in rounds for cause in each.stall_seconds})
-    report = fits[variant][-1].report
+    report = turns[variant][-1].report
     return OverheadFigure(
         variant=variant,
         precision=precision,
-        num_params=fits[variant][-1].num_params,
+        num_params=turns[variant][-1].num_params,
         steps_per_second=1 / statistics.median(each.mean_seconds for each in rounds),
         throughput=statistics.median(throughput),
         throughput_range=(min(throughput), max(throughput)),
@@ -170,7 +179,7 @@ def _row(figure: OverheadFigure) -> list[str]:
     row += [f"{figure.by_median_step:.3f}", milliseconds(figure.thread_seconds), milliseconds(figure.process_seconds)]
     if figure.variant == "none":
         return row
-    taken = f"{megabytes(figure.nbytes_per_step)} ({figure.nbytes_per_step / figure.dense_nbytes:.0%} of dense)"
+    taken = f"{megabytes(figure.nbytes_per_step)} ({figure.nbytes_per_step / figure.dense_nbytes:.0%})"
     generations = f"{figure.generations_committed} of {figure.generations_complete}"
     return [*row, milliseconds(figure.stall), taken, str(figure.window), generations]
 

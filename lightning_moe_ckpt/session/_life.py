@@ -74,7 +74,7 @@ class Report:
     stall_seconds: dict[str, float]
     """Seconds that training waited, by cause."""
     seconds: float
-    """Wall time since the first batch of this life."""
+    """Wall time since this life was ready for its first batch."""
     generations_complete: int
     generations_committed: int
     windows_skipped: int
@@ -144,7 +144,7 @@ class Life:
         self._replay_layout: WindowLayout | None = None
         self._steps = self._replayed = self._mismatches = self._committed = 0
         self._restore_seconds = 0.0
-        self._first_batch: float | None = None
+        self._began: float | None = None
         self._last_window: int | None = None
 
     # -- start
@@ -267,8 +267,6 @@ class Life:
 
     def forward_begins(self) -> None:
         """A batch is about to run forward and backward."""
-        if self._first_batch is None:
-            self._first_batch = time.perf_counter()
         self._planner.forward_begins()
 
     def fence(self) -> None:
@@ -324,9 +322,11 @@ class Life:
         """The next batch begins: complete what boundary `step` took. Boundary 0 of a fresh run is taken here."""
         capture = self._capture
         assert capture is not None
+        fresh = self._found is None and self._began is None
+        self._began = self._began or time.perf_counter()
         if self._steps < 2:
             self._planner.journal_needs(len(encode({"outcome": {}, "start": start})))
-        if self._found is None and self._steps == 0 and self._committed == 0 and self._first_batch is None:
+        if fresh:
             self._write_dense(step, {"outcome": {"step": step, "losses": []}, "start": start})
         capture.seal(start, step=step)
 
@@ -390,7 +390,7 @@ class Life:
             nbytes_per_step=capture.nbytes_captured / taken if capture is not None and taken else 0.0,
             dense_nbytes=self._dense_nbytes(),
             stall_seconds=self._stalls.totals(),
-            seconds=time.perf_counter() - self._first_batch if self._first_batch is not None else 0.0,
+            seconds=time.perf_counter() - self._began if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
             generations_committed=self._committed,
             windows_skipped=capture.windows_skipped if capture is not None else 0,

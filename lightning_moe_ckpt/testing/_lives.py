@@ -265,7 +265,7 @@ class _OneLife:
 
     def _dump_threads(self) -> None:
         for rank in self._pids.keys() - self._codes.keys():
-            os.kill(self._pids[rank], signal.SIGUSR1)
+            os.killpg(self._pids[rank], signal.SIGUSR1)  # loader workers inherited the handler
         time.sleep(0.5)  # the dump is written by a signal handler of the other process
 
     def _kill_all(self) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks import Machine, OverheadBench, PlannerBench, ReductionBench
-from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _turns
+from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
@@ -23,7 +23,7 @@ from lightning_moe_ckpt.parallel._bench import ReductionCost
 
 STEPS = 4
 TINY_FITS = [
-    *("--rounds", "2", "--steps", str(STEPS), "--warm-up", "5", "--window", "2"),
+    *("--rounds", "2", "--steps", str(STEPS), "--settle", "2", "--warm-up", "5", "--window", "2"),
     *("--blocks", "1", "--dim", "32", "--experts", "4", "--batch-size", "2"),
 ]
 TINY = [
@@ -98,7 +98,7 @@ def test_throughput_is_relative_to_training_without_checkpoints(overhead: dict[s
         low, high = figure.throughput_range
         assert 0 < low <= figure.throughput <= high
         assert len(figure.rounds) == 2
-        assert 0 < figure.thread_seconds <= figure.process_seconds
+        assert 0 < 0.99 * figure.thread_seconds <= figure.process_seconds, "the clocks have different grains"
 
 
 def test_only_steps_after_the_warm_up_are_measured(overhead: dict[str, OverheadFigure]) -> None:
@@ -124,11 +124,12 @@ def test_overhead_table_names_every_cause_of_stall(overhead: dict[str, OverheadF
     assert all(cause in shown for cause in overhead["sparse"].stall_seconds)
 
 
-def test_variants_take_turns() -> None:
+def test_variants_take_order() -> None:
     """Every round has each variant once, and each begins a round equally often."""
-    turns = list(_turns(6))
-    assert Counter(turns) == Counter((turn, variant) for turn in range(6) for variant in VARIANTS)
-    assert Counter(variant for _, variant in turns[:: len(VARIANTS)]) == dict.fromkeys(VARIANTS, 2)
+    turns = list(_order(6))
+    rounds = [turns[index : index + len(VARIANTS)] for index in range(0, len(turns), len(VARIANTS))]
+    assert [set(each) for each in rounds] == [set(VARIANTS)] * 6
+    assert Counter(each[0] for each in rounds) == dict.fromkeys(VARIANTS, 2)
 
 
 def test_tables_are_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:

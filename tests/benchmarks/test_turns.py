@@ -1,0 +1,92 @@
+"""Processes take turns, and none outlives its parent's interest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnFailed, TurnTaker
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+
+
+def test_work_goes_on_only_while_it_has_the_turn(tmp_path: Path) -> None:
+    """Two counters in one file: each adds a line per turn, in the order in which turns are given."""
+    log = tmp_path / "log"
+
+    def count(name: str) -> TurnTaker[int]:
+        def work(hand_over: HandOver[int]) -> None:
+            for number in range(3):
+                with log.open("a") as file:
+                    file.write(name)
+                hand_over(number)
+
+        return TurnTaker(work)
+
+    with count("a") as a, count("b") as b:
+        taken = [each.take() for each in (a, b, b, a, a, b)]
+    assert taken == [0, 0, 1, 1, 2, 2]
+    assert log.read_text() == "abbaab"
+
+
+def test_work_cleans_up_when_no_turn_follows(tmp_path: Path) -> None:
+    """Its `finally` has run when the context ends."""
+
+    def work(hand_over: HandOver[int]) -> None:
+        try:
+            hand_over(1)
+        finally:
+            (tmp_path / "clean").touch()
+
+    with TurnTaker(work) as taker:
+        assert taker.take() == 1
+        assert not (tmp_path / "clean").exists()
+    assert (tmp_path / "clean").exists()
+
+
+def test_errors_of_this_package_arrive_as_such() -> None:
+    """The command line shows them without a traceback."""
+
+    def work(_: HandOver[int]) -> None:
+        raise ConfigurationError("`window=0` must be 1 or more.")
+
+    with TurnTaker(work) as taker, pytest.raises(CheckpointError, match=r"^`window=0` must be 1 or more\.$"):
+        taker.take()
+
+
+def test_other_errors_arrive_with_their_traceback() -> None:
+    """So that a bug can be found."""
+
+    def work(_: HandOver[int]) -> None:
+        raise KeyError("the reason")
+
+    with TurnTaker(work) as taker, pytest.raises(TurnFailed, match=r"(?s)in work.*the reason"):
+        taker.take()
+
+
+@pytest.mark.parametrize("end", [lambda: None, lambda: os._exit(3)], ids=["return", "death"])
+def test_an_early_end_is_an_error(end: object) -> None:
+    """Nobody waits for a result that cannot come."""
+
+    def work(_: HandOver[int]) -> None:
+        assert callable(end)
+        end()
+
+    with TurnTaker(work) as taker, pytest.raises(TurnFailed, match="ended before its turn was over"):
+        taker.take()
+
+
+def test_a_turn_that_takes_too_long_is_an_error() -> None:
+    """The process that hangs is killed."""
+
+    def work(_: HandOver[int]) -> None:
+        threading.Event().wait()
+
+    with (
+        TurnTaker(work, timeout=timedelta(seconds=0.2)) as taker,
+        pytest.raises(TurnFailed, match=r"not over after 0:00:00\.2"),
+    ):
+        taker.take()
