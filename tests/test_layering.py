@@ -26,6 +26,7 @@ LEVELS = [
     {"policies"},
     {"recovery"},
     {"session"},
+    {"inspection"},
     {"_lightning"},
     {"callbacks", "strategy", "cli"},
 ]
