@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, SparseCheckpoint
-from lightning_moe_ckpt.callbacks._loads import LayerLoads
+from lightning_moe_ckpt.callbacks._loads import LayerLoad, LayerLoads
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.moe import MoELayer
@@ -154,9 +155,18 @@ def expected(counts_E: Tensor, layer: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("recompute", "accumulate"), [(False, 1), (True, 1), (False, 3), (True, 3)])
-def test_rows_are_what_was_counted_by_hand(tmp_path: Path, recompute: bool, accumulate: int) -> None:
+def test_rows_are_what_was_counted_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool, accumulate: int
+) -> None:
     """Each token of the steps since the last row once: accumulated, recomputed or validated in between."""
-    hand = ByHand(2)
+    hand, read, loads = ByHand(2), LayerLoads.read, []
+
+    def recorded(self: LayerLoads) -> list[LayerLoad]:
+        loads.append(read(self))
+        return loads[-1]
+
+    # Shares alone would not tell: counting everything twice leaves them as they are.
+    monkeypatch.setattr(LayerLoads, "read", recorded)
     fit(
         tmp_path,
         ExpertLoadMonitor(),
@@ -173,6 +183,9 @@ def test_rows_are_what_was_counted_by_hand(tmp_path: Path, recompute: bool, accu
         want = expected(counted["listed"], "listed") | expected(counted["kept"], "own")
         for name, value in want.items():
             assert row[name] == pytest.approx(value, rel=1e-6)
+        by_layer = {load.layer: load.tokens for load in loads.pop(0)}
+        assert torch.equal(by_layer["listed"], counted["listed"])
+        assert torch.equal(by_layer["own"], counted["kept"])
         assert "moe/dropped_share/listed" not in row  # it does not know
 
 
@@ -375,3 +388,30 @@ def test_an_argument_out_of_range_is_quoted() -> None:
     """As the user wrote it."""
     with pytest.raises(ConfigurationError, match="every_n_steps=0"):
         ExpertLoadMonitor(every_n_steps=0)
+
+
+def test_a_configuration_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI builds it from YAML, defaults included."""
+    (tmp_path / "config.yaml").write_text(
+        "trainer:\n  logger: false\n  accelerator: cpu\n  callbacks:\n"
+        "    - class_path: lightning_moe_ckpt.callbacks.ExpertLoadMonitor\n      init_args: {every_n_steps: 7}\n"
+        "    - class_path: lightning_moe_ckpt.callbacks.ExpertLoadMonitor\n"
+    )
+    monkeypatch.setattr("sys.argv", ["train", "--config", str(tmp_path / "config.yaml")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning uses what jsonargparse deprecates
+        cli = LightningCLI(Model, run=False)
+    callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
+    monitors = [each for each in callbacks if isinstance(each, ExpertLoadMonitor)]
+    assert [each.every_n_steps for each in monitors] == [7, None]
+
+
+def test_hooks_are_gone_after_the_fit_and_a_second_fit_counts_anew(tmp_path: Path) -> None:
+    """A monitor that outlives its fit would count, and hold on to, models it should not."""
+    monitor = ExpertLoadMonitor(every_n_steps=2)
+    for folder in ("first", "second"):
+        hand = ByHand(2)
+        model = fit(tmp_path / folder, monitor, hand, steps=2)
+        assert not [name for name, each in model.named_modules() if each._forward_pre_hooks]
+        want = expected(hand.rows[0]["listed"], "listed")
+        assert {name: monitor.latest[name] for name in want} == pytest.approx(want, rel=1e-6)
