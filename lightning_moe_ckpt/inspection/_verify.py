@@ -85,9 +85,12 @@ def verify(
         if not stored.committed or (stored.dead is not None and not everything and view.history is not None):
             verdict.skipped += 1
             continue
+        reasons = list(_verify_generation(backend, view, stored, verdict, show))
+        if reasons and _was_retired(view, stored):
+            verdict.skipped += 1
+            continue
         verdict.generations.append(str(stored.generation))
-        for reason in _verify_generation(backend, view, stored, verdict, show):
-            verdict.problems.append(FileProblem(str(stored.generation), reason))
+        verdict.problems += [FileProblem(str(stored.generation), reason) for reason in reasons]
     verdict.seconds = time.perf_counter() - started
     return verdict
 
@@ -116,6 +119,11 @@ def _verify_generation(
             verdict.nbytes += entry.nbytes
             if show is not None:
                 show(entry.nbytes)
+
+
+def _was_retired(view: RunView, stored: StoredGeneration) -> bool:
+    """Whether the run, going on meanwhile, deleted the generation; it begins with the manifest."""
+    return not any(each.committed for each in view.generations() if each.generation == stored.generation)
 
 
 def _read_marker(view: RunView, commit: Commit, rank: int) -> RankMarker:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import pickle
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,15 @@ import torch
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
 from lightning_moe_ckpt.inspection import export, verify
-from lightning_moe_ckpt.storage import Entry, RunView, SegmentEntry, open_ranged, scrub_segment
+from lightning_moe_ckpt.storage import (
+    Entry,
+    RunView,
+    SegmentEntry,
+    digest_of,
+    open_ranged,
+    scrub_segment,
+    verify_records,
+)
 
 
 class Held:
@@ -28,6 +38,7 @@ class Held:
         self.objects = objects
 
     def get(self, key: str) -> bytes:
+        assert not key.endswith(".safetensors"), "reads a whole segment into memory"
         if key not in self.objects:
             raise KeyMissing(key)
         return bytes(self.objects[key])
@@ -114,16 +125,38 @@ def test_every_flipped_bit_of_a_segment_is_noticed(held: Held) -> None:
     missed = []
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
-        try:
-            scrub_segment(held, entry)
+        if not refused(lambda: scrub_segment(held, entry)):
             missed.append(bit)
-        except Corrupt:
-            pass
         data[bit // 8] ^= 1 << bit % 8
     assert missed == []
     scrub_segment(held, entry)
     data[-1] ^= 1
     assert noticed(held)
+
+
+def test_the_stream_is_judged_as_a_restore_judges_the_whole(held: Held) -> None:
+    """Even where the digest of the file was made anew after the damage: headers and records decide alike."""
+    entry = segment_of(held)
+    data = bytearray(held.objects[entry.key])
+    held.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
+    verdicts = []
+    for position in [*range(4096), *range(4096, len(data), 7)]:
+        data[position] ^= 1 << position % 8
+        forged = dataclasses.replace(entry, digest=digest_of(memoryview(data)))
+        restored = refused(partial(verify_records, forged, memoryview(data)))
+        assert refused(partial(scrub_segment, held, forged)) == restored, position
+        verdicts.append(restored)
+        data[position] ^= 1 << position % 8
+    assert verdicts.count(True) > 4096  # the header, and records; fillers have no digest of their own
+    assert not refused(lambda: scrub_segment(held, entry))
+
+
+def refused(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except Corrupt:
+        return True
+    return False
 
 
 def test_every_truncation_is_noticed(held: Held) -> None:
@@ -149,6 +182,22 @@ def test_every_missing_file_is_noticed(held: Held) -> None:
         original = held.objects.pop(key)
         assert noticed(held), key
         held.objects[key] = original
+
+
+def test_a_generation_deleted_meanwhile_is_no_damage(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on while somebody looks: retention takes the manifest first, then the rest."""
+    snap = [key for key in held.objects if key.startswith("snap/")]
+    read = held.get
+
+    def retire_at_marker(key: str) -> bytes:
+        if key.endswith(".done"):
+            for each in snap:
+                held.objects.pop(each, None)
+        return read(key)
+
+    monkeypatch.setattr(held, "get", retire_at_marker)
+    verdict = verify(held)
+    assert (verdict.problems, verdict.generations, verdict.skipped) == ([], [], 1)
 
 
 def test_two_files_swapped_are_noticed(held: Held) -> None:
