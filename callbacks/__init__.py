@@ -1,4 +1,5 @@
-"""Lightning callbacks, one per checkpoint policy."""
+"""Lightning callbacks: one per checkpoint policy, and a monitor."""
 
 from lightning_moe_ckpt.callbacks._dense import DenseCheckpoint as DenseCheckpoint
+from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor as ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._sparse import SparseCheckpoint as SparseCheckpoint

@@ -72,6 +72,11 @@ class CheckpointCallback(Checkpoint):
             raise ConfigurationError("`report` has no figures before `Trainer.fit`. Read it during or after the fit.")
         return self._report
 
+    @property
+    def replaying(self) -> bool:
+        """Whether a resumed fit is still re-running steps that the run before it had taken."""
+        return self._run is not None and self._run.life.replaying
+
     def wait_committed(self, timeout: float = 60.0) -> bool:
         """Block until everything handed to storage so far is durable.
 

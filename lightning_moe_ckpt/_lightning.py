@@ -273,6 +273,11 @@ def restore_seed(seed: str | None) -> None:
         os.environ[_SEED_VARIABLE] = seed
 
 
+def logging_step(trainer: Trainer) -> int:
+    """The step under which Lightning logs what the batch under way reports."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
     """The data module, if the run has one."""
     datamodule: LightningDataModule | None = getattr(trainer, "datamodule", None)

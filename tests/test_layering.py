@@ -17,7 +17,7 @@ PACKAGE = "lightning_moe_ckpt"
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
     {"errors"},
-    {"native"},
+    {"native", "metrics"},
     {"storage"},
     {"tiers"},
     {"parallel"},
@@ -26,6 +26,7 @@ LEVELS = [
     {"policies"},
     {"recovery"},
     {"session"},
+    {"inspection"},
     {"_lightning"},
     {"callbacks", "strategy", "cli"},
 ]

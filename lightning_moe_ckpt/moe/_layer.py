@@ -65,6 +65,7 @@ class MoELayer(nn.Module):
         local_expert_ids: global indices of the experts held here, in the order of dim 0.
         l_aux: balancing loss of the last forward, `None` before.
         tokens_per_expert: see `read_and_reset_counts`.
+        drops_per_expert: see `read_and_reset_drops`.
 
     Raises:
         ConfigurationError: the arguments contradict each other or the number of expert-parallel ranks.
@@ -138,6 +139,11 @@ class MoELayer(nn.Module):
     def tokens_per_expert(self) -> Tensor:
         """int64 `[E]`: slots of this rank's tokens that reached each expert in training forwards, since last read."""
         return self._counter.processed
+
+    @property
+    def drops_per_expert(self) -> Tensor:
+        """int64 `[E]`: slots of this rank's tokens dropped over capacity, counted like `tokens_per_expert`."""
+        return self._counter.dropped
 
     def read_and_reset_counts(self) -> Tensor:
         """Take `tokens_per_expert`: what experts processed, dropped slots excluded, not reduced over ranks.

@@ -37,6 +37,8 @@ class MoELayerSpec:
     """`expert_data` if other ranks hold other experts of this layer."""
     count: CountTap | None = None
     """How tokens per expert are counted; `None` if they cannot be, then experts keep their order."""
+    dropped: CountTap | None = None
+    """How tokens dropped over capacity are counted; `None` if they are not. Only looked at by monitors."""
 
     @property
     def prefix(self) -> str:

@@ -11,8 +11,11 @@ from lightning_moe_ckpt.policies._planner import plan_for_window as plan_for_win
 from lightning_moe_ckpt.policies._planner import plan_window as plan_window
 from lightning_moe_ckpt.policies._planner import split_nbytes as split_nbytes
 from lightning_moe_ckpt.policies._popularity import Order as Order
+from lightning_moe_ckpt.policies._popularity import decayed_popularity as decayed_popularity
 from lightning_moe_ckpt.policies._popularity import order as order
+from lightning_moe_ckpt.policies._popularity import popularity_per_capacity as popularity_per_capacity
 from lightning_moe_ckpt.policies._popularity import should_reorder as should_reorder
+from lightning_moe_ckpt.policies._popularity import soft_popularity as soft_popularity
 from lightning_moe_ckpt.policies._positions import assign_positions as assign_positions
 from lightning_moe_ckpt.policies._positions import positions as positions
 from lightning_moe_ckpt.policies._sparse import SparsePolicy as SparsePolicy

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -309,7 +310,7 @@ class Life:
                 "plan: %d segments of at most %.1f MiB (everything: %.1f MiB)",
                 len(layout.slots),
                 layout.slot_nbytes / 2**20,
-                self._dense_nbytes() / 2**20,
+                self._dense_nbytes / 2**20,
             )
 
     def _due(self, step: int) -> bool:
@@ -388,7 +389,7 @@ class Life:
             steps=self._steps,
             window=len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
             nbytes_per_step=capture.nbytes_captured / taken if capture is not None and taken else 0.0,
-            dense_nbytes=self._dense_nbytes(),
+            dense_nbytes=self._dense_nbytes,
             stall_seconds=self._stalls.totals(),
             seconds=time.perf_counter() - self._began if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
@@ -402,6 +403,7 @@ class Life:
 
     # -- private
 
+    @cached_property
     def _dense_nbytes(self) -> int:
         return dense_nbytes(self._view, self._groups)
 

@@ -12,6 +12,9 @@ from lightning_moe_ckpt.storage._digest import digest_of as digest_of
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
+from lightning_moe_ckpt.storage._ranges import RangedBackend as RangedBackend
+from lightning_moe_ckpt.storage._ranges import open_ranged as open_ranged
+from lightning_moe_ckpt.storage._ranges import read_chunks as read_chunks
 from lightning_moe_ckpt.storage._records import Commit as Commit
 from lightning_moe_ckpt.storage._records import OverflowEntry as OverflowEntry
 from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
@@ -21,8 +24,13 @@ from lightning_moe_ckpt.storage._retry import Retrying as Retrying
 from lightning_moe_ckpt.storage._run import Resume as Resume
 from lightning_moe_ckpt.storage._run import RunStore as RunStore
 from lightning_moe_ckpt.storage._run import verify_records as verify_records
+from lightning_moe_ckpt.storage._scrub import read_record as read_record
+from lightning_moe_ckpt.storage._scrub import scrub_overflow as scrub_overflow
+from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout
 from lightning_moe_ckpt.storage._segment import Span as Span
 from lightning_moe_ckpt.storage._segment import TensorSpec as TensorSpec
 from lightning_moe_ckpt.storage._segment import dtype_code as dtype_code
 from lightning_moe_ckpt.storage._segment import dtype_of as dtype_of
+from lightning_moe_ckpt.storage._view import RunView as RunView
+from lightning_moe_ckpt.storage._view import StoredGeneration as StoredGeneration

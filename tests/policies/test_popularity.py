@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from lightning_moe_ckpt.operators import Operator
-from lightning_moe_ckpt.policies import order, should_reorder
+from lightning_moe_ckpt.policies import (
+    decayed_popularity,
+    order,
+    popularity_per_capacity,
+    should_reorder,
+    soft_popularity,
+)
 
 
 def expert(layer: int, j: int) -> Operator:
@@ -78,3 +84,61 @@ def test_thresholds_can_be_chosen() -> None:
     assert not should_reorder(old, [140, 60] + [100] * 6, reorder_fraction=0.5)
     with pytest.raises(ValueError, match="2 and 1 experts"):
         should_reorder([1, 2], [1])
+
+
+def test_soft_counts_add_up_probabilities() -> None:
+    """Over all leading dimensions, without a graph, and in a sum that bf16 would stop."""
+    probs = torch.tensor([[[0.5, 0.25, 0.25]], [[0.0, 1.0, 0.0]]], requires_grad=True)
+    soft = soft_popularity(probs)
+    assert soft.tolist() == [0.5, 1.25, 0.25]
+    assert not soft.requires_grad
+    many = torch.full((5000, 2), 0.5, dtype=torch.bfloat16)
+    assert soft_popularity(many).tolist() == [2500, 2500]
+
+
+def test_soft_counts_of_parts_add_up() -> None:
+    """Steps and ranks are summed as for hard counts."""
+    probs = torch.rand(12, 4, dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(soft_popularity(probs[:5]) + soft_popularity(probs[5:]), soft_popularity(probs))
+
+
+def test_decayed_popularity_halves_in_a_half_life() -> None:
+    """What was counted once fades; what is counted always stays."""
+    steady, once = torch.tensor([8, 8]), torch.tensor([8, 0])
+    popularity = decayed_popularity(None, steady, half_life_windows=3)
+    for _ in range(3):
+        popularity = decayed_popularity(popularity, once, half_life_windows=3)
+    torch.testing.assert_close(popularity, torch.tensor([8.0, 4.0], dtype=torch.float64))
+    assert decayed_popularity(popularity, steady, half_life_windows=1).tolist() == pytest.approx([8, 6])
+
+
+def test_decayed_popularity_is_the_papers_average() -> None:
+    """`A(t) = a A(t-1) + (1 - a) n(t)`, and an expert that was popular long ago can be overtaken."""
+    counts = [torch.tensor([90, 10]), torch.tensor([10, 20]), torch.tensor([0, 30])]
+    keep = 2 ** (-1 / 2)
+    want, popularity = counts[0].double(), decayed_popularity(None, counts[0], half_life_windows=2)
+    for each in counts[1:]:
+        want = keep * want + (1 - keep) * each
+        popularity = decayed_popularity(popularity, each, half_life_windows=2)
+    torch.testing.assert_close(popularity, want)
+    assert popularity.argmax() == 0  # hard counts of the newest window alone would say 1
+    for _ in range(2):
+        popularity = decayed_popularity(popularity, counts[2], half_life_windows=2)
+    assert popularity.argmax() == 1
+
+
+def test_capacity_turns_load_into_use() -> None:
+    """A small expert that is full is more popular than a large one that is half empty."""
+    use = popularity_per_capacity(torch.tensor([30, 40]), torch.tensor([30, 80]))
+    assert use.tolist() == [1.0, 0.5]
+    assert popularity_per_capacity(torch.tensor([3, 4]), torch.tensor(2)).tolist() == [1.5, 2.0]
+
+
+def test_measures_refuse_what_makes_no_sense() -> None:
+    """By the name of the argument."""
+    with pytest.raises(ValueError, match="half_life_windows=0"):
+        decayed_popularity(None, torch.ones(2), half_life_windows=0)
+    with pytest.raises(ValueError, match="3 and 2 experts"):
+        decayed_popularity(torch.ones(3), torch.ones(2), half_life_windows=1)
+    with pytest.raises(ValueError, match="capacity_E"):
+        popularity_per_capacity(torch.ones(2), torch.tensor([1, 0]))

@@ -12,7 +12,7 @@ from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._taps import AttributeTap
 from lightning_moe_ckpt.operators.adapters._routers import find_top_k
 
-_COUNTER = "tokens_per_expert"
+_COUNTER, _DROPS = "tokens_per_expert", "drops_per_expert"
 _Params = Mapping[str, nn.Parameter] | Iterable[nn.Parameter | tuple[str, nn.Parameter]]
 
 
@@ -40,14 +40,13 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
     """The layer's spec, or `None` if it lacks one of the attributes.
 
     `num_experts` counts over all ranks, `local_expert_ids` gives the global index of each row of the stacked expert
-    parameters, `tokens_per_expert` (optional) counts tokens over all experts.
+    parameters, `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts.
     """
     if not all(hasattr(module, name) for name in _ATTRIBUTES):
         return None
     layer = cast("_OwnLayer", module)
     local = tuple(int(i) for i in layer.local_expert_ids)
     experts = _by_name(layer.expert_parameters(), index)
-    counted = isinstance(getattr(module, _COUNTER, None), Tensor)
     return MoELayerSpec(
         fqn=fqn,
         num_experts=layer.num_experts,
@@ -56,8 +55,13 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
         router=tuple(_by_name(layer.router_parameters(), index)),
         top_k=find_top_k(module, *module.children()),
         holders="expert_data" if len(local) < layer.num_experts else "world",
-        count=AttributeTap(fqn, _COUNTER) if counted else None,
+        count=_follow(fqn, module, _COUNTER),
+        dropped=_follow(fqn, module, _DROPS),
     )
+
+
+def _follow(fqn: str, module: nn.Module, attribute: str) -> AttributeTap | None:
+    return AttributeTap(fqn, attribute) if isinstance(getattr(module, attribute, None), Tensor) else None
 
 
 def _by_name(params: _Params, index: ParameterIndex) -> dict[str, nn.Parameter]:

@@ -1,0 +1,91 @@
+"""Tokens per expert of all MoE layers since the last reading, summed over the ranks.
+
+Reads the same counters as the planner of checkpoints, through accumulators of its own: neither changes what the other
+reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_moe_ckpt.metrics import load_skew
+from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover
+
+log = logging.getLogger(__name__)
+
+# Shape suffix: E all experts of one layer, over all ranks.
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """One layer between two readings."""
+
+    layer: str
+    tokens: Tensor
+    """int64 `[E]`, on the CPU: what experts processed."""
+    drops: Tensor | None
+    """int64 `[E]`, on the CPU: dropped over capacity; `None` where the layer does not know."""
+
+    def values(self) -> dict[str, float]:
+        """What is logged of this layer, by name; nothing without any token."""
+        total = int(self.tokens.sum())
+        if total == 0:
+            return {}
+        values = {"min_share": int(self.tokens.min()) / total, "max_share": int(self.tokens.max()) / total}
+        if self.tokens.numel() > 1:
+            values["load_skew"] = load_skew(self.tokens).item()
+        if self.drops is not None:
+            dropped = int(self.drops.sum())
+            values["dropped_share"] = dropped / (total + dropped)
+        return values
+
+
+class LayerLoads:
+    """Counts from construction until `remove`.
+
+    Args:
+        module: the model; hooks are registered where layers have no counter of their own.
+        ep_size: ranks that share the experts of a layer.
+        device: where collectives run.
+
+    Raises:
+        UnknownLayout: something that looks like experts could not be placed.
+    """
+
+    def __init__(self, module: nn.Module, *, ep_size: int, device: torch.device) -> None:
+        found, self._device = discover(module, ep_size=ep_size), device
+        uncounted = [layer.fqn for layer in found.layers if layer.count is None]
+        if uncounted:
+            log.warning("the load of %s is not logged: tokens cannot be counted there", uncounted)
+        counted = tuple(layer for layer in found.layers if layer.count is not None)
+        knowing = tuple(replace(layer, count=layer.dropped) for layer in counted if layer.dropped is not None)
+        self._processed, self._dropped = replace(found, layers=counted), replace(found, layers=knowing)
+        self._counters = [LoadCounter(each, module) for each in (self._processed, self._dropped)]
+        for counter in self._counters:
+            counter.install()
+
+    def read(self) -> list[LayerLoad]:
+        """The loads since the last call; one collective, which all ranks must take part in. Waits for the device."""
+        counts = torch.cat([counter.read_and_reset().to(self._device) for counter in self._counters])
+        if dist.is_available() and dist.is_initialized() and len(counts):
+            dist.all_reduce(counts)
+        processed, dropped = torch.split(counts.cpu(), [self._processed.num_experts, self._dropped.num_experts])
+        drops = dict(_by_layer(self._dropped, dropped))
+        return [LayerLoad(name, tokens_E, drops.get(name)) for name, tokens_E in _by_layer(self._processed, processed)]
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for counter in self._counters:
+            counter.remove()
+
+
+def _by_layer(operators: OperatorSet, counts: Tensor) -> Iterator[tuple[str, Tensor]]:
+    sizes = [layer.num_experts for layer in operators.layers]
+    for layer, counts_E in zip(operators.layers, torch.split(counts, sizes), strict=True):
+        yield layer.prefix, counts_E

@@ -1,0 +1,13 @@
+"""Looking at a stored run from outside: list, inspect, verify, export. Nothing here writes to the run.
+
+Needs neither the model nor Lightning nor the ranks that wrote it: coordinates in storage are global.
+"""
+
+from lightning_moe_ckpt.inspection._commands import add_commands as add_commands
+from lightning_moe_ckpt.inspection._export import Export as Export
+from lightning_moe_ckpt.inspection._export import ExportFormat as ExportFormat
+from lightning_moe_ckpt.inspection._export import export as export
+from lightning_moe_ckpt.inspection._select import select as select
+from lightning_moe_ckpt.inspection._verify import FileProblem as FileProblem
+from lightning_moe_ckpt.inspection._verify import Verdict as Verdict
+from lightning_moe_ckpt.inspection._verify import verify as verify

@@ -1,0 +1,165 @@
+"""Whole tensors from the parts that ranks wrote.
+
+A record is an interval of a flattened global tensor, so parts of all ranks are put together by their coordinates
+alone. Every element must come from exactly one record, or the tensor is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.storage import (
+    RangedBackend,
+    RankMarker,
+    RecordEntry,
+    SegmentEntry,
+    dtype_of,
+    read_record,
+)
+
+BUFFER = "buffer"
+JOURNAL = "journal"
+PARAM = "param"
+PRESENT = "present"
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """Where the parts of one global tensor are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[tuple[str, RecordEntry]] = field(default_factory=list)
+
+
+class Assembler:
+    """Assembles the tensors of one dense generation.
+
+    Args:
+        backend: where its segments are.
+        markers: of all ranks, in order; one segment each.
+    """
+
+    def __init__(self, backend: RangedBackend, markers: Iterable[RankMarker]) -> None:
+        self._backend = backend
+        self._segments: list[SegmentEntry] = [segment for marker in markers for segment in marker.segments]
+        self.notes: list[str] = []
+        """What a user should know about the result."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All parameters, by name, in their stored precision."""
+        found: dict[str, _Tensor] = {}
+        for segment in self._segments:
+            for record in segment.records:
+                if record.kind == "full" and record.state_key == PARAM:
+                    _add(found, record.fqn, segment, record)
+        return {name: self._whole(name, each) for name, each in found.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers as rank 0 has them; ranks keep their own."""
+        segment = self._segments[0]
+        found = {}
+        for record in segment.records:
+            if record.kind == BUFFER:
+                name = record.name.partition("/")[2]
+                found[name] = self._part(segment.key, record).view(record.global_shape)
+        return found
+
+    def journal(self) -> Tensor:
+        """Rank 0's journal record."""
+        segment = self._segments[0]
+        record = next((record for record in segment.records if record.kind == JOURNAL), None)
+        if record is None:
+            raise Corrupt(f"{segment.key}: has no journal.")
+        return self._part(segment.key, record)
+
+    def optimizer(self) -> dict[str, Tensor]:
+        """Optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter."""
+        found: dict[str, _Tensor] = {}
+        absent: set[str] = set()
+        for segment in self._segments:
+            for record in segment.records:
+                if record.kind == "full" and record.state_key not in {PARAM, PRESENT}:
+                    name = f"{record.fqn}/{record.state_key}"
+                    if record.present:
+                        _add(found, name, segment, record)
+                    else:
+                        absent.add(name)
+        partly = sorted(absent & found.keys())
+        if partly:
+            self.notes.append(f"no optimizer state yet in parts of {_few(partly)}: zeros there")
+        if absent - found.keys():
+            self.notes.append(f"no optimizer state yet: {_few(sorted(absent - found.keys()))} left out")
+        return {name: self._state(name, each, partial=name in absent) for name, each in found.items()}
+
+    def _state(self, name: str, tensor: _Tensor, *, partial: bool) -> Tensor:
+        # Every writer of a part stores the scalars of its parameter.
+        return self._whole(name, tensor, partial=partial) if tensor.shape else self._scalar(name, tensor)
+
+    def _scalar(self, name: str, tensor: _Tensor) -> Tensor:
+        values = [self._part(key, record) for key, record in tensor.parts]
+        if len({tuple(value.view(torch.uint8).tolist()) for value in values}) != 1:
+            raise ConfigurationError(
+                f"`{name}` differs between expert-parallel ranks ({sorted({v.item() for v in values})[:4]}), so it is no "
+                "one number. Export without the optimizer."
+            )
+        return values[0].view(())
+
+    def _whole(self, name: str, tensor: _Tensor, *, partial: bool = False) -> Tensor:
+        flat = torch.zeros(math.prod(tensor.shape), dtype=dtype_of(tensor.dtype))
+        end = 0
+        for key, record in sorted(tensor.parts, key=lambda part: (part[1].global_start, part[1].numel)):
+            if record.global_start < end:
+                raise ConfigurationError(
+                    f"`{name}`: element {record.global_start} was written by two ranks. If each rank numbers its own "
+                    "experts from zero, names do not tell them apart, and the parts cannot be merged."
+                )
+            if record.global_start > end and not partial:
+                break
+            end = record.global_start + record.numel
+            self._read(key, record, flat[record.global_start : end])
+        if end != flat.numel() and not partial:
+            raise ConfigurationError(f"`{name}`: nobody wrote element {end} of {flat.numel()}. Verify the generation.")
+        return flat.view(tensor.shape)
+
+    def _part(self, key: str, record: RecordEntry) -> Tensor:
+        part = torch.empty(record.numel, dtype=dtype_of(record.dtype))
+        self._read(key, record, part)
+        return part
+
+    def _read(self, key: str, record: RecordEntry, out: Tensor) -> None:
+        """Read one record straight to its place."""
+        if out.numel() * out.element_size() != record.nbytes:
+            raise Corrupt(f"{key}: {record.name} has {record.nbytes} bytes for {record.numel} elements.")
+        # numpy's stubs do not say that arrays are buffers.
+        view = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        read_record(self._backend, key, record, view)
+
+
+def _add(found: dict[str, _Tensor], name: str, segment: SegmentEntry, record: RecordEntry) -> None:
+    tensor = found.setdefault(name, _Tensor(record.dtype, record.global_shape))
+    if (tensor.dtype, tensor.shape) != (record.dtype, record.global_shape):
+        raise ConfigurationError(f"`{name}`: ranks disagree on its shape or type. Verify the generation.")
+    tensor.parts.append((segment.key, record))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def tie(tensors: dict[str, Tensor], ties: dict[str, str]) -> None:
+    """Give tensors further names.
+
+    Raises:
+        ConfigurationError: there is no tensor of that name, or the new name is taken.
+    """
+    for new, stored in ties.items():
+        if stored not in tensors or new in tensors:
+            raise ConfigurationError(f"`--tie {new}={stored}`: {stored} must be stored, and {new} must not.")
+        tensors[new] = tensors[stored]

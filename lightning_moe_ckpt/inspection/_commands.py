@@ -1,0 +1,195 @@
+"""The subcommands `ls`, `inspect`, `verify` and `export`: arguments in, tables or JSON out.
+
+Exit status: 0 if all is well, 1 if `verify` found damage, 2 if the command could not do its work, with one line on
+standard error that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.inspection._export import export
+from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
+from lightning_moe_ckpt.inspection._select import select
+from lightning_moe_ckpt.inspection._verify import Verdict, verify
+from lightning_moe_ckpt.storage import RangedBackend, RunView, open_ranged
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
+
+Run = Callable[[argparse.Namespace], int]
+Act = Callable[[RangedBackend, argparse.Namespace], int]
+
+_LS = """\
+List what is stored under URL, newest first, and say of each generation whether a restart would try it.
+
+Reads names, the log and manifests, no segments: `verify` reads those. KIND is dense if one step holds everything,
+sparse if a window of steps adds up to it. Works while the run goes on, and writes nothing."""
+
+_INSPECT = """\
+Show one generation: how it was planned, which operator was captured at which step, and which rank wrote what.
+
+Reads the markers of all ranks, no segments. Sizes are without padding; `compute` is what forward and backward of
+replayed steps need of an operator whose full state comes later in the window."""
+
+_VERIFY = """\
+Read every byte of committed generations, and the log, and compare all digests.
+
+Without --step and --all: each generation that a restart would try. Files stream past, so memory does not depend on
+their size. Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
+
+_EXPORT = """\
+Write parameters and buffers of a dense generation to OUT; experts of all ranks are put together.
+
+OUT ends in .safetensors, or in .ckpt for a checkpoint that LightningModule.load_from_checkpoint and
+torch.load(weights_only=True) read. Buffers are those of rank 0, persistent or not: leave out those that the module
+does not save with --leave-out. Tied parameters are stored once: name the others with --tie.
+A sparse generation is several steps in one and cannot be exported; the message names the nearest dense one."""
+
+
+def add_commands(commands: Commands) -> None:
+    """Declare the subcommands; each sets `run`, which takes the parsed arguments and returns the exit status."""
+    _declare(commands, "ls", "list stored generations", _LS, _ls)
+    inspect = _declare(commands, "inspect", "show one generation: operators, steps, ranks, bytes", _INSPECT, _inspect)
+    check = _declare(commands, "verify", "read every byte and check every digest", _VERIFY, _verify)
+    check.add_argument("--all", action="store_true", help="also generations that no restart would use any more")
+    write = _declare(commands, "export", "write a dense generation to safetensors or a .ckpt", _EXPORT, _export)
+    write.add_argument("out", metavar="OUT", type=Path, help="file to write: *.safetensors or *.ckpt")
+    for parser in (inspect, check, write):
+        parser.add_argument("--step", type=int, metavar="N", help="this step instead of the newest usable one")
+    write.add_argument(
+        "--optimizer", action="store_true", help="also write optimizer state, beside OUT as *.optimizer.safetensors"
+    )
+    write.add_argument(
+        "--leave-out", action="append", default=[], metavar="PATTERN", help="names to leave out, such as '*.mask'"
+    )
+    write.add_argument(
+        "--tie", action="append", default=[], type=_pair, metavar="NEW=STORED", help="a further name of a stored tensor"
+    )
+    write.add_argument("--force", action="store_true", help="replace files that exist")
+
+
+def _declare(commands: Commands, name: str, summary: str, description: str, act: Act) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url", metavar="URL", help="where the run's checkpoints are: a path or a URL fsspec knows")
+    parser.add_argument("--json", action="store_true", help="write one JSON document instead of tables")
+    parser.add_argument(
+        "--storage-option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="KEY=VALUE",
+        help="argument of the fsspec file system; VALUE is JSON or else text. Repeat for more",
+    )
+    parser.set_defaults(run=lambda args: _run(act, args))
+    return parser
+
+
+def _run(act: Act, args: argparse.Namespace) -> int:
+    try:
+        backend = open_ranged(args.url, storage_options=dict(args.storage_option))
+        try:
+            return act(backend, args)
+        finally:
+            backend.close()
+    except CheckpointError as error:
+        sys.stderr.write(f"moe-ckpt {args.url}: {' '.join(str(error).split())}\n")
+        return 2
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise argparse.ArgumentTypeError(f"`{text}` must be two words joined by =")
+    return key, value
+
+
+def _option(text: str) -> tuple[str, object]:
+    key, value = _pair(text)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _ls(backend: RangedBackend, args: argparse.Namespace) -> int:
+    view = RunView.open(backend)
+    rows = generation_rows(view)
+    _show(args, {"url": view.url, "run_id": view.run_id, "generations": rows}, lambda: ls_tables(view, rows))
+    return 0
+
+
+def _inspect(backend: RangedBackend, args: argparse.Namespace) -> int:
+    view = RunView.open(backend)
+    document = describe(view, select(view, args.step))
+    _show(args, document, lambda: inspect_tables(document))
+    return 0
+
+
+def _verify(backend: RangedBackend, args: argparse.Namespace) -> int:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    total = sum(each.nbytes for each in RunView.open(backend).generations() if each.committed)
+    quiet = args.json or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("reading", total=total)
+        show = partial(bar.advance, task)
+        verdict = verify(backend, step=args.step, everything=args.all, show=show)
+    document = dataclasses.asdict(verdict) | {
+        "sound": verdict.sound,
+        "megabytes_per_second": round(verdict.nbytes_per_second / 1e6, 1),
+    }
+    _show(args, document, lambda: _verdict_lines(verdict))
+    return 0 if verdict.sound else 1
+
+
+def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
+    lines = [f"damaged: {each.generation or 'log'}: {each.reason}" for each in verdict.problems]
+    if not verdict.generations:
+        lines.append("nothing that could be restored was found")
+    count, speed = len(verdict.generations), verdict.nbytes_per_second / 1e6
+    lines.append(f"{count} generations read: {', '.join(verdict.generations) or 'none'}; others: {verdict.skipped}")
+    lines.append(f"{verdict.num_files} files, {decimal(verdict.nbytes)} in {verdict.seconds:.2f} s: {speed:.0f} MB/s")
+    lines.append("good" if verdict.sound else "NOT GOOD")
+    return list(lines)
+
+
+def _export(backend: RangedBackend, args: argparse.Namespace) -> int:
+    done = export(
+        backend,
+        args.out,
+        step=args.step,
+        optimizer=args.optimizer,
+        leave_out=args.leave_out,
+        ties=dict(args.tie),
+        force=args.force,
+    )
+    lines: list[RenderableType] = [f"{path}: {decimal(nbytes)}" for path, nbytes in done.files.items()]
+    lines += [f"step {done.step} (epoch {done.epoch}), {done.num_tensors} parameters and buffers"]
+    lines += [f"note: {note}" for note in done.notes]
+    _show(args, dataclasses.asdict(done), lambda: lines)
+    return 0
+
+
+def _show(args: argparse.Namespace, document: Mapping[str, Any], tables: Callable[[], list[RenderableType]]) -> None:
+    """The result on standard output."""
+    if args.json:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return
+    # A file or a pipe has no width: enough for the widest table.
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False, markup=False)
+    for each in tables():
+        console.print(each)

@@ -1,0 +1,219 @@
+"""What `ls` and `inspect` say, as JSON values, and the tables made from them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.inspection._select import kind_of
+from lightning_moe_ckpt.storage import RankMarker, RecordEntry, RunView, SegmentEntry, StoredGeneration
+
+Row = dict[str, Any]
+
+
+def generation_rows(view: RunView) -> list[Row]:
+    """One row per generation, newest first."""
+    return [_generation_row(stored) for stored in view.generations()]
+
+
+def _generation_row(stored: StoredGeneration) -> Row:
+    commit = stored.commit
+    return {
+        "step": stored.generation.step,
+        "epoch": stored.generation.epoch,
+        "kind": None if commit is None else kind_of(commit),
+        "window": None if commit is None else len(commit.steps),
+        "first_step": None if commit is None else commit.steps[0],
+        "ranks": len(stored.ranks) if commit is None else commit.world_size,
+        "nbytes": stored.nbytes,
+        "committed": stored.committed,
+        "usable": stored.usable,
+        "why_not": stored.why_not,
+    }
+
+
+def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
+    """The rows as a table, with what is said once above it."""
+    table = Table(*("step", "epoch", "kind", "window", "steps", "ranks", "size", "committed", "usable"))
+    for column in table.columns[:2] + table.columns[3:7]:
+        column.justify = "right"
+    for row in rows:
+        window, steps = "?", "?"
+        if row["window"] is not None:
+            window, steps = str(row["window"]), _steps(row["first_step"], row["step"])
+        committed, usable = ("yes" if row["committed"] else "no"), row["why_not"] or "yes"
+        places = [str(row["step"]), str(row["epoch"]), row["kind"] or "?", window, steps, str(row["ranks"])]
+        table.add_row(*places, decimal(row["nbytes"]), committed, usable)
+    num_usable = sum(row["usable"] for row in rows)
+    history = view.history
+    state = "its log cannot be read"
+    if history is not None:
+        state = f"newest epoch {history.last_epoch}, keeps what is at or after step {history.watermark}"
+    return [f"{view.url}\nrun {view.run_id or '?'}: {state}; {num_usable} of {len(rows)} generations usable", table]
+
+
+def _steps(first: int, last: int) -> str:
+    return str(last) if first == last else f"{first}-{last}"
+
+
+def describe(view: RunView, stored: StoredGeneration) -> Row:
+    """All that manifest and markers say of one generation, but for single records.
+
+    Raises:
+        Corrupt: a marker is not the committed one, or the plan cannot be read.
+        KeyMissing: a marker is gone.
+    """
+    commit = stored.commit
+    assert commit is not None, "`select` chooses among those with a manifest"
+    markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
+    return {
+        "url": view.url,
+        "run_id": commit.run_id,
+        **_generation_row(stored),
+        "steps": list(commit.steps),
+        "plan_hash": commit.plan_hash,
+        "policy": {key: value for key, value in commit.policy.items() if key != "plan"},
+        "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
+        "kinds": _kinds(markers),
+        "operators": _operators(markers),
+        "segments": [_segment_row(marker, segment) for marker in markers for segment in marker.segments],
+    }
+
+
+def _plan(text: object, where: str) -> Row:
+    """The facts of the stored plan that fit into a line."""
+    try:
+        plan = json.loads(str(text)) if text is not None else {}
+    except ValueError as error:
+        raise Corrupt(f"{where}: its plan is not JSON ({error}). Read it with the release that wrote it.") from error
+    known = ("order", "interval", "split_nbytes")
+    found = {key: plan[key] for key in known if key in plan}
+    dtypes = sorted(set(plan.get("compute_dtypes", {}).values()))
+    return {"config": plan.get("config", {}), **found, "compute_dtypes": dtypes}
+
+
+def _kinds(markers: Iterable[RankMarker]) -> Row:
+    """Records and bytes by kind, over all ranks."""
+    kinds: dict[str, dict[str, int]] = defaultdict(lambda: {"records": 0, "nbytes": 0})
+    for _, _, record in _records(markers):
+        kinds[record.kind]["records"] += 1
+        kinds[record.kind]["nbytes"] += record.nbytes
+    return dict(sorted(kinds.items()))
+
+
+def _operators(markers: Iterable[RankMarker]) -> list[Row]:
+    """What is stored of each operator, in the order of the segments."""
+    rows: dict[str, Row] = {}
+    for rank, step, record in _records(markers):
+        if not record.operator:
+            continue
+        fresh: Row = {
+            "operator": record.operator,
+            "kinds": {},
+            "ranks": set(),
+            "parameters": set(),
+            "no_state_yet": False,
+        }
+        row = rows.setdefault(record.operator, fresh)
+        kind = row["kinds"].setdefault(record.kind, {"nbytes": 0, "steps": set()})
+        kind["nbytes"] += record.nbytes
+        kind["steps"].add(step)
+        row["ranks"].add(rank)
+        row["parameters"].add(record.fqn)
+        row["no_state_yet"] |= not record.present
+    return [_plain(row) for row in rows.values()]
+
+
+def _plain(row: Row) -> Row:
+    kinds = {name: {**kind, "steps": sorted(kind["steps"])} for name, kind in row["kinds"].items()}
+    return {**row, "kinds": kinds, "ranks": sorted(row["ranks"]), "parameters": len(row["parameters"])}
+
+
+def _records(markers: Iterable[RankMarker]) -> Iterable[tuple[int, int, RecordEntry]]:
+    return ((m.rank, segment.step, record) for m in markers for segment in m.segments for record in segment.records)
+
+
+def _segment_row(marker: RankMarker, segment: SegmentEntry) -> Row:
+    side = segment.side_file
+    return {
+        "rank": marker.rank,
+        "step": segment.step,
+        "nbytes": segment.nbytes,
+        "records": len(segment.records),
+        "operators": len({record.operator for record in segment.records if record.operator}),
+        "key": segment.key,
+        "side_file": None if side is None else {"key": side.key, "nbytes": side.nbytes},
+    }
+
+
+def inspect_tables(document: Row) -> list[RenderableType]:
+    """One generation for people."""
+    return [_heading(document), _kind_table(document), _operator_table(document), _segment_table(document)]
+
+
+def _heading(document: Row) -> str:
+    policy, plan = document["policy"], document["plan"]
+    facts = {**plan["config"], **{key: value for key, value in plan.items() if key != "config"}}
+    usable = document["why_not"] or "usable"
+    steps = _steps(document["first_step"], document["step"])
+    size = f"{document['window']} segments per rank, {document['ranks']} ranks, {decimal(document['nbytes'])}"
+    lines = [
+        f"{document['url']}",
+        f"step {document['step']} (epoch {document['epoch']}) of run {document['run_id']}: {usable}",
+        f"{document['kind']}, steps {steps}, {size}",
+        "written by: " + ", ".join(f"{key}={value}" for key, value in policy.items()),
+        "plan: " + ", ".join(f"{key}={value}" for key, value in facts.items() if value not in ([], None)),
+    ]
+    return "\n".join(lines)
+
+
+def _kind_table(document: Row) -> Table:
+    table = Table("kind", "records", "size", title="What it is made of")
+    for name, kind in document["kinds"].items():
+        table.add_row(name, str(kind["records"]), decimal(kind["nbytes"]))
+    return table
+
+
+def _operator_table(document: Row) -> Table:
+    table = Table(
+        "operator", "full at", "size", "compute at", "size", "parameters", "written by ranks", title="Operators"
+    )
+    for row in document["operators"]:
+        full, compute = row["kinds"].get("full"), row["kinds"].get("compute")
+        name = row["operator"] + (" (no optimizer state yet)" if row["no_state_yet"] else "")
+        table.add_row(name, *_kind_cells(full), *_kind_cells(compute), str(row["parameters"]), _ranges(row["ranks"]))
+    return table
+
+
+def _kind_cells(kind: Row | None) -> tuple[str, str]:
+    return ("", "") if kind is None else (_ranges(kind["steps"]), decimal(kind["nbytes"]))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 7` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(_steps(first, last) for first, last in runs)
+
+
+def _segment_table(document: Row) -> Table:
+    table = Table("rank", "step", "size", "operators", "records", "key", title="Files")
+    for row in document["segments"]:
+        figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
+        table.add_row(*map(str, figures))
+        if row["side_file"] is not None:
+            table.add_row(
+                str(row["rank"]), str(row["step"]), decimal(row["side_file"]["nbytes"]), "", "", row["side_file"]["key"]
+            )
+    return table

@@ -1,0 +1,29 @@
+"""Which generation a command means."""
+
+from __future__ import annotations
+
+from lightning_moe_ckpt.errors import NoUsableGeneration
+from lightning_moe_ckpt.storage import Commit, RunView, StoredGeneration
+
+
+def kind_of(commit: Commit) -> str:
+    """`dense` if one segment per rank holds everything, whatever the callback; else `sparse`."""
+    return "dense" if len(commit.steps) == 1 else "sparse"
+
+
+def select(view: RunView, step: int | None) -> StoredGeneration:
+    """The generation with this step, or the newest one a restart would try.
+
+    Of several with one step the usable one, then the one of the newest life.
+
+    Raises:
+        NoUsableGeneration: there is none with a readable manifest.
+    """
+    stored = view.generations()
+    known = sorted({each.generation.step for each in stored if each.commit is not None})
+    chosen = [each for each in stored if each.commit is not None and step in {None, each.generation.step}]
+    chosen.sort(key=lambda each: each.usable, reverse=True)  # stable: newest first within each
+    if not chosen or (step is None and not chosen[0].usable):
+        wanted = "no generation that could be restored" if step is None else f"no committed generation of step {step}"
+        raise NoUsableGeneration(f"{view.url} holds {wanted}. Committed steps: {known or 'none'}.")
+    return chosen[0]

@@ -1,0 +1,119 @@
+"""Tokens per expert, and how unevenly they are spread.
+
+The state of both metrics is the sum of all counts seen, in integers: in how many updates and on which ranks the tokens
+were counted makes no difference to the result, in bits.
+
+Shape suffix: E all experts, over all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import ConfigurationError
+
+
+def load_skew(counts_E: Tensor) -> Tensor:
+    """Normalised Herfindahl-Hirschman index: 0 if every expert has equally many tokens, 1 if one has all.
+
+    With `p = counts / sum(counts)` it is `(sum(p**2) - 1/E) / (1 - 1/E)`, computed here in the equal form
+    `sum((E*counts - sum(counts))**2) / (sum(counts)**2 * E * (E - 1))`, which reaches 0 and 1 exactly.
+
+    Args:
+        counts_E: tokens per expert, integers, two experts or more.
+
+    Returns:
+        float64 scalar on the device of the input; NaN without any token.
+
+    Source: MoEvement (2024), Appendix D.
+    """
+    num_experts, total = counts_E.numel(), counts_E.sum()
+    # Integers up to here: only one rounding per expert, and none where the quotient is a whole number.
+    deviation_E = (num_experts * counts_E.to(torch.int64) - total).double() / total.double()
+    return deviation_E.square().sum() / (num_experts * (num_experts - 1))
+
+
+class _Counts(Metric):
+    """Sums tokens per expert over updates and ranks."""
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    tokens: Tensor
+
+    def __init__(self, num_experts: int, *, least: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if num_experts < least:
+            raise ConfigurationError(f"`{type(self).__name__}(num_experts={num_experts})` must be {least} or more.")
+        self.num_experts = num_experts
+        self.add_state("tokens", torch.zeros(num_experts, dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, counts_E: Tensor) -> None:
+        """Add the tokens of one or more steps.
+
+        Args:
+            counts_E: tokens per expert on this rank, integers `[num_experts]`, such as `MoELayer.tokens_per_expert`
+                gained; not yet summed over ranks.
+
+        Raises:
+            ValueError: another shape, or not integers.
+        """
+        if counts_E.shape != (self.num_experts,) or counts_E.is_floating_point() or counts_E.is_complex():
+            raise ValueError(
+                f"`{type(self).__name__}.update` takes integer counts of shape [{self.num_experts}], "
+                f"got {counts_E.dtype} of shape {list(counts_E.shape)}."
+            )
+        self.tokens += counts_E.to(self.tokens.device)
+
+
+class ExpertLoad(_Counts):
+    """Tokens per expert: int64 `[num_experts]`, summed over updates and ranks.
+
+    Args:
+        num_experts: E, over all ranks.
+        kwargs: passed to `torchmetrics.Metric`.
+
+    Raises:
+        ConfigurationError: there is no expert.
+    """
+
+    def __init__(self, num_experts: int, **kwargs: Any) -> None:
+        super().__init__(num_experts, least=1, **kwargs)
+
+    @override
+    def compute(self) -> Tensor:
+        """The sums."""
+        return self.tokens.clone()
+
+
+class LoadSkew(_Counts):
+    """How unevenly tokens are spread over experts: the normalised Herfindahl-Hirschman index of all tokens seen.
+
+    With `p` the experts' shares of the tokens: `(sum(p**2) - 1/E) / (1 - 1/E)`; 0 if all are equal, 1 if one expert
+    has every token, NaN before the first token. The index of a longer time is not the mean of the indices of its
+    parts; so counts are accumulated, and the index is taken of their sum.
+
+    Args:
+        num_experts: E, over all ranks, two or more.
+        kwargs: passed to `torchmetrics.Metric`.
+
+    Raises:
+        ConfigurationError: fewer than two experts.
+
+    Source: MoEvement (2024), Appendix D.
+    """
+
+    def __init__(self, num_experts: int, **kwargs: Any) -> None:
+        super().__init__(num_experts, least=2, **kwargs)
+
+    @override
+    def compute(self) -> Tensor:
+        """See `load_skew`."""
+        return load_skew(self.tokens)

@@ -1,0 +1,109 @@
+"""Checking every byte of a stored file against what its marker says, in bounded memory.
+
+A restore reads a segment into memory and checks it there. Here the file streams past: its digest and those of its
+records are computed on the way, and only its header is kept. What passes here passes there, and the other way round.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage._ranges import RangedBackend, read_chunks
+from lightning_moe_ckpt.storage._records import OverflowEntry, RecordEntry, SegmentEntry
+from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of
+
+_LENGTH_NBYTES = 8
+_MAX_HEADER_NBYTES = 100_000_000  # a damaged length must not make us keep the file
+
+
+def scrub_segment(backend: RangedBackend, entry: SegmentEntry) -> None:
+    """Read a segment file and check its header, its digest and that of every record.
+
+    The caller has compared the size with the listing.
+
+    Raises:
+        Corrupt: the first thing that is not as written.
+        KeyMissing: it is gone.
+    """
+    records = sorted(entry.records, key=lambda record: record.offset)
+    file, header = xxhash.xxh3_128(), bytearray()
+    digests = [xxhash.xxh3_128() for _ in records]
+    position = first = 0
+    for chunk in read_chunks(backend, entry.key, entry.nbytes):
+        file.update(chunk)
+        _keep_header(header, chunk)
+        first = _feed(chunk, position, records, digests, first)
+        position += chunk.nbytes
+    _expect(entry.key, file.hexdigest(), entry.digest)
+    _check_places(entry, bytes(header))
+    for record, digest in zip(records, digests, strict=True):
+        _expect(f"{entry.key}: {record.name}", digest.hexdigest(), record.digest)
+
+
+def scrub_overflow(backend: RangedBackend, entry: OverflowEntry) -> None:
+    """Read a side file and check its digest. Raises `Corrupt` or `KeyMissing`."""
+    file = xxhash.xxh3_128()
+    for chunk in read_chunks(backend, entry.key, entry.nbytes):
+        file.update(chunk)
+    _expect(entry.key, file.hexdigest(), entry.digest)
+
+
+def read_record(backend: RangedBackend, key: str, record: RecordEntry, out: memoryview) -> None:
+    """Read one record of a segment into `out`, of exactly its size, and check its digest.
+
+    Raises:
+        Corrupt: other bytes than written; `out` then holds rubbish.
+        KeyMissing: the segment is gone.
+    """
+    backend.get_range(key, record.offset, out)
+    _expect(f"{key}: {record.name}", xxhash.xxh3_128_hexdigest(out), record.digest)
+
+
+def _feed(
+    chunk: memoryview, start: int, records: Sequence[RecordEntry], digests: Sequence[xxhash.xxh3_128], first: int
+) -> int:
+    """Give every record what this chunk, from byte `start` of the file, has of it; the first that may go on."""
+    stop = start + chunk.nbytes
+    for i in range(first, len(records)):
+        begin, end = records[i].offset, records[i].offset + records[i].nbytes
+        if begin >= stop:
+            break
+        if end > start:
+            digests[i].update(chunk[max(begin, start) - start : min(end, stop) - start])
+        if end <= stop and i == first:
+            first += 1
+    return first
+
+
+def _keep_header(header: bytearray, chunk: memoryview) -> None:
+    """Collect the file's first bytes up to the end of its header, whose length is in the first eight."""
+    wanted = _LENGTH_NBYTES
+    if header or chunk.nbytes >= _LENGTH_NBYTES:
+        wanted += struct.unpack("<Q", header[:_LENGTH_NBYTES] or chunk[:_LENGTH_NBYTES])[0]
+    header += chunk[: max(0, min(wanted, _MAX_HEADER_NBYTES) - len(header))]
+
+
+def _check_places(entry: SegmentEntry, header: bytes) -> None:
+    """Every record is where the header puts it, and the header is spelled by the rules of the format."""
+    layout: SegmentLayout = _rebuild(_split_header(memoryview(header)))
+    if layout.header != header or layout.nbytes != entry.nbytes:
+        raise Corrupt(f"{entry.key}: the header is not spelled as this format writes it. Another copy may be good.")
+    if (record := next(_placed_elsewhere(entry, layout), None)) is not None:
+        raise Corrupt(f"{entry.key}: {record.name} is not where its marker says.")
+
+
+def _placed_elsewhere(entry: SegmentEntry, layout: SegmentLayout) -> Iterator[RecordEntry]:
+    for record in entry.records:
+        span = layout.spans.get(record.name)
+        place = (record.offset, record.nbytes, dtype_of(record.dtype))
+        if span is None or (span.offset, span.nbytes, span.dtype) != place:
+            yield record
+
+
+def _expect(what: str, found: str, written: str) -> None:
+    if found != written:
+        raise Corrupt(f"{what}: digest {found}, its marker says {written}. Another copy may be good.")

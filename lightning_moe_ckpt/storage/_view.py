@@ -1,0 +1,165 @@
+"""A stored run as a reader sees it who must not change anything.
+
+`RunStore.open` begins a run where there is none and probes the medium by writing; a look from outside, perhaps while
+the run goes on, does neither. It applies the same rules: the newest readable log entry, the timeline rule, manifests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.storage._backend import Backend
+from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_commit, read_marker
+from lightning_moe_ckpt.storage._json import decode
+from lightning_moe_ckpt.storage._log import History, Log
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, marker_key, parse_log_key
+from lightning_moe_ckpt.storage._records import Commit, RankMarker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredGeneration:
+    """What a listing and the manifest say of one generation; segments were not read."""
+
+    generation: GenerationId
+    committed: bool
+    """Whether there is a manifest, readable or not."""
+    commit: Commit | None
+    """The manifest; `None` if there is none or it cannot be read."""
+    ranks: tuple[int, ...]
+    """Ranks whose marker is there."""
+    sizes: Mapping[str, int]
+    """Bytes by key, as listed."""
+    dead: str | None
+    """Why the run must not restore it any more, by the log."""
+    damage: str | None
+    """Why it could not be restored although the log allows it, as far as listing and manifest show."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the segments and side files there are."""
+        return _data_nbytes(self.sizes)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a restart would try it."""
+        return self.commit is not None and self.dead is None and self.damage is None
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it is not usable; `None` if it is."""
+        return self.dead or self.damage or (None if self.committed else f"not committed; ranks done: {len(self.ranks)}")
+
+
+class RunView:
+    """The run under a URL, read only."""
+
+    def __init__(self, backend: Backend, history: History | None) -> None:
+        self.history = history
+        """State of the newest readable log entry; `None` if there is no such entry."""
+        self._backend = backend
+
+    @classmethod
+    def open(cls, backend: Backend) -> RunView:
+        """Read the log.
+
+        Raises:
+            NoUsableGeneration: there is no run.
+            StorageError: the medium failed.
+        """
+        try:
+            history = Log(backend).read()
+        except Corrupt:
+            return cls(backend, None)
+        if history is None:
+            raise NoUsableGeneration(f"{backend.url} holds no run. Check the URL.")
+        return cls(backend, history)
+
+    @property
+    def url(self) -> str:
+        """Where the run is."""
+        return self._backend.url
+
+    @property
+    def run_id(self) -> str:
+        """The newest run under the URL; empty if the log cannot be read."""
+        return "" if self.history is None else self.history.run_id
+
+    def generations(self) -> list[StoredGeneration]:
+        """Everything stored, newest first, also of earlier runs and lives."""
+        catalog = read_catalog(self._backend)
+        return [self._look_at(catalog[generation]) for generation in sorted(catalog, reverse=True)]
+
+    def log_damage(self) -> list[str]:
+        """Read every log entry; what is wrong with those that are bad, or missing between others."""
+        keys = {parse_log_key(entry.key): entry.key for entry in self._backend.list(LOG_PREFIX)}
+        damage = []
+        for index in range(max((index for index in keys if index is not None), default=-1) + 1):
+            try:
+                self._check_entry(keys.get(index), index)
+            except CheckpointError as error:  # noqa: PERF203  # each entry is judged by itself
+                damage.append(str(error))
+        return damage
+
+    def _check_entry(self, key: str | None, index: int) -> None:
+        if key is None:
+            raise Corrupt(f"{LOG_PREFIX}: entry {index} is missing, later ones are there.")
+        if (written := decode(self._backend.get(key), kind="log", where=key).integer("index")) != index:
+            raise Corrupt(f"{key}: is entry {written} under a wrong name.")
+
+    def read_marker(self, commit: Commit, rank: int) -> RankMarker:
+        """Read the marker a manifest vouches for.
+
+        Raises:
+            Corrupt: it is not the one that was committed.
+            KeyMissing: it is gone.
+        """
+        stored = read_marker(self._backend, commit.generation, rank)
+        if stored.digest != commit.markers[rank]:
+            raise Corrupt(f"{marker_key(commit.generation, rank)}: is not the marker that was committed.")
+        return stored.marker
+
+    def _look_at(self, contents: Contents) -> StoredGeneration:
+        generation = contents.generation
+        commit, damage = None, None
+        dead = self.history.why_dead(generation) if self.history is not None else "the log cannot be read"
+        if contents.committed:
+            try:
+                commit = self._read_commit(generation, dead)
+                damage = _missing(commit, contents)
+            except CheckpointError as error:
+                damage = str(error)
+        return StoredGeneration(
+            generation=generation,
+            committed=contents.committed,
+            commit=commit,
+            ranks=tuple(sorted(contents.ranks)),
+            sizes=contents.sizes,
+            dead=dead,
+            damage=damage,
+        )
+
+    def _read_commit(self, generation: GenerationId, dead: str | None) -> Commit:
+        """The manifest; one that cannot be restored anyway may be of another run."""
+        if dead is None:
+            return read_commit(self._backend, self.run_id, generation)
+        key = commit_key(generation)
+        commit = Commit.from_bytes(self._backend.get(key), key)
+        if commit.generation != generation:
+            raise Corrupt(f"{key}: belongs to {commit.generation}. It is skipped.")
+        return commit
+
+
+def _data_nbytes(sizes: Mapping[str, int]) -> int:
+    return sum(nbytes for key, nbytes in sizes.items() if key.endswith((".safetensors", ".overflow")))
+
+
+def _missing(commit: Commit, contents: Contents) -> str | None:
+    """What a listing shows against a manifest."""
+    absent = sorted(set(range(commit.world_size)) - contents.ranks)
+    if absent:
+        return f"markers of ranks {absent[:8]} are missing"
+    if (nbytes := _data_nbytes(contents.sizes)) != commit.nbytes:
+        return f"{nbytes} of {commit.nbytes} bytes of segments are there"
+    return None

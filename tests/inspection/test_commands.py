@@ -1,0 +1,215 @@
+"""`moe-ckpt ls`, `inspect` and `verify`: what they say, their exit status, and that they leave no trace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.storage import FsspecBackend, PosixBackend
+from lightning_moe_ckpt.storage import _ranges as ranges
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:
+    """The document a command writes."""
+    assert main([*argv, "--json"]) == status
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def copied(run: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def test_ls_lists_newest_first(capsys: pytest.CaptureFixture[str], sparse_run: str) -> None:
+    """A run that ended has a dense generation where it ended, whatever came before."""
+    rows = run_json(capsys, "ls", sparse_run)["generations"]
+    assert [(row["step"], row["kind"], row["window"], row["first_step"], row["usable"]) for row in rows] == [
+        (7, "dense", 1, 7, True),
+        (6, "sparse", 2, 5, True),
+        (4, "sparse", 2, 3, True),
+    ]
+    on_disk = sum(len(data) for key, data in contents(Path(sparse_run)).items() if key.endswith(".safetensors"))
+    assert sum(row["nbytes"] for row in rows) == on_disk
+
+
+def test_ls_says_why_a_generation_is_not_usable(
+    capsys: pytest.CaptureFixture[str], sparse_run: str, tmp_path: Path
+) -> None:
+    """Not committed, a manifest gone bad, and a file gone."""
+    root = copied(sparse_run, tmp_path)
+    folders = sorted((root / "snap").glob("*/e000001"))
+    (folders[0] / "_COMMITTED").unlink()
+    (folders[1] / "_COMMITTED").write_bytes(b"{}")
+    next(folders[2].glob("*.safetensors")).unlink()
+    rows = run_json(capsys, "ls", str(root))["generations"]
+    assert not any(row["usable"] for row in rows)
+    assert [row["committed"] for row in rows] == [True, True, False]
+    assert "0 of" in rows[0]["why_not"]
+    assert "not a document" in rows[1]["why_not"]
+    assert "not committed" in rows[2]["why_not"]
+    assert main(["inspect", str(root)]) == 2
+    assert "no generation that could be restored" in capsys.readouterr().err
+
+
+def test_tables_are_for_people(capsys: pytest.CaptureFixture[str], sparse_run: str) -> None:
+    """Every command without `--json` writes what it found, in full, also into a pipe."""
+    for argv, words in [
+        (["ls"], ["sparse", "5-6", "newest epoch 1"]),
+        (["inspect", "--step", "6"], ["window=2", "net.0", "compute at", "rank00000.000000000005.safetensors"]),
+        (["verify"], ["3 generations read", "5 files", "MB/s", "good"]),
+    ]:
+        assert main([argv[0], sparse_run, *argv[1:]]) == 0
+        out = capsys.readouterr().out
+        assert [word for word in words if word not in out] == []
+
+
+def test_inspect_tells_who_wrote_what(
+    capsys: pytest.CaptureFixture[str], sharded_run: tuple[str, dict[str, Any], dict[str, Any]]
+) -> None:
+    """Experts are written by the rank that holds them, the rest by either."""
+    found = run_json(capsys, "inspect", sharded_run[0])
+    ranks = {row["operator"]: row["ranks"] for row in found["operators"]}
+    experts = {name: by for name, by in ranks.items() if "/expert." in name}
+    assert list(experts.values()) == [[0], [0], [1], [1]]
+    assert found["policy"]["expert_parallel"] == 2
+    assert [segment["rank"] for segment in found["segments"]] == [0, 1]
+    assert sum(segment["nbytes"] for segment in found["segments"]) == found["nbytes"]
+    total = sum(kind["nbytes"] for row in found["operators"] for kind in row["kinds"].values())
+    assert total == found["kinds"]["full"]["nbytes"]
+
+
+def test_inspect_shows_a_window_operator_by_operator(capsys: pytest.CaptureFixture[str], sparse_run: str) -> None:
+    """Full at one step; compute at the steps before it."""
+    found = run_json(capsys, "inspect", sparse_run, "--step", "6")
+    steps = {tuple(row["kinds"]["full"]["steps"]) for row in found["operators"]}
+    assert steps == {(5,), (6,)}
+    late = [row for row in found["operators"] if row["kinds"]["full"]["steps"] == [6]]
+    assert all(row["kinds"]["compute"]["steps"] == [5] for row in late)
+
+
+def test_verify_reads_every_file(capsys: pytest.CaptureFixture[str], sparse_run: str) -> None:
+    """Its figures are those of the folder."""
+    found = run_json(capsys, "verify", sparse_run)
+    files = {key: data for key, data in contents(Path(sparse_run)).items() if key.endswith(".safetensors")}
+    assert (found["num_files"], found["nbytes"]) == (len(files), sum(map(len, files.values())))
+    assert found["sound"]
+    assert found["megabytes_per_second"] > 0
+    assert run_json(capsys, "verify", sparse_run, "--step", "6")["generations"] == ["step 6 (epoch 1)"]
+
+
+def test_verify_fails_with_one_and_names_the_file(
+    capsys: pytest.CaptureFixture[str], sparse_run: str, tmp_path: Path
+) -> None:
+    """One flipped bit, one file cut, one gone, in three generations."""
+    root = copied(sparse_run, tmp_path)
+    first, second, third = (next(folder.glob("*.safetensors")) for folder in sorted((root / "snap").glob("*/e000001")))
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    second.write_bytes(second.read_bytes()[:-1])
+    third.unlink()
+    found = run_json(capsys, "verify", str(root), status=1)
+    told = {problem["generation"]: problem["reason"] for problem in found["problems"]}
+    assert list(told) == ["step 7 (epoch 1)", "step 6 (epoch 1)", "step 4 (epoch 1)"]
+    for path in (first, second, third):
+        assert any(path.name in problem["reason"] for problem in found["problems"])
+
+
+def test_verify_reads_what_no_restart_would_use_only_if_asked(
+    capsys: pytest.CaptureFixture[str], dense_run: tuple[str, object], tmp_path: Path
+) -> None:
+    """A generation of an earlier run lies there until the new run has more than it keeps."""
+    root = copied(dense_run[0], tmp_path)
+    entry = json.loads((root / "_log" / f"{0:020d}.json").read_text())["document"]["body"]
+    history = {**entry["history"], "run_id": "f" * 32, "first_epoch": 2, "last_epoch": 1}
+    body = {**entry, "index": 9, "history": history}
+    from lightning_moe_ckpt.storage._json import encode
+
+    for index in range(len(list((root / "_log").iterdir())), 10):
+        (root / "_log" / f"{index:020d}.json").write_bytes(encode("log", {**body, "index": index}))
+    assert run_json(capsys, "verify", str(root), status=1)["generations"] == []
+    found = run_json(capsys, "verify", str(root), "--all")
+    assert found["generations"] == ["step 6 (epoch 1)", "step 4 (epoch 1)"]
+
+
+@pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["export"]])
+def test_a_url_without_a_run_is_an_error_and_stays_empty(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    """One line on standard error, exit status 2, and nothing was made."""
+    out = [str(tmp_path / "out.ckpt")] if command == ["export"] else []
+    assert main([*command, str(tmp_path / "typo"), *out]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "holds no run" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["ls", "nosuch://x"], "nosuch"),
+        (["ls", "{run}", "--storage-option", "a=1"], "takes no storage_options"),
+        (["inspect", "{run}", "--step", "5"], "no committed generation of step 5"),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], dense_run: tuple[str, object], argv: list[str], words: str
+) -> None:
+    """With what to do, and exit status 2."""
+    assert main([word.replace("{run}", dense_run[0]) for word in argv]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_looking_changes_nothing(capsys: pytest.CaptureFixture[str], sparse_run: str, tmp_path: Path) -> None:
+    """Not even the log: another job may be running on it."""
+    root = copied(sparse_run, tmp_path)
+    before = contents(root)
+    for argv in (["ls"], ["inspect"], ["verify", "--all"]):
+        assert main([argv[0], str(root), *argv[1:]]) == 0
+    assert main(["export", str(root), str(tmp_path / "out.safetensors")]) == 0
+    assert contents(root) == before
+
+
+def test_storage_options_reach_the_file_system(capsys: pytest.CaptureFixture[str], dense_run: tuple[str, Any]) -> None:
+    """Any fsspec URL can be looked at; values are JSON where they can be."""
+    MemoryFileSystem.store.clear()
+    url = f"memory://{uuid.uuid4().hex}"
+    source, target = PosixBackend(dense_run[0]), FsspecBackend(url)
+    for entry in source.list(""):
+        target.put(entry.key, source.get(entry.key))
+    assert run_json(capsys, "verify", url, "--storage-option", "use_listings_cache=false")["sound"]
+    with pytest.raises(SystemExit):
+        main(["ls", url, "--storage-option", "novalue"])
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 128, 1000])
+def test_chunks_are_the_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str, nbytes: int) -> None:
+    """Sizes around a chunk, through either kind of backend."""
+    monkeypatch.setattr(ranges, "CHUNK_NBYTES", 64)
+    backend = ranges.open_ranged(str(tmp_path) if scheme == "file" else f"memory://{uuid.uuid4().hex}")
+    data = bytes(range(251)) * 4
+    backend.put("a/b", data[:nbytes])
+    assert b"".join(bytes(view) for view in ranges.read_chunks(backend, "a/b", nbytes)) == data[:nbytes]
+
+
+@pytest.mark.parametrize("chunk", [4096, 4097, 7001, 100_000])
+def test_records_may_straddle_chunks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dense_run: tuple[str, Any], chunk: int
+) -> None:
+    """Wherever chunks end, digests are those of whole records."""
+    monkeypatch.setattr(ranges, "CHUNK_NBYTES", chunk)
+    assert run_json(capsys, "verify", dense_run[0])["sound"]

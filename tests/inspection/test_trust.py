@@ -1,0 +1,251 @@
+"""No damage to a stored run goes unnoticed: every flipped bit and every missing end, one after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
+from lightning_moe_ckpt.inspection import export, verify
+from lightning_moe_ckpt.storage import (
+    Entry,
+    RunView,
+    SegmentEntry,
+    digest_of,
+    open_ranged,
+    scrub_segment,
+    verify_records,
+)
+
+
+class Held:
+    """A run in memory whose objects can be damaged; it cannot be written through the backend."""
+
+    url = "held://run"
+    creates_exclusively = True
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        self.objects = objects
+
+    def get(self, key: str) -> bytes:
+        assert not key.endswith(".safetensors"), "reads a whole segment into memory"
+        if key not in self.objects:
+            raise KeyMissing(key)
+        return bytes(self.objects[key])
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        if start + out.nbytes > len(self.objects[key]):
+            raise Corrupt(f"{key}: ended")
+        out[:] = memoryview(self.objects[key])[start : start + out.nbytes]
+
+    def get_into(self, key: str, out: memoryview) -> None:
+        raise AssertionError("reads whole segments")
+
+    def list(self, prefix: str) -> list[Entry]:
+        return [Entry(key, len(data)) for key, data in self.objects.items() if key.startswith(prefix)]
+
+    def put(self, key: str, *views: bytes | memoryview) -> None:
+        raise AssertionError("writes")
+
+    def create(self, key: str, data: bytes) -> None:
+        raise AssertionError("writes")
+
+    def delete(self, key: str) -> None:
+        raise AssertionError("deletes")
+
+    def sweep(self, prefix: str) -> None:
+        raise AssertionError("sweeps")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def held(tiny_run: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Held]:
+    """The run, undamaged; what the log says of damaged entries is not collected a hundred thousand times."""
+    caplog.set_level(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
+    files = [path for path in tiny_run.rglob("*") if path.is_file()]
+    yield Held({path.relative_to(tiny_run).as_posix(): path.read_bytes() for path in sorted(files)})
+    logging.disable(logging.NOTSET)
+
+
+def noticed(held: Held) -> bool:
+    return not verify(held).sound
+
+
+def segment_of(held: Held) -> SegmentEntry:
+    view = RunView.open(held)
+    commit = view.generations()[0].commit
+    assert commit is not None
+    return view.read_marker(commit, 0).segments[0]
+
+
+def test_the_run_has_one_file_of_each_kind_and_is_good(held: Held) -> None:
+    """What the tests below damage is all that a run consists of."""
+    names = [key.rpartition("/")[2] for key in held.objects]
+    assert {Path(name).suffix for name in names} == {".json", ".safetensors", ".done", ""}
+    assert names.count("_COMMITTED") == 1
+    assert verify(held).sound
+
+
+def test_every_flipped_bit_of_every_document_is_noticed(held: Held) -> None:
+    """Log entries, marker and manifest: all bits of all bytes, through the whole of `verify`."""
+    missed = []
+    for key in [key for key in held.objects if not key.endswith(".safetensors")]:
+        original = held.objects[key]
+        for bit in range(8 * len(original)):
+            damaged = bytearray(original)
+            damaged[bit // 8] ^= 1 << bit % 8
+            held.objects[key] = bytes(damaged)
+            if not noticed(held):
+                missed.append((key, bit))
+        held.objects[key] = original
+    assert missed == []
+    assert not noticed(held)
+
+
+def test_every_flipped_bit_of_a_segment_is_noticed(held: Held) -> None:
+    """All bits of the header, and in the data one bit of every byte."""
+    entry = segment_of(held)
+    data = bytearray(held.objects[entry.key])
+    held.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
+    header_nbytes = 8 + struct.unpack("<Q", data[:8])[0]
+    bits = [*range(8 * header_nbytes), *(8 * i + i % 8 for i in range(header_nbytes, len(data)))]
+    missed = []
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+        if not refused(lambda: scrub_segment(held, entry)):
+            missed.append(bit)
+        data[bit // 8] ^= 1 << bit % 8
+    assert missed == []
+    scrub_segment(held, entry)
+    data[-1] ^= 1
+    assert noticed(held)
+
+
+def test_the_stream_is_judged_as_a_restore_judges_the_whole(held: Held) -> None:
+    """Even where the digest of the file was made anew after the damage: headers and records decide alike."""
+    entry = segment_of(held)
+    data = bytearray(held.objects[entry.key])
+    held.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
+    verdicts = []
+    for position in [*range(4096), *range(4096, len(data), 7)]:
+        data[position] ^= 1 << position % 8
+        forged = dataclasses.replace(entry, digest=digest_of(memoryview(data)))
+        restored = refused(partial(verify_records, forged, memoryview(data)))
+        assert refused(partial(scrub_segment, held, forged)) == restored, position
+        verdicts.append(restored)
+        data[position] ^= 1 << position % 8
+    assert verdicts.count(True) > 4096  # the header, and records; fillers have no digest of their own
+    assert not refused(lambda: scrub_segment(held, entry))
+
+
+def refused(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except Corrupt:
+        return True
+    return False
+
+
+def test_every_truncation_is_noticed(held: Held) -> None:
+    """Every file, cut at every length; and one byte too many."""
+    missed = []
+    for key, original in list(held.objects.items()):
+        for nbytes in range(len(original)):
+            held.objects[key] = original[:nbytes]
+            if not noticed(held):
+                missed.append((key, nbytes))
+        held.objects[key] = original + b"\0"
+        if not noticed(held):
+            missed.append((key, len(original) + 1))
+        held.objects[key] = original
+    assert missed == []
+    assert not noticed(held)
+
+
+def test_every_missing_file_is_noticed(held: Held) -> None:
+    """But for the newest log entry, without which the run is as it was before that entry."""
+    newest = max(key for key in held.objects if key.startswith("_log/"))
+    for key in [key for key in held.objects if key != newest]:
+        original = held.objects.pop(key)
+        assert noticed(held), key
+        held.objects[key] = original
+
+
+def test_a_generation_deleted_meanwhile_is_no_damage(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on while somebody looks: retention takes the manifest first, then the rest."""
+    snap = [key for key in held.objects if key.startswith("snap/")]
+    read = held.get
+
+    def retire_at_marker(key: str) -> bytes:
+        if key.endswith(".done"):
+            for each in snap:
+                held.objects.pop(each, None)
+        return read(key)
+
+    monkeypatch.setattr(held, "get", retire_at_marker)
+    verdict = verify(held)
+    assert (verdict.problems, verdict.generations, verdict.skipped) == ([], [], 1)
+
+
+def test_two_files_swapped_are_noticed(held: Held) -> None:
+    """A good document under another's name is not that document."""
+    logs = sorted(key for key in held.objects if key.startswith("_log/"))
+    held.objects[logs[0]], held.objects[logs[1]] = held.objects[logs[1]], held.objects[logs[0]]
+    assert noticed(held)
+
+
+class Bomb:
+    """Unpickling it is seen."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_explode, ())
+
+
+def _explode() -> None:
+    raise AssertionError("something stored was unpickled")
+
+
+def test_nothing_stored_is_ever_unpickled(held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file in turn replaced by a pickle, raw and as `torch.save` writes it: an error, never a call.
+
+    While any look at a run goes on, `pickle` itself is a trap too.
+    """
+    zipped = io.BytesIO()
+    torch.save(Bomb(), zipped)
+    bombs = [pickle.dumps(Bomb()), zipped.getvalue()]
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, lambda *_, **__: _explode())
+    monkeypatch.setattr(torch, "load", lambda *_, **__: _explode())
+    for key, original in list(held.objects.items()):
+        for bomb in bombs:
+            held.objects[key] = bomb
+            assert noticed(held), key
+            if key.startswith("snap/"):
+                with pytest.raises(CheckpointError):
+                    export(held, tmp_path / "m.safetensors")
+        held.objects[key] = original
+    export(held, tmp_path / "m.safetensors")
+    export(held, tmp_path / "m.ckpt")
+
+
+def test_a_missing_object_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Ranged reads name what is not there, or ends too soon."""
+    backend = open_ranged(str(tmp_path))
+    backend.put("a", b"123")
+    with pytest.raises(KeyMissing):
+        backend.get_range("b", 0, memoryview(bytearray(1)))
+    with pytest.raises(Corrupt, match="ended at byte 3 of 5"):
+        backend.get_range("a", 2, memoryview(bytearray(3)))
