@@ -172,7 +172,6 @@ class Life:
                 "fingerprint": fingerprint,
                 "expert_parallel": self._groups.ep_size,
             },
-            in_use=self._found.generation if self._found is not None else None,
             commit_timeout=self._config.commit_timeout,
             on_durable=self._durable,
         )

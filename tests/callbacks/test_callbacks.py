@@ -334,3 +334,17 @@ def test_a_journal_that_outgrows_its_record_costs_one_window(tmp_path: Path, cap
     growing, resumed = Growing(), SparseCheckpoint(str(tmp_path))
     fit(resumed, growing, steps=12)
     assert (resumed.report.resumed_from, len(growing.text)) == (11, 500_000)
+
+
+def test_a_resumed_life_goes_on_deleting(tmp_path: Path) -> None:
+    """What it was restored from is not kept for ever: only the newest generations are."""
+    fit(DenseCheckpoint(str(tmp_path), keep=2), steps=4)
+    checkpoint = DenseCheckpoint(str(tmp_path), keep=2, every_n_steps=1)
+
+    class Patient(Callback):
+        def on_train_batch_start(self, *args: object) -> None:
+            checkpoint.wait_committed(20)
+
+    fit(checkpoint, Patient(), steps=10)
+    kept = sorted(int(path.name) for path in (tmp_path / "snap").iterdir() if any(path.rglob("_COMMITTED")))
+    assert kept == [9, 10]

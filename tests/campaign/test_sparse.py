@@ -103,7 +103,7 @@ SHORT = replace(SPARSE, batches=3, validate_every=None, checkpointing=Checkpoint
 
 
 @pytest.mark.parametrize(
-    ("before", "most"), [((), 30), ((Kill(phase="after_batch_end", step=4, settle=10.0),), 20)], ids=["first", "second"]
+    ("before", "most"), [((), 30), ((Kill(phase="after_batch_end", step=4, settle=10.0),), 40)], ids=["first", "second"]
 )
 def test_killed_at_every_write_to_storage(campaigns: Campaigns, before: tuple[Kill, ...], most: int) -> None:
     """Segments, markers, manifests, log entries and deletions, of a life that begins or one that resumed."""
