@@ -84,6 +84,19 @@ def read_marker(backend: Backend, generation: GenerationId, rank: int) -> Stored
     return StoredMarker(marker, digest_of(data))
 
 
+def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMarker:
+    """Read the marker a manifest vouches for.
+
+    Raises:
+        Corrupt: it is not the one that was committed.
+        KeyMissing: it was deleted.
+    """
+    stored = read_marker(backend, commit.generation, rank)
+    if stored.digest != commit.markers[rank]:
+        raise Corrupt(f"{marker_key(commit.generation, rank)}: is not the marker that was committed.")
+    return stored.marker
+
+
 def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
     """Keys a marker vouches for which are not there in the size it says."""
     return [key for key, nbytes in stored_sizes(marker).items() if contents.sizes.get(key) != nbytes]

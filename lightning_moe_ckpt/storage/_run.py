@@ -28,7 +28,13 @@ from lightning_moe_ckpt.errors import (
     StorageError,
 )
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._catalog import Catalog, Contents, read_catalog, read_commit, read_marker
+from lightning_moe_ckpt.storage._catalog import (
+    Catalog,
+    Contents,
+    read_catalog,
+    read_commit,
+    read_committed_marker,
+)
 from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
 from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._log import History, Log, open_event, run_event, watermark_event
@@ -128,10 +134,7 @@ class RunStore:
             Corrupt: it is not the one that was committed.
             KeyMissing: it is gone.
         """
-        stored = read_marker(self._backend, commit.generation, rank)
-        if stored.digest != commit.markers[rank]:
-            raise Corrupt(f"{marker_key(commit.generation, rank)}: is not the marker that was committed.")
-        return stored.marker
+        return read_committed_marker(self._backend, commit, rank)
 
     def read_segment(self, entry: SegmentEntry, out: memoryview) -> None:
         """Fill `out`, of exactly `entry.nbytes` bytes, and verify the digest of the whole file.

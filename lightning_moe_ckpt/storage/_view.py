@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_commit, read_marker
+from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_commit, read_committed_marker
 from lightning_moe_ckpt.storage._json import decode
 from lightning_moe_ckpt.storage._log import History, Log
-from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, marker_key, parse_log_key
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, parse_log_key
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 
 
@@ -115,10 +115,7 @@ class RunView:
             Corrupt: it is not the one that was committed.
             KeyMissing: it is gone.
         """
-        stored = read_marker(self._backend, commit.generation, rank)
-        if stored.digest != commit.markers[rank]:
-            raise Corrupt(f"{marker_key(commit.generation, rank)}: is not the marker that was committed.")
-        return stored.marker
+        return read_committed_marker(self._backend, commit, rank)
 
     def _look_at(self, contents: Contents) -> StoredGeneration:
         generation = contents.generation
