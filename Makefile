@@ -37,14 +37,14 @@ bench: $(STAMP)
 	$(BIN)/moe-ckpt bench all
 
 clean:
-	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf build dist out *.egg-info lightning_moe_ckpt/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV)
 
-# Without build isolation the extension and the wheel test use the setuptools pinned in constraints.txt.
-$(STAMP): pyproject.toml constraints.txt
+# Compiles the extension in place. Without build isolation it and the wheel test use the setuptools pinned in constraints.txt.
+$(STAMP): pyproject.toml constraints.txt setup.py ext/build_native.py $(wildcard ext/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version) if sys.version_info < (3, 10) else None'
 	@echo "Setting up $(VENV); the first time takes a few minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

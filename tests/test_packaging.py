@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from lightning_moe_ckpt.native._prototypes import ABI
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_moe_ckpt"
-BUILT_FROM = ["pyproject.toml", "setup.cfg", "README.md", "LICENSE", PACKAGE, "callbacks", "ext"]
+BUILT_FROM = [
+    "pyproject.toml",
+    "setup.cfg",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    PACKAGE,
+    "callbacks",
+    "ext",
+]
 COMPILED = {".so", ".pyd", ".dylib", ".pyc"}
+CXX = shutil.which(os.environ.get("CXX", "g++"))
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
+
+def _pythons() -> list[str]:
+    """Interpreters of other versions that are on this machine, and this one."""
+    found = [sys.executable]
+    for name in (f"python{version}" for version in PYTHONS):
+        path = shutil.which(name)
+        # A launcher may be there for a version that is not.
+        if path and subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
+            found.append(path)
+    return found
 
 
 def _contents(folder: Path, prefix: str) -> dict[str, bytes]:
@@ -28,8 +55,10 @@ def _contents(folder: Path, prefix: str) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the tree, so that no build folder is left here and none is picked up."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source archive of a copy of the tree, so that no build folder is left here and none is picked up, and a wheel
+    that was built from that archive.
+    """
     source = tmp_path_factory.mktemp("source")
     leave_out = shutil.ignore_patterns("__pycache__", "*.so", "build", "*.egg-info")
     for name in BUILT_FROM:
@@ -37,20 +66,46 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leave_out)
         elif (ROOT / name).exists():
             shutil.copy2(ROOT / name, source / name)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(source / "dist"),
-        str(source),
-    ]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = (source / "dist").glob("*.whl")
-    return zipfile.ZipFile(path)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(source / "dist"), str(source)]
+    # The CUDA part has tests of its own and takes longer than all the rest.
+    environment = {**os.environ, "MOE_CKPT_CUDA": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel_path(built: Path) -> Path:
+    (path,) = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_path: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel_path)
+
+
+def test_one_wheel_serves_every_version_of_python(wheel_path: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """The libraries hold no Python: the tag says so, and every interpreter at hand loads the same file."""
+    assert re.search(r"-py3-none-linux_\w+\.whl$", wheel_path.name)
+    names = [name for name in wheel.namelist() if Path(name).suffix in COMPILED]
+    assert names == ([f"{PACKAGE}/native/libmoe_ckpt_cpu.so"] if CXX else [])
+    for name in names:
+        path = wheel.extract(name, tmp_path)
+        code = f"import ctypes; print(ctypes.CDLL({path!r}).moe_cpu_abi())"
+        for python in _pythons():
+            done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+            assert done.stdout.strip() == str(ABI), (python, done.stderr)
+
+
+def test_source_archive_holds_what_the_wheel_is_built_from(built: Path) -> None:
+    """Someone without a wheel for their platform compiles from it."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ext").rglob("*") if path.is_file()}
+    assert {name for name in sources if "__pycache__" not in name} | {"setup.py"} <= names
+    assert not [name for name in names if Path(name).suffix in COMPILED]
 
 
 def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:

@@ -1,0 +1,60 @@
+"""Signature of every function of the compiled libraries, declared once.
+
+A test compares the tables with the symbols that the libraries export. `ABI` is raised together with `kAbi` in
+ext/csrc/abi.hpp whenever a signature or the meaning of an argument changes.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ABI = 1
+
+MESSAGE_NBYTES = 512
+
+
+class Error(c.Structure):
+    """What a function that failed has to say; mirrors `Error` of abi.hpp."""
+
+    _fields_ = (("message", c.c_char * MESSAGE_NBYTES),)
+
+
+@dataclass(frozen=True, slots=True)
+class Prototype:
+    """One C function."""
+
+    result: Any
+    """ctypes type; `None` for void."""
+    arguments: tuple[Any, ...]
+    """ctypes types, without the trailing `Error*` of a function that can fail."""
+    can_fail: bool = False
+    """It takes an `Error*` last, and a negative result means failure."""
+
+
+def plain(result: Any, *arguments: Any) -> Prototype:
+    """A function that cannot fail."""
+    return Prototype(result, arguments)
+
+
+def fallible(*arguments: Any) -> Prototype:
+    """A function that returns a negative `int` on failure and takes an `Error*` last."""
+    return Prototype(c.c_int, arguments, can_fail=True)
+
+
+CPU: Mapping[str, Prototype] = {
+    "moe_cpu_abi": plain(c.c_int32),
+    "moe_cpu_source_digest": plain(c.c_char_p),
+    "moe_cpu_build_note": plain(c.c_char_p),
+    "moe_cpu_compiler": plain(c.c_char_p),
+}
+
+CUDA: Mapping[str, Prototype] = {
+    "moe_cuda_abi": plain(c.c_int32),
+    "moe_cuda_source_digest": plain(c.c_char_p),
+    "moe_cuda_runtime_version": plain(c.c_int32),
+    "moe_cuda_driver_version": plain(c.c_int32),
+    "moe_cuda_device_count": fallible(c.POINTER(c.c_int32)),
+}

@@ -1,0 +1,186 @@
+"""The compiled libraries are those the package was written for; what is missing is named, and nothing crashes."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_moe_ckpt.native import _library, _prototypes
+from lightning_moe_ckpt.native._library import Part, PartStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "ext" / "build_native.py"
+PARTS: tuple[Part, ...] = ("cpu", "cuda")
+
+
+def _compile(folder: Path, code: str, *, part: Part = "cpu") -> None:
+    """A library of our name with other contents."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    source = folder / "source.cpp"
+    source.write_text(code)
+    command = ["g++", "-shared", "-fPIC", str(source), "-o", str(folder / f"libmoe_ckpt_{part}.so")]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def _stub(prototypes: Iterable[str], abi: int) -> str:
+    lines = [f'extern "C" int {name}() {{ return 0; }}' for name in prototypes if name != "moe_cpu_abi"]
+    return "\n".join([*lines, f'extern "C" int moe_cpu_abi() {{ return {abi}; }}'])
+
+
+def _built(part: Part) -> Path:
+    path = Path(_library.__file__).with_name(f"libmoe_ckpt_{part}.so")
+    if not path.exists():
+        pytest.skip(f"{path.name} was not built: {BUILD.name} does so")
+    return path
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Libraries are loaded anew within the test and once more after it."""
+    monkeypatch.delenv("MOE_CKPT_NATIVE", raising=False)
+    _library.status.cache_clear()
+    yield monkeypatch
+    _library.status.cache_clear()
+
+
+@pytest.fixture
+def elsewhere(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder from which libraries are loaded."""
+    fresh.setenv("MOE_CKPT_NATIVE_PATH", str(tmp_path))
+    return tmp_path
+
+
+def _status(part: Part) -> PartStatus:
+    return {status.part: status for status in _library.explain()}[part]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_exported_function_is_declared(part: Part) -> None:
+    """A function without a prototype would be called with guessed types."""
+    if shutil.which("nm") is None:
+        pytest.skip("no nm")
+    command = ["nm", "-D", "--defined-only", str(_built(part))]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    exported = {line.split()[2] for line in lines if line.split()[1] in "TiW" and line.split()[2].startswith("moe_")}
+    declared = _prototypes.CPU if part == "cpu" else _prototypes.CUDA
+    assert exported == set(declared)
+
+
+def test_versions_of_the_interface_agree() -> None:
+    """Sources and package are released together."""
+    assert f"constexpr int32_t kAbi = {_prototypes.ABI};" in (ROOT / "ext/csrc/abi.hpp").read_text()
+
+
+def test_what_was_built_here_is_loaded(fresh: pytest.MonkeyPatch) -> None:
+    """The CPU part is in use; the CUDA part is, or says which of driver and device is missing."""
+    _built("cpu")
+    assert _status("cpu").active, _status("cpu").reason
+    assert "g++" in _status("cpu").reason
+    cuda = _status("cuda")
+    assert cuda.active or any(word in cuda.reason for word in ("driver", "device", "not built")), cuda.reason
+
+
+def test_switched_off_by_the_environment(fresh: pytest.MonkeyPatch) -> None:
+    """`MOE_CKPT_NATIVE=0` is for comparing, and for doubts."""
+    fresh.setenv("MOE_CKPT_NATIVE", "0")
+    assert [status.reason for status in _library.explain()] == ["switched off by MOE_CKPT_NATIVE=0"] * 2
+    assert _library.cpu() is None
+
+
+def test_a_missing_library_is_no_matter_for_a_warning(elsewhere: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever installed without a compiler has chosen so."""
+    with caplog.at_level(logging.INFO):
+        assert f"{elsewhere}/libmoe_ckpt_cpu.so was not built" in _status("cpu").reason
+    assert not caplog.records
+
+
+STALE = [
+    pytest.param('extern "C" int moe_cpu_abi() { return 1; }', "is stale, it lacks moe_cpu_source_digest", id="lacks"),
+    pytest.param(
+        _stub(_prototypes.CPU, abi=_prototypes.ABI + 1),
+        f"interface version {_prototypes.ABI + 1}, this package {_prototypes.ABI}",
+        id="version",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "reason"), STALE)
+def test_a_stale_library_is_named(elsewhere: Path, caplog: pytest.LogCaptureFixture, code: str, reason: str) -> None:
+    """It lacks a function, or is of another interface version: calling it would crash."""
+    _compile(elsewhere, code)
+    assert reason in _status("cpu").reason
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_library_older_than_its_sources_is_named(fresh: pytest.MonkeyPatch) -> None:
+    """In a checkout somebody edits a kernel and forgets to build."""
+    _built("cpu")
+    fresh.setattr(_library, "_source_digest", lambda: "0" * 16)
+    assert "is older than the sources in ext/csrc" in _status("cpu").reason
+
+
+def test_a_damaged_file_is_named(elsewhere: Path) -> None:
+    """For example of another processor."""
+    (elsewhere / "libmoe_ckpt_cpu.so").write_bytes(b"\x7fELF but no more than that")
+    assert "libmoe_ckpt_cpu.so cannot be loaded: " in _status("cpu").reason
+
+
+def test_source_digest_is_that_of_the_build_command() -> None:
+    """Two programs compute it; if they differed every library would be called old."""
+    command = [sys.executable, "-c", "import build_native; print(build_native.source_digest())"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=BUILD.parent, timeout=60)
+    assert done.stdout.strip() == _library._source_digest()
+
+
+class TestBuildCommand:
+    """A compiler that is missing or fails: a warning and no library, or an error where the caller insists."""
+
+    @staticmethod
+    def build(out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        plain = {"PATH": "/usr/bin:/bin", "MOE_CKPT_CUDA": "0"}
+        command = [sys.executable, str(BUILD), "--out", str(out)]
+        return subprocess.run(
+            command, env={**plain, **environment}, capture_output=True, text=True, timeout=240, check=False
+        )
+
+    def test_without_a_compiler_nothing_is_built(self, tmp_path: Path) -> None:
+        done = self.build(tmp_path, CXX="/no/such/compiler")
+        assert done.returncode == 0
+        assert "the cpu part was left out: /no/such/compiler could not be run" in done.stderr
+        assert not list(tmp_path.iterdir())
+
+    def test_a_failing_compiler_shows_what_it_said(self, tmp_path: Path) -> None:
+        """And an older library does not stay in its place."""
+        (tmp_path / "libmoe_ckpt_cpu.so").write_bytes(b"old")
+        compiler = tmp_path / "broken"
+        compiler.write_text("#!/bin/sh\necho internal compiler error\nexit 3\n")
+        compiler.chmod(0o700)
+        done = self.build(tmp_path, CXX=str(compiler))
+        assert done.returncode == 0
+        assert "internal compiler error" in done.stderr
+        assert not (tmp_path / "libmoe_ckpt_cpu.so").exists()
+
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            {"MOE_CKPT_NATIVE": "1", "CXX": "/no/such/compiler"},
+            {"MOE_CKPT_CUDA": "1", "NVCC": "/no/such/nvcc"},
+        ],
+        ids=["cpu", "cuda"],
+    )
+    def test_who_insists_gets_an_error(self, tmp_path: Path, environment: dict[str, str]) -> None:
+        done = self.build(tmp_path, **environment)
+        assert done.returncode != 0
+        assert "could not be run" in done.stderr
+
+    def test_nothing_is_built_on_request(self, tmp_path: Path) -> None:
+        done = self.build(tmp_path, MOE_CKPT_NATIVE="0")
+        assert done.returncode == 0
+        assert not list(tmp_path.iterdir())
