@@ -1,4 +1,4 @@
-"""Tokens per expert of all MoE layers since the last reading, summed over the ranks.
+"""Tokens per expert of all MoE layers since the last reading, summed over the ranks; numbers of each rank ride along.
 
 Reads the same counters as the planner of checkpoints, through accumulators of its own: neither changes what the other
 reads.
@@ -7,7 +7,7 @@ reads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover
 
 log = logging.getLogger(__name__)
 
-# Shape suffix: E all experts of one layer, over all ranks.
+# Shape suffixes: E all experts of one layer, over all ranks; R ranks; N numbers of a rank.
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,29 @@ class LayerLoads:
         for counter in self._counters:
             counter.install()
 
-    def read(self) -> list[LayerLoad]:
-        """The loads since the last call; one collective, which all ranks must take part in. Waits for the device."""
-        counts = torch.cat([counter.read_and_reset().to(self._device) for counter in self._counters])
-        if dist.is_available() and dist.is_initialized() and len(counts):
-            dist.all_reduce(counts)
-        processed, dropped = torch.split(counts.cpu(), [self._processed.num_experts, self._dropped.num_experts])
+    def read(self, numbers: Sequence[int] = ()) -> tuple[list[LayerLoad], Tensor]:
+        """The loads since the last call; one collective, which all ranks must take part in. Waits for the device.
+
+        Args:
+            numbers: of this rank, as many on every rank.
+
+        Returns:
+            The loads, and int64 `[R, N]` on the CPU: `numbers` of every rank.
+        """
+        distributed = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        ranks_RN = torch.zeros(world_size, len(numbers), dtype=torch.int64)
+        ranks_RN[rank] = torch.tensor(numbers, dtype=torch.int64)
+        counts = [counter.read_and_reset().to(self._device) for counter in self._counters]
+        # A sum in which each rank has its own row is a gather, and needs no second collective.
+        everything = torch.cat([*counts, ranks_RN.flatten().to(self._device)])
+        if distributed and len(everything):
+            dist.all_reduce(everything)
+        sizes = [self._processed.num_experts, self._dropped.num_experts, ranks_RN.numel()]
+        processed, dropped, ranks = torch.split(everything.cpu(), sizes)
         drops = dict(_by_layer(self._dropped, dropped))
-        return [LayerLoad(name, tokens_E, drops.get(name)) for name, tokens_E in _by_layer(self._processed, processed)]
+        loads = [LayerLoad(name, tokens_E, drops.get(name)) for name, tokens_E in _by_layer(self._processed, processed)]
+        return loads, ranks.view_as(ranks_RN)
 
     def remove(self) -> None:
         """Stop counting."""

@@ -1,8 +1,7 @@
-"""Shows in Lightning's loggers how experts are used and what checkpoints cost.
+"""Shows in Lightning's loggers how experts are used and what checkpoints cost, and in the progress bar what is replayed.
 
 Values go to the loggers directly, in the row of the step that they belong to: what is logged through the module is
-part of every step's journal, and Lightning repeats it in rows in which it was not measured. Only `moe/replaying` goes
-through the module, for the progress bar.
+part of every step's journal, and Lightning repeats it in rows in which it was not measured.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt._lightning_progress import ProgressNote
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._figures import CheckpointFigures
 from lightning_moe_ckpt.callbacks._loads import LayerLoads
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session import Report
 
 REPLAYING = "moe/replaying"
 
@@ -31,10 +31,19 @@ class ExpertLoadMonitor(Callback):
     Tokens count once per training forward: under accumulation all of a step, under activation checkpointing not
     again. A layer that processed nothing is left out.
 
-    Of checkpoints, on rank 0: `moe/stall_seconds/<cause>` and `moe/stall_seconds/all` (per step, over the steps since
-    the last row), `moe/nbytes_per_step`, `moe/window`, `moe/generations_complete`, `moe/generations_committed`, and
-    `moe/replaying`: 1 in the row of a step that a resumed run repeats, also in the progress bar. A resumed run counts
-    from where it resumes.
+    Of checkpoints, over the steps since the last row:
+
+    * `moe/stall_seconds/<cause>` and `moe/stall_seconds/all`: seconds per step that rank 0 waited,
+      `moe/stall_seconds/slowest_rank`: of the rank that waited longest, `moe/stall_share`: as part of the wall time;
+    * `moe/captured_nbytes_per_step` and `moe/persisted_nbytes_per_second`: copied to host memory, and made durable, by
+      all ranks;
+    * `moe/window` and `moe/window_position`: steps per window, and how many of the window under way are taken;
+    * `moe/generation/<tier>` and `moe/lag_steps/<tier>`: the newest generation that is whole in a tier (`storage`), and
+      how many steps training is ahead of it; `moe/generations_complete` and `moe/generations_committed`: how many;
+    * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. While steps are repeated, every one
+      has a row, and the progress bar shows `replay=3/6`.
+
+    A resumed run counts from where it resumes.
 
     Costs one small collective per row and none in other steps. Counts are read beside those that order checkpoints,
     and change nothing there.
@@ -54,9 +63,11 @@ class ExpertLoadMonitor(Callback):
         """The newest row, on rank 0; also without any logger."""
         self._loads: LayerLoads | None = None
         self._checkpoint: CheckpointCallback | None = None
-        self._report: Report | None = None
+        self._figures: CheckpointFigures | None = None
+        self._note: ProgressNote | None = None
         self._step = 0
-        self._replaying = self._shown = False
+        self._replay: str | None = None
+        """Which of the steps to replay the batch under way belongs to."""
 
     # -- hooks
 
@@ -67,13 +78,18 @@ class ExpertLoadMonitor(Callback):
         self._loads = LayerLoads(pl_module, ep_size=ep_size, device=trainer.strategy.root_device)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._checkpoint = next((c for c in callbacks if isinstance(c, CheckpointCallback)), None)
-        self._report = None if self._checkpoint is None else self._checkpoint.report
-        self._step, self._shown, self.latest = trainer.global_step, False, {}
+        self._step, self.latest = trainer.global_step, {}
+        if self._checkpoint is not None:
+            self._figures = CheckpointFigures(self._checkpoint.report, self._step)
+        self._note = ProgressNote(trainer, "replay", lambda: self._replay)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Asked before the step: after the last replayed one nothing is frozen any more.
-        self._replaying = self._checkpoint is not None and self._checkpoint.replaying
+        self._replay = None
+        if self._checkpoint is not None and self._checkpoint.replaying:
+            report = self._checkpoint.report
+            self._replay = f"{report.replayed_steps + 1}/{report.replay_steps}"
 
     @override
     def on_train_batch_end(
@@ -82,13 +98,10 @@ class ExpertLoadMonitor(Callback):
         if trainer.global_step == self._step:
             return  # accumulated only
         self._step = trainer.global_step
-        if self._replaying != self._shown or self._replaying:
-            pl_module.log(REPLAYING, float(self._replaying), prog_bar=True, logger=False)
-            self._shown = self._replaying
         every = self.every_n_steps or int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if every and self._step % every == 0:
             self._log(trainer, self._row(trainer))
-        elif self._replaying:
+        elif self._replay is not None:
             self._log(trainer, {REPLAYING: 1.0})
 
     @override
@@ -103,13 +116,14 @@ class ExpertLoadMonitor(Callback):
 
     def _row(self, trainer: Trainer) -> dict[str, float]:
         assert self._loads is not None
-        loads = self._loads.read()
+        report = self._checkpoint.report if self._checkpoint is not None else None
+        own = self._figures.own(report) if self._figures is not None and report is not None else ()
+        loads, ranks = self._loads.read(own)
+        row = {f"moe/{name}/{load.layer}": value for load in loads for name, value in load.values().items()}
+        if self._figures is not None and report is not None:
+            row |= {**self._figures.row(report, self._step, ranks), REPLAYING: float(self._replay is not None)}
         if not trainer.is_global_zero:
             return {}
-        row = {f"moe/{name}/{load.layer}": value for load in loads for name, value in load.values().items()}
-        if self._checkpoint is not None and self._report is not None:
-            before, self._report = self._report, self._checkpoint.report
-            row |= {**_checkpoint_values(self._report, before), REPLAYING: float(self._replaying)}
         self.latest = row
         return row
 
@@ -120,22 +134,7 @@ class ExpertLoadMonitor(Callback):
             logger.log_metrics(row, step=_lightning.logging_step(trainer))
 
     def _remove(self) -> None:
-        if self._loads is not None:
-            self._loads.remove()
-        self._loads = self._checkpoint = self._report = None
-
-
-def _checkpoint_values(now: Report, before: Report) -> dict[str, float]:
-    steps = max(1, now.steps - before.steps)
-    stalls = {
-        f"moe/stall_seconds/{cause}": (seconds - before.stall_seconds.get(cause, 0.0)) / steps
-        for cause, seconds in now.stall_seconds.items()
-    }
-    return {
-        **stalls,
-        "moe/stall_seconds/all": sum(stalls.values()),
-        "moe/nbytes_per_step": now.nbytes_per_step,
-        "moe/window": now.window,
-        "moe/generations_complete": now.generations_complete,
-        "moe/generations_committed": now.generations_committed,
-    }
+        for each in (self._loads, self._note):
+            if each is not None:
+                each.remove()
+        self._loads = self._checkpoint = self._figures = self._note = self._replay = None

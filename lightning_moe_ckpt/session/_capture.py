@@ -103,6 +103,11 @@ class CaptureSession:
         """Whether the next boundary belongs to a window that has started."""
         return self._window is not None
 
+    @property
+    def window_position(self) -> int:
+        """Boundaries of the window under way that are sealed; 0 between windows."""
+        return 0 if self._window is None else len(self._window.segments)
+
     def use_layout(self, layout: WindowLayout) -> bool:
         """Put a plan in force from the next window on; `False` if it does not fit the ring."""
         assert self._window is None

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 Resume = Literal["auto", "must", "never"]
 
+STORAGE = "storage"
+"""Name of the tier that survives everything; host and peer memory get theirs when they hold generations."""
+
 RING_GENERATIONS = 3
 """Snapshot, persist and recovery each hold one: the ring never runs out, however slow storage is."""
 
@@ -68,8 +71,14 @@ class Report:
     """Optimizer steps taken in this life, replayed ones included."""
     window: int
     """Steps per generation; 0 before the first plan."""
+    window_position: int
+    """Boundaries of the window under way that are sealed; 0 between windows."""
     nbytes_per_step: float
     """Mean bytes of the segments taken."""
+    nbytes_captured: int
+    """Bytes of all segments taken."""
+    nbytes_persisted: int
+    """Bytes of this rank in generations that became durable in this life."""
     dense_nbytes: int
     """Bytes of a snapshot of everything on this rank."""
     stall_seconds: dict[str, float]
@@ -78,10 +87,17 @@ class Report:
     """Wall time since this life was ready for its first batch."""
     generations_complete: int
     generations_committed: int
+    generations: dict[str, int]
+    """Newest generation whole in each tier, by the boundary at which it is dense; tiers that hold none are left out.
+
+    `storage` means committed on the coordinator, and "my part is stored" on other ranks.
+    """
     windows_skipped: int
     resumed_from: int | None
     """Boundary at which this life became, or will become, dense again; `None` for a fresh start."""
     replayed_steps: int
+    replay_steps: int
+    """Steps this life replays in all; 0 where it resumed from a dense generation or not at all."""
     replay_mismatches: int
     restore_seconds: float
     """From the start of `fit` to the first slot loaded."""
@@ -143,7 +159,8 @@ class Life:
         self._found: Found | None = None
         self._replay: Replay | None = None
         self._replay_layout: WindowLayout | None = None
-        self._steps = self._replayed = self._mismatches = self._committed = 0
+        self._steps = self._replayed = self._mismatches = self._committed = self._persisted_nbytes = 0
+        self._newest: dict[str, int] = {}
         self._restore_seconds = 0.0
         self._began: float | None = None
         self._last_window: int | None = None
@@ -187,6 +204,7 @@ class Life:
         self._counter.install()
         if self._found is None:
             return None
+        self._newest[STORAGE] = self._found.generation.step
         start = self._load(self._found)
         self._restore_seconds = time.perf_counter() - started
         log.info(
@@ -387,15 +405,20 @@ class Life:
         return Report(
             steps=self._steps,
             window=len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
+            window_position=capture.window_position if capture is not None else 0,
             nbytes_per_step=capture.nbytes_captured / taken if capture is not None and taken else 0.0,
+            nbytes_captured=capture.nbytes_captured if capture is not None else 0,
+            nbytes_persisted=self._persisted_nbytes,
             dense_nbytes=self._dense_nbytes,
             stall_seconds=self._stalls.totals(),
             seconds=time.perf_counter() - self._began if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
             generations_committed=self._committed,
+            generations=dict(self._newest),
             windows_skipped=capture.windows_skipped if capture is not None else 0,
             resumed_from=self._found.generation.step if self._found is not None else None,
             replayed_steps=self._replayed,
+            replay_steps=len(self._found.segments) - 1 if self._found is not None else 0,
             replay_mismatches=self._mismatches,
             restore_seconds=self._restore_seconds,
         )
@@ -419,6 +442,8 @@ class Life:
     def _durable(self, generation: GenerationId, seconds: float, nbytes: int) -> None:
         """Called by the persist thread."""
         self._committed += 1
+        self._persisted_nbytes += nbytes
+        self._newest[STORAGE] = generation.step  # never earlier than the last one: the worker takes them in order
         log.info("%s is durable: %.1f MiB in %.2f s", generation, nbytes / 2**20, seconds)
 
     def _report_failures(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -125,11 +127,15 @@ def fit(
             devices=kwargs.pop("devices", 1),
             max_steps=steps,
             max_epochs=-1,
-            enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=any(isinstance(c, (DenseCheckpoint, SparseCheckpoint)) for c in callbacks),
             callbacks=list(callbacks),
-            **{"log_every_n_steps": 2, "logger": CSVLogger(str(folder), name="", version=""), **kwargs},
+            **{
+                "enable_progress_bar": False,
+                "log_every_n_steps": 2,
+                "logger": CSVLogger(str(folder), name="", version=""),
+                **kwargs,
+            },
         )
         trainer.fit(model, loader(), None if isinstance(model, Dense) else loader())
     return model
@@ -161,9 +167,10 @@ def test_rows_are_what_was_counted_by_hand(
     """Each token of the steps since the last row once: accumulated, recomputed or validated in between."""
     hand, read, loads = ByHand(2), LayerLoads.read, []
 
-    def recorded(self: LayerLoads) -> list[LayerLoad]:
-        loads.append(read(self))
-        return loads[-1]
+    def recorded(self: LayerLoads, numbers: Sequence[int]) -> tuple[list[LayerLoad], Tensor]:
+        found, ranks = read(self, numbers)
+        loads.append(found)
+        return found, ranks
 
     # Shares alone would not tell: counting everything twice leaves them as they are.
     monkeypatch.setattr(LayerLoads, "read", recorded)
@@ -242,12 +249,15 @@ def test_figures_of_checkpoints_stand_beside_the_load(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert [step for step, row in found.items() if "moe/window" in row] == [2, 5]
     row, before, now = found[5], reports[-2], reports[-1]
-    assert (row["moe/window"], row["moe/replaying"]) == (2, 0)
-    assert row["moe/nbytes_per_step"] == pytest.approx(now.nbytes_per_step)
+    assert (row["moe/window"], row["moe/window_position"], row["moe/replaying"]) == (2, now.window_position, 0)
+    assert row["moe/captured_nbytes_per_step"] == (now.nbytes_captured - before.nbytes_captured) / 3 > 0
     assert row["moe/generations_complete"] == now.generations_complete == 2
     assert row["moe/generations_committed"] <= row["moe/generations_complete"] + 1
+    assert row["moe/generation/storage"] + row["moe/lag_steps/storage"] == 6
     stalls = {name.rpartition("/")[2]: value for name, value in row.items() if name.startswith("moe/stall_seconds/")}
-    assert stalls.pop("all") == pytest.approx(sum(stalls.values()))
+    assert stalls.pop("slowest_rank") == pytest.approx(stalls.pop("all")) == pytest.approx(sum(stalls.values()))
+    share = 3 * sum(stalls.values()) / (now.seconds - before.seconds)
+    assert row["moe/stall_share"] == pytest.approx(share, rel=0.2)
     for cause, seconds in stalls.items():
         want = (now.stall_seconds[cause] - before.stall_seconds.get(cause, 0.0)) / 3
         assert seconds == pytest.approx(want, abs=1e-3)
@@ -263,28 +273,54 @@ class Stop(Callback):
             raise RuntimeError("killed, for this test")
 
 
-class Bar(Callback):
-    """What a progress bar would show at each step."""
+class Wait(Callback):
+    """Before the monitor, so that its rows say what is certain."""
 
-    def __init__(self) -> None:
-        self.shown: dict[int, float] = {}
+    def __init__(self, own: SparseCheckpoint) -> None:
+        self.own = own
 
-    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
-        value = trainer.progress_bar_metrics.get("moe/replaying")
-        if value is not None:
-            self.shown[trainer.global_step] = float(value)
+    def on_train_batch_end(self, *args: object) -> None:
+        assert self.own.wait_committed()
 
 
-def test_replayed_steps_are_marked(tmp_path: Path) -> None:
-    """In the rows of the loggers and in the progress bar, and only they."""
+def test_rows_tell_what_became_durable(tmp_path: Path) -> None:
+    """The newest generation in storage, by how many steps training is ahead, and bytes since the last row."""
+    own, reports = SparseCheckpoint(str(tmp_path / "run"), window=2), []
+
+    class Peek(Callback):
+        def on_train_batch_end(self, *args: object) -> None:
+            reports.append(own.report)
+
+    fit(tmp_path, Wait(own), Peek(), ExpertLoadMonitor(every_n_steps=1), own, steps=8, log_every_n_steps=1)
+    found = rows(tmp_path)
+    newest = [found[step]["moe/generation/storage"] for step in range(8)]
+    # Steps 1 to 3 are measured for nothing: the window is given. A generation is complete at its last boundary, sealed
+    # when the next batch starts, and known to be durable in the row of that batch.
+    assert newest == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert [found[step]["moe/lag_steps/storage"] for step in range(8)] == [1, 2, 1, 2, 1, 2, 1, 2]
+    assert [found[step]["moe/window_position"] for step in range(2, 8)] == [0, 1, 0, 1, 0, 1]
+    for step in range(1, 8):
+        row, before, now = found[step], reports[step - 1], reports[step]
+        gained = now.nbytes_persisted - before.nbytes_persisted
+        assert (row["moe/persisted_nbytes_per_second"] > 0) == (gained > 0) == (newest[step] != newest[step - 1])
+        assert row["moe/persisted_nbytes_per_second"] == pytest.approx(gained / (now.seconds - before.seconds), rel=0.3)
+
+
+def resumed(tmp_path: Path, *bars: Callback, **kwargs: Any) -> SparseCheckpoint:
+    """A run that ended in step 9 and goes on, with `bars` in its second life."""
     with pytest.raises(RuntimeError, match="for this test"):
         fit(
             tmp_path / "first", ExpertLoadMonitor(), Stop(), SparseCheckpoint(str(tmp_path / "run"), window=4), steps=12
         )
-    own, bar = SparseCheckpoint(str(tmp_path / "run"), window=4), Bar()
-    fit(tmp_path / "second", ExpertLoadMonitor(), bar, own, steps=12)
-    report = own.report
-    assert report.replayed_steps == 3
+    own = SparseCheckpoint(str(tmp_path / "run"), window=4)
+    fit(tmp_path / "second", *bars, ExpertLoadMonitor(), own, steps=12, **kwargs)
+    return own
+
+
+def test_replayed_steps_are_marked(tmp_path: Path) -> None:
+    """In the rows of the loggers, and only they."""
+    report = resumed(tmp_path).report
+    assert report.replayed_steps == report.replay_steps == 3
     assert report.resumed_from is not None
     dense = report.resumed_from
     marked = {
@@ -292,7 +328,36 @@ def test_replayed_steps_are_marked(tmp_path: Path) -> None:
     }
     assert [step for step, value in marked.items() if value == 1] == [dense - 2, dense - 1, dense]
     assert {step for step, value in marked.items() if value == 0} == {s for s in range(dense + 1, 13) if s % 2 == 0}
-    assert [bar.shown[step] for step in (dense - 1, dense, dense + 1)] == [1, 1, 0]
+
+
+class Shown(Callback):
+    """What the progress bar shows of each step, asked as Lightning's bars ask."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[int, object]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        bar = trainer.progress_bar_callback
+        assert bar is not None
+        self.texts.append((trainer.global_step, bar.get_metrics(trainer, pl_module).get("replay")))
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_progress_bar_says_which_replayed_step_it_is(
+    tmp_path: Path, bar: type[ProgressBar], before: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While replaying and not after; wherever the bar stands among the callbacks; and it is left as it was."""
+    shown, own_bar = Shown(), bar()
+    report = resumed(
+        tmp_path, *([own_bar] if before else []), shown, *([] if before else [own_bar]), enable_progress_bar=True
+    ).report
+    assert report.resumed_from is not None
+    dense = report.resumed_from
+    first = [(dense - 2, "1/3"), (dense - 1, "2/3"), (dense, "3/3")]
+    assert shown.texts == [*first, *[(step, None) for step in range(dense + 1, 13)]]
+    assert "get_metrics" not in vars(own_bar)
+    assert bool(capfd.readouterr().out)
 
 
 def test_a_resumed_run_with_a_monitor_ends_as_one_without(tmp_path: Path) -> None:
@@ -335,6 +400,34 @@ def test_ranks_are_summed_in_one_collective_per_row(tmp_path: Path, expert_paral
     assert [num_calls for _, num_calls in results] == [2, 2]
 
 
+def test_figures_of_all_ranks_come_with_the_same_collective(tmp_path: Path) -> None:
+    """Bytes of all are added up, and the stall is that of the slowest; rank 0 alone knows the causes of its own."""
+
+    def work(rank: int) -> list[tuple[float, int, int]]:
+        own = SparseCheckpoint(str(tmp_path / "run"), window=2)
+        seen: list[tuple[float, int, int]] = []
+
+        class Peek(Callback):
+            def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+                report = own.report
+                stall = sum(report.stall_seconds.values())
+                seen.append((stall, report.nbytes_captured, report.nbytes_persisted))
+
+        strategy = MoEStrategy(expert_parallel=3)
+        fit(tmp_path, Wait(own), Peek(), ExpertLoadMonitor(1), own, steps=5, devices=3, strategy=strategy)
+        return seen
+
+    ranks, found = run_world(3, work, process_group=False), rows(tmp_path)
+    for step in range(1, 5):
+        row = found[step]
+        gained = [[now - before for before, now in zip(r[step - 1], r[step], strict=True)] for r in ranks]
+        captured = sum(gain[1] for gain in gained)
+        assert row["moe/captured_nbytes_per_step"] == captured
+        assert row["moe/stall_seconds/slowest_rank"] == pytest.approx(max(gain[0] for gain in gained), rel=0.05)
+        assert bool(row["moe/persisted_nbytes_per_second"]) == any(gain[2] for gain in gained)
+    assert captured > 0
+
+
 class Dense(LightningModule):
     """No experts at all."""
 
@@ -355,7 +448,7 @@ def test_a_model_without_experts_has_the_figures_of_checkpoints_only(tmp_path: P
     monitor = ExpertLoadMonitor(every_n_steps=1)
     fit(tmp_path, monitor, DenseCheckpoint(str(tmp_path / "run"), every_n_steps=1), model=Dense(), logger=False)
     assert monitor.latest["moe/window"] == 1
-    assert not [name for name in monitor.latest if "share" in name or "skew" in name]
+    assert not [name for name in monitor.latest if "_share/" in name or "skew" in name]
 
 
 def test_layers_that_cannot_be_counted_are_named_once(
@@ -377,7 +470,7 @@ def test_layers_that_cannot_be_counted_are_named_once(
     (message,) = [record.message for record in caplog.records]
     assert "['listed'] is not logged" in message
     model.own(torch.ones(3, D))
-    (own,) = loads.read()
+    (own,), _ = loads.read()
     assert own.layer == "own"
     assert own.drops is not None
     assert int(own.tokens.sum() + own.drops.sum()) == 3

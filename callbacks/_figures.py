@@ -1,0 +1,93 @@
+"""What checkpoints cost and how far they have come, from one row of the monitor to the next."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_moe_ckpt.metrics import (
+    CapturedPerStep,
+    Generations,
+    PersistedPerSecond,
+    StallPerStep,
+    StallShare,
+    WindowPosition,
+)
+from lightning_moe_ckpt.session import Report
+
+# Shape suffixes: R ranks, 3 the numbers of `own`.
+
+
+class CheckpointFigures:
+    """Rows of figures, each of the steps since the one before.
+
+    Args:
+        report: where the first row begins.
+        step: boundary at which it was made.
+    """
+
+    def __init__(self, report: Report, step: int) -> None:
+        self._before, self._step = report, step
+        # The monitor exchanges what it needs by itself: metrics would, one by one.
+        self._stall_per_step, self._stall_share = StallPerStep(sync_on_compute=False), StallShare(sync_on_compute=False)
+        self._captured = CapturedPerStep(sync_on_compute=False)
+        self._persisted = PersistedPerSecond(sync_on_compute=False)
+        self._window, self._generations = WindowPosition(sync_on_compute=False), Generations(sync_on_compute=False)
+
+    def own(self, now: Report) -> tuple[int, int, int]:
+        """Nanoseconds of stall, bytes captured and bytes persisted on this rank since the last row."""
+        before = self._before
+        stalled = sum(now.stall_seconds.values()) - sum(before.stall_seconds.values())
+        captured, persisted = (
+            now.nbytes_captured - before.nbytes_captured,
+            now.nbytes_persisted - before.nbytes_persisted,
+        )
+        return round(stalled * 1e9), captured, persisted
+
+    def row(self, now: Report, step: int, ranks_R3: Tensor) -> dict[str, float]:
+        """The next row, by name.
+
+        Args:
+            now: of this rank.
+            step: boundary that training has reached.
+            ranks_R3: `own` of every rank.
+        """
+        before, self._before = self._before, now
+        steps, self._step = step - self._step, step
+        values = {**self._stalls(before, now, steps), **self._rates(ranks_R3, steps, now.seconds - before.seconds)}
+        self._window.update(now.window, now.window_position)
+        self._generations.update(step, now.generations)
+        place = self._window.compute()
+        return {
+            **values,
+            "moe/window": place["window"].item(),
+            "moe/window_position": place["position"].item(),
+            **{f"moe/{name}": value.item() for name, value in self._generations.compute().items()},
+            "moe/generations_complete": now.generations_complete,
+            "moe/generations_committed": now.generations_committed,
+        }
+
+    @staticmethod
+    def _stalls(before: Report, now: Report, steps: int) -> dict[str, float]:
+        """Of this rank, by cause."""
+        stalls = {
+            f"moe/stall_seconds/{cause}": (seconds - before.stall_seconds.get(cause, 0.0)) / steps
+            for cause, seconds in now.stall_seconds.items()
+        }
+        return {**stalls, "moe/stall_seconds/all": sum(stalls.values())}
+
+    def _rates(self, ranks_R3: Tensor, steps: int, seconds: float) -> dict[str, float]:
+        """Of all ranks."""
+        nanoseconds, captured, persisted = ranks_R3.unbind(1)
+        longest = int(nanoseconds.max()) / 1e9
+        for metric in (self._stall_per_step, self._stall_share, self._captured, self._persisted):
+            metric.reset()
+        self._stall_per_step.update(longest, steps)
+        self._stall_share.update(longest, seconds)
+        self._captured.update(int(captured.sum()), steps)
+        self._persisted.update(int(persisted.sum()), seconds)
+        return {
+            "moe/stall_seconds/slowest_rank": self._stall_per_step.compute().item(),
+            "moe/stall_share": self._stall_share.compute().item(),
+            "moe/captured_nbytes_per_step": self._captured.compute().item(),
+            "moe/persisted_nbytes_per_second": self._persisted.compute().item(),
+        }

@@ -1,0 +1,226 @@
+"""What checkpoints cost and how far they have come, as metrics of torchmetrics.
+
+All take what happened since their last update, or the newest value; the differences of two `CheckpointCallback.report`
+are such numbers. Over ranks: bytes are added up; of the time that training was blocked the longest counts, because all
+ranks wait for the slowest; and a generation is only as new as on the rank that is furthest behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import ConfigurationError
+
+TIERS = ("host", "peer", "storage")
+"""Places that hold generations, from the fastest to the safest."""
+
+_NONE = -1
+"""Stands for "no generation": no boundary has this number."""
+
+
+class _Checkpoint(Metric):
+    """Common to all: `forward` updates the state itself, since a maximum cannot be taken of two parts of a sum."""
+
+    is_differentiable = False
+    higher_is_better: bool | None = False
+    full_state_update = True
+
+
+class _Ratio(_Checkpoint):
+    """A sum over a sum; NaN while the lower one is zero."""
+
+    amount: Tensor
+    base: Tensor
+
+    def __init__(self, *, amount: Literal["max", "sum"], whole: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("amount", torch.zeros((), dtype=torch.int64 if whole else torch.float64), dist_reduce_fx=amount)
+        self.add_state("base", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
+
+    def _add(self, amount: float, base: float, names: str) -> None:
+        if amount < 0 or base < 0:
+            raise ValueError(f"`{type(self).__name__}.update({names})` takes no negative number: {amount}, {base}.")
+        self.amount += amount
+        self.base += base
+
+    @override
+    def compute(self) -> Tensor:
+        """Float64 scalar; NaN before the first update."""
+        return self.amount.double() / self.base
+
+
+class StallPerStep(_Ratio):
+    """Seconds for which a step was blocked by checkpoints, mean over steps; of the rank that waited longest.
+
+    Args:
+        kwargs: passed to `torchmetrics.Metric`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(amount="max", whole=False, **kwargs)
+
+    @override
+    def update(self, stall_seconds: float, steps: int = 1) -> None:
+        """Add what `steps` steps have waited.
+
+        Raises:
+            ValueError: a number is negative.
+        """
+        self._add(stall_seconds, steps, "stall_seconds, steps")
+
+
+class StallShare(_Ratio):
+    """Part of the wall time for which training was blocked by checkpoints, 0 to 1; of the rank that waited longest.
+
+    Args:
+        kwargs: passed to `torchmetrics.Metric`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(amount="max", whole=False, **kwargs)
+
+    @override
+    def update(self, stall_seconds: float, seconds: float) -> None:
+        """Add `stall_seconds` of waiting within `seconds` of wall time.
+
+        Raises:
+            ValueError: a number is negative.
+        """
+        self._add(stall_seconds, seconds, "stall_seconds, seconds")
+
+
+class CapturedPerStep(_Ratio):
+    """Bytes copied to host memory per step, by all ranks together.
+
+    Args:
+        kwargs: passed to `torchmetrics.Metric`.
+    """
+
+    higher_is_better = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(amount="sum", whole=True, **kwargs)
+
+    @override
+    def update(self, nbytes: int, steps: int = 1) -> None:
+        """Add what this rank has copied in `steps` steps.
+
+        Raises:
+            ValueError: a number is negative.
+        """
+        self._add(nbytes, steps, "nbytes, steps")
+
+
+class PersistedPerSecond(_Ratio):
+    """Bytes that became durable per second of wall time, of all ranks together.
+
+    Args:
+        kwargs: passed to `torchmetrics.Metric`.
+    """
+
+    higher_is_better = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(amount="sum", whole=True, **kwargs)
+
+    @override
+    def update(self, nbytes: int, seconds: float) -> None:
+        """Add what of this rank became durable within `seconds` of wall time.
+
+        Raises:
+            ValueError: a number is negative.
+        """
+        self._add(nbytes, seconds, "nbytes, seconds")
+
+
+class WindowPosition(_Checkpoint):
+    """Length of the window W and how many of its boundaries are taken, as last seen: `{"window": W, "position": p}`.
+
+    Args:
+        kwargs: passed to `torchmetrics.Metric`.
+    """
+
+    higher_is_better = None
+    length: Tensor
+    position: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in ("length", "position"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+
+    @override
+    def update(self, window: int, position: int) -> None:
+        """Replace what was seen before.
+
+        Args:
+            window: W, in steps; 0 before the first plan.
+            position: 0 to W.
+
+        Raises:
+            ValueError: `position` is outside of the window.
+        """
+        if not 0 <= position <= window:
+            raise ValueError(f"`WindowPosition.update(window={window}, position={position})`: outside of the window.")
+        self.length.fill_(window)
+        self.position.fill_(position)
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Int64 scalars; ranks open and fill windows together."""
+        return {"window": self.length.clone(), "position": self.position.clone()}
+
+
+class Generations(_Checkpoint):
+    """How new the newest generation of each tier is, and how many steps training is ahead of it.
+
+    Args:
+        tiers: names of the tiers that may hold generations.
+        kwargs: passed to `torchmetrics.Metric`.
+
+    Raises:
+        ConfigurationError: no tier, or one named twice.
+    """
+
+    step: Tensor
+
+    def __init__(self, tiers: Sequence[str] = TIERS, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not tiers or len(set(tiers)) != len(tiers):
+            raise ConfigurationError(f"`Generations(tiers={list(tiers)})` must name each tier once, and at least one.")
+        self.tiers = tuple(tiers)
+        self.add_state("step", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+        for tier in self.tiers:
+            self.add_state(f"newest_{tier}", torch.tensor(_NONE), dist_reduce_fx="min")
+
+    @override
+    def update(self, step: int, generations: Mapping[str, int]) -> None:
+        """Replace what was seen before.
+
+        Args:
+            step: boundary that training has reached.
+            generations: newest generation by tier, as in `Report.generations`; tiers without one are left out.
+
+        Raises:
+            ValueError: a tier that was not named.
+        """
+        unknown = sorted(set(generations) - set(self.tiers))
+        if unknown:
+            raise ValueError(f"`Generations.update` got {unknown}, the tiers are {list(self.tiers)}.")
+        self.step.fill_(step)
+        for tier in self.tiers:
+            getattr(self, f"newest_{tier}").fill_(generations.get(tier, _NONE))
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """`generation/<tier>` and `lag_steps/<tier>`, int64 scalars, of the tiers in which every rank has one."""
+        newest = {tier: getattr(self, f"newest_{tier}") for tier in self.tiers}
+        held = {tier: step for tier, step in newest.items() if step != _NONE}
+        lags = {f"lag_steps/{tier}": self.step - step for tier, step in held.items()}
+        return {**{f"generation/{tier}": step.clone() for tier, step in held.items()}, **lags}
