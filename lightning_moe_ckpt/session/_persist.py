@@ -17,14 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from lightning_moe_ckpt.errors import CheckpointError, Fenced, StorageError
 from lightning_moe_ckpt.native import Ticket
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, SegmentEntry, digest_of
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordRows, SegmentEntry, digest_of
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class SealedSegment:
     step: int
     view: memoryview
     """All bytes of the file; not written to until the generation is released."""
-    entries: Sequence[RecordEntry]
-    """What the marker says of its records; digests are filled in here."""
+    records: RecordRows
+    """What the marker says of its records, but for their digests."""
     ticket: Ticket | None = None
 
 
@@ -263,9 +263,7 @@ class PersistWorker:
         if segment.ticket is not None:
             segment.ticket.wait()
         digest = digest_of(segment.view)
-        records = tuple(
-            replace(r, digest=digest_of(segment.view[r.offset : r.offset + r.nbytes])) for r in segment.entries
-        )
+        records = segment.records.digested(segment.view)
         key = self._retry(lambda: self._store.put_segment(generation, self._rank, segment.step, segment.view))
         return SegmentEntry(step=segment.step, key=key, nbytes=segment.view.nbytes, digest=digest, records=records)
 

@@ -17,7 +17,7 @@ from lightning_moe_ckpt.native import CopyEngine, CopyList, Ticket
 from lightning_moe_ckpt.session._journal import Journal, encode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
 from lightning_moe_ckpt.session._persist import SealedSegment
-from lightning_moe_ckpt.storage import RecordEntry
+from lightning_moe_ckpt.storage import RecordRows
 
 
 class SegmentWriter:
@@ -38,7 +38,7 @@ class SegmentWriter:
         self._owners: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._copies: CopyList | None = None
-        self._entries: Sequence[RecordEntry] = ()
+        self._records: RecordRows | None = None
         self._versions: list[int] = []
 
     def start(self) -> Ticket:
@@ -74,7 +74,8 @@ class SegmentWriter:
     def sealed(self, step: int, ticket: Ticket) -> SealedSegment:
         """What the persist worker needs of the segment of boundary `step`."""
         view = as_memoryview(self.view)[: self.layout.segment.nbytes]
-        return SealedSegment(step=step, view=view, entries=self._entries, ticket=ticket)
+        assert self._records is not None
+        return SealedSegment(step=step, view=view, records=self._records, ticket=ticket)
 
     def _refresh(self) -> None:
         bases = [*self._params, *self.layout.view.states(self._params)]
@@ -99,7 +100,7 @@ class SegmentWriter:
                 self._pairs.append((live, place))
                 self._owners.append(index[id(base)])
         self._copies = self._engine.prepare(self._pairs)
-        self._entries = layout.entries(self.view)
+        self._records = RecordRows(layout.entries(self.view))
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

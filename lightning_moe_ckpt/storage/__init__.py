@@ -15,10 +15,11 @@ from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._ranges import RangedBackend as RangedBackend
 from lightning_moe_ckpt.storage._ranges import open_ranged as open_ranged
 from lightning_moe_ckpt.storage._ranges import read_chunks as read_chunks
+from lightning_moe_ckpt.storage._record_table import RecordEntry as RecordEntry
+from lightning_moe_ckpt.storage._record_table import RecordRows as RecordRows
 from lightning_moe_ckpt.storage._records import Commit as Commit
 from lightning_moe_ckpt.storage._records import OverflowEntry as OverflowEntry
 from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
-from lightning_moe_ckpt.storage._records import RecordEntry as RecordEntry
 from lightning_moe_ckpt.storage._records import SegmentEntry as SegmentEntry
 from lightning_moe_ckpt.storage._retry import Retrying as Retrying
 from lightning_moe_ckpt.storage._run import Resume as Resume

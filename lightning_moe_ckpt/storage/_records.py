@@ -1,4 +1,4 @@
-"""What markers and manifests say: records, segments, one rank's marker, and the commit over all ranks.
+"""What markers and manifests say: segments, one rank's marker, and the commit over all ranks.
 
 A commit is computed from the markers alone, so whoever writes it (the coordinator, its retry, or the next life that
 promotes a generation) writes the same bytes. Coordinates are global: another number of ranks can read them.
@@ -8,43 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._digest import DIGEST_NAME
+from lightning_moe_ckpt.storage._digest import DIGEST_NAME, digest_of
 from lightning_moe_ckpt.storage._json import Fields, decode, encode, read_integer, read_text
 from lightning_moe_ckpt.storage._names import GenerationId, marker_key, overflow_key, segment_key
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordEntry:
-    """One tensor of a segment: a flat interval of a global tensor."""
-
-    name: str
-    """Tensor name in the safetensors file."""
-    operator: str
-    """Operator the record belongs to; empty for the journal."""
-    kind: str
-    """`RecordKind` value, or `journal`."""
-    fqn: str
-    """Parameter or buffer name; empty for the journal."""
-    state_key: str
-    """What of the parameter: e.g. `param`, `exp_avg`; empty for the journal."""
-    dtype: str
-    """safetensors code, e.g. `BF16`."""
-    global_shape: tuple[int, ...]
-    """Shape of the tensor over all ranks."""
-    global_start: int
-    """First element of the interval in the flattened global tensor."""
-    numel: int
-    """Elements in the interval."""
-    offset: int
-    """From the start of the file, in bytes."""
-    nbytes: int
-    digest: str
-    """Of the bytes `[offset, offset + nbytes)`."""
-    present: bool = True
-    """False if only the space is reserved: the optimizer has no such state yet."""
+from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordEntry, RecordTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +35,7 @@ class SegmentEntry:
     nbytes: int
     digest: str
     """Of the whole file."""
-    records: tuple[RecordEntry, ...] = ()
+    records: Sequence[RecordEntry] = ()
     side_file: OverflowEntry | None = None
 
 
@@ -90,15 +59,17 @@ class RankMarker:
         return tuple(segment.step for segment in self.segments)
 
     def to_bytes(self) -> bytes:
-        """The document as it is stored."""
-        return encode("marker", _marker_body(self))
+        """The object as it is stored: a document, then a line of records per segment."""
+        tables = [RecordTable.of(segment.records) for segment in self.segments]
+        return b"".join([encode("marker", _marker_body(self, tables)), *(table.line for table in tables)])
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
-        """Read a stored marker. Raises `Corrupt`."""
-        body = decode(data, kind="marker", where=where)
+        """Read a stored marker; every byte is checked, records are parsed when they are looked at. Raises `Corrupt`."""
+        end = data.find(b"\n") + 1
+        body, lines = decode(data[:end], kind="marker", where=where), _Lines(data, end, where)
         _expect_digest(body, where)
-        if body.rows("record_columns", read_text) != _COLUMNS:
+        if body.rows("record_columns", read_text) != RECORD_COLUMNS:
             raise Corrupt(f"{where}: unknown record columns. Read it with the release that wrote it.")
         marker = cls(
             run_id=body.text("run_id"),
@@ -106,10 +77,11 @@ class RankMarker:
             world_size=body.integer("world_size"),
             generation=read_generation(body.plain("generation"), where),
             plan_hash=body.text("plan_hash"),
-            segments=body.rows("segments", _read_segment),
+            segments=body.rows("segments", lambda value, at: _read_segment(value, at, lines)),
             policy=body.plain("policy"),
         )
         body.end()
+        lines.end()
         _expect_own_keys(marker, where)
         return marker
 
@@ -209,8 +181,27 @@ def read_generation(value: object, where: str) -> GenerationId:
     return generation
 
 
-_COLUMNS = tuple(column.name for column in fields(RecordEntry))
-_ROW = attrgetter(*_COLUMNS)
+class _Lines:
+    """The lines of records behind a marker's document, taken one after the other."""
+
+    def __init__(self, data: bytes, start: int, where: str) -> None:
+        self._data, self._next, self._where = data, start, where
+
+    def take(self, value: object, where: str) -> RecordTable:
+        """The next line, which must be the one that the segment's `records` describes."""
+        body = Fields(value, where)
+        nbytes, digest = body.integer("nbytes"), body.text("digest")
+        body.end()
+        line = self._data[self._next : self._next + nbytes]
+        self._next += nbytes
+        if len(line) != nbytes or digest_of(line) != digest:
+            raise Corrupt(f"{where}: a line of records is not the one that was written. Another copy may be good.")
+        return RecordTable(line, self._where)
+
+    def end(self) -> None:
+        """Refuse bytes that nothing describes."""
+        if self._next != len(self._data):
+            raise Corrupt(f"{self._where}: {len(self._data) - self._next} bytes too many. Another copy may be good.")
 
 
 def _common(marker: RankMarker) -> tuple[object, ...]:
@@ -220,7 +211,7 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _marker_body(marker: RankMarker) -> dict[str, object]:
+def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str, object]:
     return {
         "run_id": marker.run_id,
         "rank": marker.rank,
@@ -228,32 +219,32 @@ def _marker_body(marker: RankMarker) -> dict[str, object]:
         "generation": generation_body(marker.generation),
         "plan_hash": marker.plan_hash,
         "digests": DIGEST_NAME,
-        "record_columns": _COLUMNS,
-        "segments": [_segment_body(segment) for segment in marker.segments],
+        "record_columns": RECORD_COLUMNS,
+        "segments": [_segment_body(*each) for each in zip(marker.segments, tables, strict=True)],
         "policy": marker.policy,
     }
 
 
-def _segment_body(segment: SegmentEntry) -> dict[str, object]:
+def _segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]:
     side = segment.side_file
     return {
         "step": segment.step,
         "key": segment.key,
         "nbytes": segment.nbytes,
         "digest": segment.digest,
-        "records": [_ROW(record) for record in segment.records],
+        "records": {"nbytes": len(table.line), "digest": digest_of(table.line)},
         "side_file": None if side is None else {"key": side.key, "nbytes": side.nbytes, "digest": side.digest},
     }
 
 
-def _read_segment(value: object, where: str) -> SegmentEntry:
+def _read_segment(value: object, where: str, lines: _Lines) -> SegmentEntry:
     body = Fields(value, where)
     segment = SegmentEntry(
         step=body.integer("step"),
         key=body.text("key"),
         nbytes=body.integer("nbytes"),
         digest=body.text("digest"),
-        records=body.rows("records", _read_record),
+        records=lines.take(body.plain("records"), where),
         side_file=body.optional("side_file", _read_overflow),
     )
     body.end()
@@ -265,27 +256,6 @@ def _read_overflow(value: object, where: str) -> OverflowEntry:
     side_file = OverflowEntry(key=body.text("key"), nbytes=body.integer("nbytes"), digest=body.text("digest"))
     body.end()
     return side_file
-
-
-def _read_record(value: object, where: str) -> RecordEntry:
-    if not isinstance(value, list) or len(value) != len(_COLUMNS):
-        raise Corrupt(f"{where}: a row of {len(_COLUMNS)} columns was expected.")
-    row = Fields(dict(zip(_COLUMNS, value, strict=True)), where)
-    return RecordEntry(
-        name=row.text("name"),
-        operator=row.text("operator"),
-        kind=row.text("kind"),
-        fqn=row.text("fqn"),
-        state_key=row.text("state_key"),
-        dtype=row.text("dtype"),
-        global_shape=row.rows("global_shape", read_integer),
-        global_start=row.integer("global_start"),
-        numel=row.integer("numel"),
-        offset=row.integer("offset"),
-        nbytes=row.integer("nbytes"),
-        digest=row.text("digest"),
-        present=row.flag("present"),
-    )
 
 
 def _expect_digest(body: Fields, where: str) -> None:

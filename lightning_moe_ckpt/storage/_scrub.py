@@ -13,7 +13,8 @@ import xxhash
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._ranges import RangedBackend, read_chunks
-from lightning_moe_ckpt.storage._records import OverflowEntry, RecordEntry, SegmentEntry
+from lightning_moe_ckpt.storage._record_table import RecordEntry
+from lightning_moe_ckpt.storage._records import OverflowEntry, SegmentEntry
 from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of
 
 _LENGTH_NBYTES = 8

@@ -23,6 +23,7 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
     RecordEntry,
+    RecordRows,
     RunStore,
     SegmentLayout,
     TensorSpec,
@@ -53,7 +54,7 @@ def segment(step: int, value: float = 1.0, memory: torch.Tensor | None = None) -
         )
         for name, span in LAYOUT.spans.items()
     ]  # fmt: skip
-    return SealedSegment(step=step, view=memoryview(memory.numpy().data)[: LAYOUT.nbytes], entries=entries)
+    return SealedSegment(step=step, view=memoryview(memory.numpy().data)[: LAYOUT.nbytes], records=RecordRows(entries))
 
 
 class Pages(bytearray):
@@ -305,10 +306,10 @@ def test_a_copy_under_way_is_waited_for(bench: Bench, monkeypatch: pytest.Monkey
     memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     sealed = segment(1, memory=memory)
     ticket = engine.submit([(torch.full((8,), 5.0), LAYOUT.view(memory, "w"))])
-    bench.worker.add(bench.begin(1, 1), SealedSegment(step=1, view=sealed.view, entries=sealed.entries, ticket=ticket))
+    bench.worker.add(bench.begin(1, 1), SealedSegment(step=1, view=sealed.view, records=sealed.records, ticket=ticket))
     assert bench.worker.drain(30)
     bad = engine.submit([(torch.ones(1), torch.ones(2))])
-    bench.worker.add(bench.begin(2, 1), SealedSegment(step=2, view=sealed.view, entries=sealed.entries, ticket=bad))
+    bench.worker.add(bench.begin(2, 1), SealedSegment(step=2, view=sealed.view, records=sealed.records, ticket=bad))
     assert bench.worker.drain(30)
     engine.close()
     (record, _) = bench.sink.markers[0].segments[0].records

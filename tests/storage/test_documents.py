@@ -14,6 +14,7 @@ from lightning_moe_ckpt.storage import Commit, GenerationId, OverflowEntry, Rank
 from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._json import decode, encode
 from lightning_moe_ckpt.storage._names import overflow_key, segment_key
+from lightning_moe_ckpt.storage._record_table import RecordTable
 from lightning_moe_ckpt.storage._records import StoredMarker
 
 GENERATION = GenerationId(step=40, epoch=3)
@@ -85,6 +86,24 @@ def test_a_marker_may_only_name_its_own_files() -> None:
         spoilt = dataclasses.replace(make_marker(0), segments=foreign)
         with pytest.raises(Corrupt, match="not a file of"):
             RankMarker.from_bytes(spoilt.to_bytes(), "here")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"[", "not JSON"),
+        (b'{"digests":["d"],"rows":[]}', "1 digests for 0 records"),
+        (b'{"digests":["d"],"rows":[["w"]]}', "a row of 12 columns"),
+        (b'{"digests":[],"rows":[],"more":1}', "unknown keys"),
+    ],
+)
+def test_a_commit_does_not_parse_records_and_a_reader_of_them_does(line: bytes, reason: str) -> None:
+    """Records of a kind we do not know, under a good digest: the marker counts, whoever looks at them is told."""
+    segment = dataclasses.replace(_segment(0, 39), records=RecordTable(line + b"\n"))
+    marker = RankMarker.from_bytes(dataclasses.replace(make_marker(), segments=(segment,)).to_bytes(), "here")
+    assert marker.steps == (39,)
+    with pytest.raises(Corrupt, match=reason):
+        list(marker.segments[0].records)
 
 
 @pytest.mark.parametrize("document", [make_marker(), _commit()], ids=["marker", "commit"])

@@ -16,7 +16,7 @@ SEGMENT = "snap/000000000000/e000001/rank00000.000000000000.safetensors"
 
 @pytest.fixture(scope="module")
 def example() -> list[str]:
-    """Every line of JSON in the example, in order: header, marker, manifest, two log entries."""
+    """Every line of JSON in the example, in order: header, marker of two lines, manifest, two log entries."""
     text = (importlib.resources.files("lightning_moe_ckpt") / "FORMAT.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", text.partition("## 8. Example")[2], flags=re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
@@ -24,11 +24,11 @@ def example() -> list[str]:
 
 def test_a_store_made_of_the_example_is_read(example: list[str]) -> None:
     """Put together by hand from the text alone, then opened by the package."""
-    header, marker, manifest, *entries = example
+    header, marker, records, manifest, *entries = example
     segment = struct.pack("<Q", 4088) + header.encode().ljust(4088) + struct.pack("<3f", 1, 2, 3) + bytes(52 + 64)
     backend = FsspecBackend("memory://format-example/run")
     backend.put(SEGMENT, segment)
-    backend.put("snap/000000000000/e000001/rank00000.done", f"{marker}\n".encode())
+    backend.put("snap/000000000000/e000001/rank00000.done", f"{marker}\n{records}\n".encode())
     backend.put("snap/000000000000/e000001/_COMMITTED", f"{manifest}\n".encode())
     for index, entry in enumerate(entries):
         backend.put(f"_log/{index:020d}.json", f"{entry}\n".encode())
@@ -46,7 +46,10 @@ def test_a_store_made_of_the_example_is_read(example: list[str]) -> None:
 
 def test_digests_follow_the_text(example: list[str]) -> None:
     """Computed as section 4 says, without the package's writer."""
-    for line in example[1:]:
+    _, marker, records, *others = example
+    (segment,) = json.loads(marker)["document"]["body"]["segments"]
+    assert segment["records"] == {"digest": digest_of(f"{records}\n".encode()), "nbytes": len(records) + 1}
+    for line in (marker, *others):
         parsed = json.loads(line)
         body = json.dumps(parsed["document"], sort_keys=True, separators=(",", ":"))
         assert parsed["digest"] == digest_of(body.encode())

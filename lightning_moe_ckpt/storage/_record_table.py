@@ -1,0 +1,166 @@
+"""Records of a segment: what a marker says of every tensor, written without looking at each, read only if wanted.
+
+A marker is one line of JSON about its segments, then one line of records per segment, which the first line covers by
+length and digest. So whoever only has to know that a rank is done, as a commit over many ranks, parses the first line
+and digests the others. Of a line of records nothing but the digests changes from one generation to the next: its rest
+is spelled once per plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import overload
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._json import Fields, read_integer, read_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordEntry:
+    """One tensor of a segment: a flat interval of a global tensor."""
+
+    name: str
+    """Tensor name in the safetensors file."""
+    operator: str
+    """Operator the record belongs to; empty for the journal."""
+    kind: str
+    """`RecordKind` value, or `journal`."""
+    fqn: str
+    """Parameter or buffer name; empty for the journal."""
+    state_key: str
+    """What of the parameter: e.g. `param`, `exp_avg`; empty for the journal."""
+    dtype: str
+    """safetensors code, e.g. `BF16`."""
+    global_shape: tuple[int, ...]
+    """Shape of the tensor over all ranks."""
+    global_start: int
+    """First element of the interval in the flattened global tensor."""
+    numel: int
+    """Elements in the interval."""
+    offset: int
+    """From the start of the file, in bytes."""
+    nbytes: int
+    digest: str
+    """Of the bytes `[offset, offset + nbytes)`."""
+    present: bool = True
+    """False if only the space is reserved: the optimizer has no such state yet."""
+
+
+RECORD_COLUMNS = tuple(column.name for column in fields(RecordEntry) if column.name != "digest")
+"""Of a row in a line of records; digests are a list of their own."""
+
+_ROW = attrgetter(*RECORD_COLUMNS)
+
+
+class RecordTable(Sequence[RecordEntry]):
+    """The records of one segment, as a line of a marker; parsed when one is first asked for.
+
+    Args:
+        line: as it is stored, with its newline.
+        where: key of the marker, for messages.
+    """
+
+    def __init__(self, line: bytes, where: str = "records") -> None:
+        self.line = line
+        self._where = where
+
+    @classmethod
+    def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
+        """The line that says this."""
+        if isinstance(records, RecordTable):
+            return records
+        return cls(_line([record.digest for record in records], _rows(records)))
+
+    @overload
+    def __getitem__(self, index: int) -> RecordEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RecordEntry]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> RecordEntry | Sequence[RecordEntry]:
+        """One record, or some. Raises `Corrupt` if the line does not hold records."""
+        return self._records[index]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @override
+    def __iter__(self) -> Iterator[RecordEntry]:
+        return iter(self._records)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._records == tuple(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._records)
+
+    @cached_property
+    def _records(self) -> tuple[RecordEntry, ...]:
+        try:
+            line = Fields(json.loads(self.line), self._where)
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"{self._where}: a line of records is not JSON ({error}).") from error
+        digests, rows = line.rows("digests", read_text), line.rows("rows", _read_row)
+        line.end()
+        if len(digests) != len(rows):
+            raise Corrupt(f"{self._where}: {len(digests)} digests for {len(rows)} records.")
+        return tuple(replace(row, digest=digest) for row, digest in zip(rows, digests, strict=True))
+
+
+class RecordRows:
+    """What a plan knows of a segment's records before their bytes are final.
+
+    Args:
+        records: their digests are not looked at.
+    """
+
+    def __init__(self, records: Sequence[RecordEntry]) -> None:
+        self._places = [(record.offset, record.offset + record.nbytes) for record in records]
+        self._rows = _rows(records)
+
+    def digested(self, segment: memoryview) -> RecordTable:
+        """The records of a segment whose bytes are final.
+
+        Args:
+            segment: all bytes of the file.
+        """
+        return RecordTable(_line([digest_of(segment[start:stop]) for start, stop in self._places], self._rows))
+
+
+def _rows(records: Sequence[RecordEntry]) -> bytes:
+    return json.dumps([_ROW(record) for record in records], separators=(",", ":")).encode("ascii")
+
+
+def _line(digests: Sequence[str], rows: bytes) -> bytes:
+    quoted = ",".join([f'"{digest}"' for digest in digests]).encode("ascii")
+    return b'{"digests":[%s],"rows":%s}\n' % (quoted, rows)
+
+
+def _read_row(value: object, where: str) -> RecordEntry:
+    if not isinstance(value, list) or len(value) != len(RECORD_COLUMNS):
+        raise Corrupt(f"{where}: a row of {len(RECORD_COLUMNS)} columns was expected.")
+    row = Fields(dict(zip(RECORD_COLUMNS, value, strict=True)), where)
+    return RecordEntry(
+        name=row.text("name"),
+        operator=row.text("operator"),
+        kind=row.text("kind"),
+        fqn=row.text("fqn"),
+        state_key=row.text("state_key"),
+        dtype=row.text("dtype"),
+        global_shape=row.rows("global_shape", read_integer),
+        global_start=row.integer("global_start"),
+        numel=row.integer("numel"),
+        offset=row.integer("offset"),
+        nbytes=row.integer("nbytes"),
+        digest="",
+        present=row.flag("present"),
+    )
