@@ -156,7 +156,44 @@ def take_loop_state(trainer: Trainer) -> LoopState:
     state = copy.deepcopy(trainer.fit_loop.state_dict())
     # Loaders are repositioned by fetching, see `skip_batches`; their own state is exact only in special cases.
     state["state_dict"].pop("combined_loader", None)
+    state["settings"] = {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "train_loader_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
+        "validation_loader_epoch": trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+    }
     return state
+
+
+def _load_loops(trainer: Trainer, state: LoopState) -> None:
+    loops, settings = dict(state), state["settings"]
+    del loops["settings"]
+    trainer.fit_loop.load_state_dict(loops)
+    _make_loaders_as_in(trainer, settings["train_loader_epoch"], settings["validation_loader_epoch"])
+
+
+def _make_loaders_as_in(trainer: Trainer, training: int, validation: int) -> None:
+    """Ask the user for loaders as of the epoch in which those of the original run were made, once.
+
+    With `reload_dataloaders_every_n_epochs` that may be an earlier epoch than the one that is resumed.
+    """
+    fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    for loop, epoch in ((fit_loop, training), (val_loop, validation)):
+        if epoch >= 0:  # no loader was made otherwise
+            _once_in_epoch(trainer, loop, epoch)
+
+
+def _once_in_epoch(trainer: Trainer, loop: Any, epoch: int) -> None:
+    original, progress = loop.setup_data, trainer.fit_loop.epoch_progress.current
+
+    def setup_data() -> None:
+        del loop.setup_data
+        here, progress.completed = progress.completed, epoch
+        try:
+            original()
+        finally:
+            progress.completed = here
+
+    loop.setup_data = setup_data
 
 
 def batches_done(trainer: Trainer) -> int:
@@ -166,7 +203,7 @@ def batches_done(trainer: Trainer) -> int:
 
 def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
     """Continue as if the last epoch had just ended in this process; call before the fit loop runs."""
-    trainer.fit_loop.load_state_dict(state)
+    _load_loops(trainer, state)
     _clear_restart_flags(trainer)
 
 
@@ -178,8 +215,8 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
         state: from `take_loop_state`.
         position: brings the data fetcher behind the batches already consumed; called once its iterator exists.
     """
-    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    fit_loop.load_state_dict(state)  # "restarting" makes the fit loop skip this epoch's start hooks, as it should
+    epoch_loop = trainer.fit_loop.epoch_loop
+    _load_loops(trainer, state)  # "restarting" makes the fit loop skip this epoch's start hooks, as it should
     start = epoch_loop.on_run_start
 
     def no_reset() -> None:
@@ -187,6 +224,8 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
 
     def run_start(data_fetcher: Any) -> None:
         epoch_loop.on_run_start = start  # type: ignore[method-assign]
+        # Set by a callback when this epoch started; not before, since that callback checks it when training starts.
+        trainer.accumulate_grad_batches = state["settings"]["accumulate_grad_batches"]
         position()
         start(data_fetcher)  # adds the consumed batches to `fetched`; makes no iterator while the flags are set
         _clear_restart_flags(trainer)

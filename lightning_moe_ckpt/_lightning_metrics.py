@@ -1,21 +1,42 @@
 """What a run has logged so far in the epoch under way: taken and restored, so that epoch means come out the same.
 
-Lightning accumulates `self.log(..., on_epoch=True)` in metric objects that exist from the first call on; in a resumed
-process that call is yet to come. So the accumulated values wait here, and are put into each object just before its
-first update. Metrics of torchmetrics that belong to the module keep their state themselves and are set at once.
+Lightning accumulates `self.log(..., on_epoch=True)` in objects that exist from the first call on. In a resumed process
+that call may never come again in the epoch, so the objects are built anew from what the call was given. Metrics of
+torchmetrics that belong to the module keep their state themselves; the objects only refer to them.
 
 Like `_lightning`, the only place that touches these private attributes.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
 from torchmetrics import Metric
 
+log = logging.getLogger(__name__)
+
 MetricState = dict[str, Any]
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "torch.mean": torch.mean,
+    "torch.sum": torch.sum,
+    "torch.max": torch.max,
+    "torch.min": torch.min,
+    "sum": sum,
+    "max": max,
+    "min": min,
+}
+"""All that `self.log(reduce_fx=...)` takes; later calls must give the same function again."""
+
+_GIVEN = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_GIVEN_LATER = ("dataloader_idx", "metric_attribute")
+"""What else a call of `self.log` was given, and may be `None`."""
 
 
 def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
@@ -26,7 +47,7 @@ def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
         "callback": dict(connector._callback_metrics),
         "logged": dict(connector._logged_metrics),
         "progress_bar": dict(connector._progress_bar_metrics),
-        "epoch": {key: _take(metric) for key, metric in results.items() if metric.is_tensor and not metric.has_reset},
+        "epoch": {key: _take(metric) for key, metric in results.items() if not metric.has_reset},
         "module": {name: _take_module_metric(metric) for name, metric in _module_metrics(module)},
     }
 
@@ -42,37 +63,54 @@ def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricStat
             _restore_module_metric(metric, state["module"][name])
     if mid_epoch:
         connector._first_loop_iter = True  # the next batch is not the first: nothing accumulated is to be reset
-        _restore_when_logged(trainer, dict(state["epoch"]))
+        results = trainer.fit_loop.epoch_loop._results
+        for key, taken in state["epoch"].items():
+            rebuilt = _rebuild(trainer, module, taken)
+            if rebuilt is not None:
+                results[key] = rebuilt
 
 
-def _take(metric: Any) -> dict[str, Any]:
+def _take(metric: _ResultMetric) -> dict[str, Any]:
+    meta, sync = metric.meta, metric.meta.sync
     return {
-        "value": metric.value,
+        "given": {name: getattr(meta, name) for name in (*_GIVEN, *_GIVEN_LATER)},
+        "reduction": next(name for name, function in _REDUCTIONS.items() if function is meta.reduce_fx),
+        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "grouped": sync.group is not None},
+        "value": metric.value if metric.is_tensor else None,
         "cumulated_batch_size": getattr(metric, "cumulated_batch_size", None),
         "forward_cache": metric._forward_cache if isinstance(metric._forward_cache, Tensor) else None,
         "updates": metric._update_count,
     }
 
 
-def _restore_when_logged(trainer: Trainer, waiting: dict[str, dict[str, Any]]) -> None:
-    results = trainer.fit_loop.epoch_loop._results
-    original = results.update_metrics
+def _rebuild(trainer: Trainer, module: LightningModule, taken: dict[str, Any]) -> _ResultMetric | None:
+    """The object that holds what was logged under one name; `None` if that cannot be said."""
+    device, name = trainer.strategy.root_device, taken["given"]["name"]
+    if taken["sync"]["grouped"]:
+        log.warning("%r was logged with `sync_dist_group`: its value for this epoch starts anew", name)
+        return None
+    is_tensor = taken["value"] is not None
+    metric = _ResultMetric(_metadata(trainer, taken), is_tensor)
+    if is_tensor:
+        metric.value = taken["value"].to(device)
+        if taken["cumulated_batch_size"] is not None:
+            metric.cumulated_batch_size = taken["cumulated_batch_size"].to(device)
+    else:
+        metric.value = dict(module.named_modules()).get(str(taken["given"]["metric_attribute"]))
+        if metric.value is None:
+            log.warning("the module has no metric %r any more", taken["given"]["metric_attribute"])
+            return None
+    cache = taken["forward_cache"]
+    metric._forward_cache = None if cache is None else cache.to(device)
+    metric._update_count = taken["updates"]
+    return metric
 
-    def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        if key in waiting:
-            _restore(results[key], waiting.pop(key))
-        original(key, value, batch_size)
 
-    if waiting:
-        results.update_metrics = update_metrics
-
-
-def _restore(metric: Any, state: dict[str, Any]) -> None:
-    metric.value = state["value"].to(metric.value.device)
-    if state["cumulated_batch_size"] is not None:
-        metric.cumulated_batch_size = state["cumulated_batch_size"].to(metric.value.device)
-    metric._forward_cache = state["forward_cache"]
-    metric._update_count = state["updates"]
+def _metadata(trainer: Trainer, taken: dict[str, Any]) -> _Metadata:
+    meta = _Metadata(**taken["given"], reduce_fx=_REDUCTIONS[taken["reduction"]])
+    sync = taken["sync"]
+    meta.sync = _Sync(_should=sync["should"], fn=trainer.strategy.reduce, rank_zero_only=sync["rank_zero_only"])
+    return meta
 
 
 def _module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:

@@ -88,6 +88,45 @@ class Setup:
         """Optimizer steps in the whole run."""
         return self.epochs * math.ceil(self.batches / self.accumulate)
 
+    def make_module(self, life: Life) -> Module:
+        """What is trained."""
+        return Module(self, life)
+
+    def callbacks(self, life: Life) -> Sequence[Callback]:
+        """The user's own callbacks, besides the one that takes checkpoints."""
+        return ()
+
+    def loaders(self, life: Life) -> tuple[Any, Any]:
+        """Training and validation data."""
+        length = self.batches * self.batch_size * life.world_size
+        training = make_loader(
+            self.loader, length=length, batch_size=self.batch_size, workers=self.workers, augment=self.augment
+        )
+        return training, make_validation_loader(self.batch_size) if self.validate_every else None
+
+    def trainer_options(self, life: Life) -> dict[str, Any]:
+        """Arguments of the Trainer, callbacks aside."""
+        return {
+            "accelerator": "cpu",
+            "devices": life.world_size,
+            "strategy": _strategy(self, life),
+            "max_epochs": self.epochs,
+            "accumulate_grad_batches": self.accumulate,
+            "gradient_clip_val": self.clip,
+            "gradient_clip_algorithm": self.clip_algorithm,
+            "val_check_interval": self.validate_every,
+            "limit_val_batches": 1.0 if self.validate_every else 0,
+            "num_sanity_val_steps": 0,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **_precision(self),
+        }
+
+    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+        """What else must be equal at the end, besides the state of training; JSON."""
+        return {}
+
     def with_options(self, **options: Any) -> Setup:
         return replace(self, options=(*self.options, *options.items()))
 
@@ -204,40 +243,16 @@ def train(setup: Setup, life: Life) -> Mapping[str, Any]:
     """Run `setup` in this process, from wherever its checkpoint callback finds it."""
     _quiet()
     seed_everything(life.seed, verbose=False)
-    own = () if setup.checkpointing is None else (setup.checkpointing.make(life.url),)
-    module = Module(setup, life)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=life.world_size,
-        strategy=_strategy(setup, life),
-        max_epochs=setup.epochs,
-        accumulate_grad_batches=setup.accumulate,
-        gradient_clip_val=setup.clip,
-        gradient_clip_algorithm=setup.clip_algorithm,
-        val_check_interval=setup.validate_every,
-        limit_val_batches=1.0 if setup.validate_every else 0,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=life.callbacks(*own),
-        **_precision(setup),
-    )
-    trainer.fit(module, *_loaders(setup, life.world_size))
-    return {}
+    own = [] if setup.checkpointing is None else [setup.checkpointing.make(life.url)]
+    module = setup.make_module(life)
+    trainer = Trainer(callbacks=life.callbacks(*setup.callbacks(life), *own), **setup.trainer_options(life))
+    trainer.fit(module, *setup.loaders(life))
+    return setup.returned(life, trainer)
 
 
 def train_in_stages(setups: Sequence[Setup], life: Life) -> Mapping[str, Any]:
     """The first life runs the first setup, and so on; the last one is run by all that follow."""
     return train(setups[min(life.index, len(setups) - 1)], life)
-
-
-def _loaders(setup: Setup, world_size: int) -> tuple[Any, Any]:
-    length = setup.batches * setup.batch_size * world_size
-    training = make_loader(
-        setup.loader, length=length, batch_size=setup.batch_size, workers=setup.workers, augment=setup.augment
-    )
-    return training, make_validation_loader(setup.batch_size) if setup.validate_every else None
 
 
 def _precision(setup: Setup) -> dict[str, Any]:
