@@ -63,6 +63,7 @@ class FitRun:
             groups=groups,
             autocast_dtype=_lightning.autocast_dtype(trainer),
             may_skip=_lightning.may_toggle_requires_grad(trainer),
+            extra=_lightning.checkpoint_extra(trainer, module),
         )
         self._recorder = BoundaryRecorder(trainer, module, own_callbacks)
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))

@@ -31,6 +31,9 @@ _SEED_VARIABLE = "PL_GLOBAL_SEED"
 """`seed_everything` leaves the seed here, and Lightning seeds its `DistributedSampler` from it."""
 
 
+_OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
+
+
 class LoopListener(Protocol):
     """Who wants to know about the moments that have no hook."""
 
@@ -321,6 +324,21 @@ def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
     """The data module, if the run has one."""
     datamodule: LightningDataModule | None = getattr(trainer, "datamodule", None)
     return datamodule
+
+
+def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, object]:
+    """What Lightning's checkpoints say of a run beside its state: hyper-parameters, other loops, names of states."""
+    loops = {name: copy.deepcopy(getattr(trainer, name).state_dict()) for name in _OTHER_LOOPS}
+    extra: dict[str, object] = {"precision": type(trainer.precision_plugin).__qualname__, "loops": loops}
+    datamodule = datamodule_of(trainer)
+    if datamodule is not None:
+        extra["datamodule"] = type(datamodule).__qualname__
+    for owner in (module, datamodule):
+        if owner is not None and owner.hparams:
+            if hasattr(owner, "_hparams_name"):
+                extra[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
+            extra[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+    return extra
 
 
 def inexact_reasons(trainer: Trainer, module: LightningModule) -> list[str]:

@@ -6,6 +6,7 @@ Needs neither the model nor Lightning nor the ranks that wrote it: coordinates i
 from lightning_moe_ckpt.inspection._commands import add_commands as add_commands
 from lightning_moe_ckpt.inspection._export import Export as Export
 from lightning_moe_ckpt.inspection._export import ExportFormat as ExportFormat
+from lightning_moe_ckpt.inspection._export import ExportOptions as ExportOptions
 from lightning_moe_ckpt.inspection._export import export as export
 from lightning_moe_ckpt.inspection._select import select as select
 from lightning_moe_ckpt.inspection._verify import FileProblem as FileProblem

@@ -29,6 +29,20 @@ PARAM = "param"
 PRESENT = "present"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A parameter or buffer, over all ranks."""
+
+    dtype: str
+    """safetensors code, e.g. `BF16`."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
 @dataclass(slots=True)
 class _Tensor:
     """Where the parts of one global tensor are."""
@@ -52,24 +66,27 @@ class Assembler:
         self.notes: list[str] = []
         """What a user should know about the result."""
 
-    def parameters(self) -> dict[str, Tensor]:
-        """All parameters, by name, in their stored precision."""
-        found: dict[str, _Tensor] = {}
+        self._parameters: dict[str, _Tensor] = {}
         for segment in self._segments:
             for record in segment.records:
                 if record.kind == "full" and record.state_key == PARAM:
-                    _add(found, record.fqn, segment, record)
-        return {name: self._whole(name, each) for name, each in found.items()}
+                    _add(self._parameters, record.fqn, segment, record)
+        first = self._segments[0]
+        # Ranks keep their own buffers; an export has room for one.
+        self._buffers = {record.fqn: record for record in first.records if record.kind == BUFFER}
 
-    def buffers(self) -> dict[str, Tensor]:
-        """All buffers as rank 0 has them; ranks keep their own."""
-        segment = self._segments[0]
-        found = {}
-        for record in segment.records:
-            if record.kind == BUFFER:
-                name = record.name.partition("/")[2]
-                found[name] = self._part(segment.key, record).view(record.global_shape)
-        return found
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        """Parameters, then buffers, by name; nothing is read."""
+        found = {name: StoredTensor(each.dtype, each.shape) for name, each in self._parameters.items()}
+        return found | {name: StoredTensor(each.dtype, each.global_shape) for name, each in self._buffers.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One of `stored`, whole, in its stored precision."""
+        if name in self._parameters:
+            return self._whole(name, self._parameters[name])
+        record = self._buffers[name]
+        return self._part(self._segments[0].key, record).view(record.global_shape)
 
     def journal(self) -> Tensor:
         """Rank 0's journal record."""
@@ -107,7 +124,7 @@ class Assembler:
         if len({tuple(value.view(torch.uint8).tolist()) for value in values}) != 1:
             raise ConfigurationError(
                 f"`{name}` differs between expert-parallel ranks ({sorted({v.item() for v in values})[:4]}), so it is no "
-                "one number. Export without the optimizer."
+                "one number. Export without the optimizer: leave out --optimizer, or give --weights-only."
             )
         return values[0].view(())
 
@@ -151,15 +168,3 @@ def _add(found: dict[str, _Tensor], name: str, segment: SegmentEntry, record: Re
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def tie(tensors: dict[str, Tensor], ties: dict[str, str]) -> None:
-    """Give tensors further names.
-
-    Raises:
-        ConfigurationError: there is no tensor of that name, or the new name is taken.
-    """
-    for new, stored in ties.items():
-        if stored not in tensors or new in tensors:
-            raise ConfigurationError(f"`--tie {new}={stored}`: {stored} must be stored, and {new} must not.")
-        tensors[new] = tensors[stored]

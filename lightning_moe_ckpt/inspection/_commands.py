@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection._export import export
+from lightning_moe_ckpt.inspection._export import MAX_SHARD_NBYTES, ExportFormat, ExportOptions, export
 from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
 from lightning_moe_ckpt.inspection._select import select
 from lightning_moe_ckpt.inspection._verify import Verdict, verify
@@ -51,11 +51,15 @@ Without --step and --all: each generation that a restart would try. Files stream
 their size. Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
 
 _EXPORT = """\
-Write parameters and buffers of a dense generation to OUT; experts of all ranks are put together.
+Write a dense generation as files that other programs read; experts of all ranks are put together.
 
-OUT ends in .safetensors, or in .ckpt for a checkpoint that LightningModule.load_from_checkpoint and
-torch.load(weights_only=True) read. Buffers are those of rank 0, persistent or not: leave out those that the module
-does not save with --leave-out. Tied parameters are stored once: name the others with --tie.
+OUT decides what is written:
+  *.safetensors   parameters and buffers by name
+  *.ckpt          what Lightning would have saved, for load_from_checkpoint and Trainer.fit(ckpt_path=...); it passes
+                  torch.load(weights_only=True), and what does not is left out and named
+  a folder        for from_pretrained of transformers: config.json and weights of the Hugging Face model in the module
+Names are those of the module's state_dict: with tied weights, without buffers that are not persistent. Buffers are
+those of rank 0. No format has what an exact restart needs; a run itself resumes from URL.
 A sparse generation is several steps in one and cannot be exported; the message names the nearest dense one."""
 
 
@@ -65,12 +69,39 @@ def add_commands(commands: Commands) -> None:
     inspect = _declare(commands, "inspect", "show one generation: operators, steps, ranks, bytes", _INSPECT, _inspect)
     check = _declare(commands, "verify", "read every byte and check every digest", _VERIFY, _verify)
     check.add_argument("--all", action="store_true", help="also generations that no restart would use any more")
-    write = _declare(commands, "export", "write a dense generation to safetensors or a .ckpt", _EXPORT, _export)
-    write.add_argument("out", metavar="OUT", type=Path, help="file to write: *.safetensors or *.ckpt")
+    write = _declare(
+        commands,
+        "export",
+        "write a dense generation to safetensors, a .ckpt or a Hugging Face folder",
+        _EXPORT,
+        _export,
+    )
+    write.add_argument("out", metavar="OUT", type=Path, help="what to write: *.safetensors, *.ckpt, or a folder")
     for parser in (inspect, check, write):
         parser.add_argument("--step", type=int, metavar="N", help="this step instead of the newest usable one")
     write.add_argument(
-        "--optimizer", action="store_true", help="also write optimizer state, beside OUT as *.optimizer.safetensors"
+        "--format",
+        choices=get_args(ExportFormat),
+        metavar="FORMAT",
+        help="safetensors, ckpt or huggingface, whatever OUT ends in",
+    )
+    write.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="safetensors: optimizer state too, beside OUT as *.optimizer.safetensors",
+    )
+    write.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="ckpt: without optimizer, schedulers and callbacks; a third of the size",
+    )
+    write.add_argument("--module", metavar="NAME", help="folder: which Hugging Face model, if the module holds several")
+    write.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=MAX_SHARD_NBYTES,
+        metavar="SIZE",
+        help="folder: bytes per file of weights, such as 500MB (default: 5GB)",
     )
     write.add_argument(
         "--leave-out", action="append", default=[], metavar="PATTERN", help="names to leave out, such as '*.mask'"
@@ -126,6 +157,19 @@ def _option(text: str) -> tuple[str, object]:
         return key, value
 
 
+def _size(text: str) -> int:
+    """Bytes, as a number with or without a decimal unit."""
+    number = text.strip().upper().removesuffix("B")
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
+    try:
+        nbytes = int(float(number.rstrip("KMG")) * factor)
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"`{text}` must be bytes such as 500MB or 5GB") from error
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` must be one byte or more")
+    return nbytes
+
+
 def _ls(backend: RangedBackend, args: argparse.Namespace) -> int:
     view = RunView.open(backend)
     rows = generation_rows(view)
@@ -168,17 +212,19 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
 
 
 def _export(backend: RangedBackend, args: argparse.Namespace) -> int:
-    done = export(
-        backend,
-        args.out,
-        step=args.step,
+    options = ExportOptions(
+        format=args.format,
         optimizer=args.optimizer,
+        weights_only=args.weights_only,
+        module=args.module,
         leave_out=args.leave_out,
         ties=dict(args.tie),
+        max_shard_nbytes=args.max_shard_size,
         force=args.force,
     )
+    done = export(backend, args.out, options, step=args.step)
     lines: list[RenderableType] = [f"{path}: {decimal(nbytes)}" for path, nbytes in done.files.items()]
-    lines += [f"step {done.step} (epoch {done.epoch}), {done.num_tensors} parameters and buffers"]
+    lines += [f"step {done.step} (epoch {done.epoch}) as {done.format}, {done.num_tensors} parameters and buffers"]
     lines += [f"note: {note}" for note in done.notes]
     _show(args, dataclasses.asdict(done), lambda: lines)
     return 0

@@ -1,31 +1,30 @@
-"""A dense generation as files that others read: safetensors, or a Lightning checkpoint with weights only.
+"""A dense generation as files that others read: safetensors, a Lightning checkpoint, or a Hugging Face folder.
 
-Neither has what an exact restart needs (random state, loops, data position): that stays with the run. What the
-module's `on_save_checkpoint` added is in a Lightning checkpoint too, since its `on_load_checkpoint` will ask for it.
+None of them has what an exact restart needs (random state, data position): that stays with the run.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CodecError, ConfigurationError, NoUsableGeneration
-from lightning_moe_ckpt.inspection._assemble import Assembler, tie
+from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
+from lightning_moe_ckpt.inspection._assemble import Assembler
+from lightning_moe_ckpt.inspection._checkpoint import LightningCheckpoint
+from lightning_moe_ckpt.inspection._hugging_face import CONFIG, choose_model, model_names, write_folder
+from lightning_moe_ckpt.inspection._names import state_dict_names
 from lightning_moe_ckpt.inspection._select import kind_of, select
-from lightning_moe_ckpt.session._journal import decode_journal
-from lightning_moe_ckpt.storage import Commit, RangedBackend, RunView
+from lightning_moe_ckpt.storage import Commit, ModuleEntry, RangedBackend, RankMarker, RunView
 
-ExportFormat = Literal["safetensors", "ckpt"]
+ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
+MAX_SHARD_NBYTES = 5 * 10**9
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +33,7 @@ class Export:
 
     step: int
     epoch: int
+    format: ExportFormat
     files: dict[str, int] = field(default_factory=dict)
     """Bytes by path."""
     num_tensors: int = 0
@@ -41,64 +41,177 @@ class Export:
     """What a user should know about the result."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What `export` writes of a generation, and how."""
+
+    format: ExportFormat | None = None
+    """By default what the ending of `out` says; a folder if it has none."""
+    optimizer: bool = False
+    """Beside a `.safetensors` file, also write the optimizer's state to `*.optimizer.safetensors`."""
+    weights_only: bool = False
+    """In a `.ckpt`, leave out what only training needs."""
+    module: str | None = None
+    """Which Hugging Face model, where the trained module holds several: its name in that module."""
+    leave_out: Sequence[str] = ()
+    """Patterns of names to leave out."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Further names of stored tensors, beyond those that the module's `state_dict` has."""
+    max_shard_nbytes: int = MAX_SHARD_NBYTES
+    """Bytes per file of weights in a folder."""
+    force: bool = False
+    """Replace files that exist."""
+
+
 def export(
-    backend: RangedBackend,
-    out: Path,
-    *,
-    step: int | None = None,
-    optimizer: bool = False,
-    leave_out: Sequence[str] = (),
-    ties: Mapping[str, str] | None = None,
-    force: bool = False,
+    backend: RangedBackend, out: Path, options: ExportOptions | None = None, *, step: int | None = None
 ) -> Export:
-    """Write parameters and buffers of a dense generation to `out`.
+    """Write a dense generation to `out`.
 
     Args:
         backend: from `open_ranged`.
-        out: `*.safetensors` or `*.ckpt`.
+        out: `*.safetensors`, `*.ckpt`, or a folder.
+        options: what to write; by default all that the ending of `out` asks for.
         step: which generation; by default the newest that a restart would try.
-        optimizer: also write optimizer state to `*.optimizer.safetensors` beside `out`.
-        leave_out: patterns of names to leave out, such as buffers that are not persistent.
-        ties: further names of stored tensors: tied parameters are stored under their first name only.
-        force: replace files that exist.
 
     Raises:
         ConfigurationError: `out` cannot be written, or parts of ranks do not add up to whole tensors.
         NoUsableGeneration: there is no such generation, or it is sparse.
         Corrupt: bytes are not what was written.
     """
-    targets = _targets(out, optimizer=optimizer, force=force)
+    options = options or ExportOptions()
+    chosen = _format(out, options)
+    _check_target(out, chosen, options)
     view = RunView.open(backend)
     commit = _dense_commit(view, step)
-    parts = Assembler(backend, [view.read_marker(commit, rank) for rank in range(commit.world_size)])
-    tensors = {**parts.parameters(), **parts.buffers()}
-    tie(tensors, dict(ties or {}))
-    tensors = {name: tensors[name] for name in tensors if not any(fnmatchcase(name, each) for each in leave_out)}
-    done = Export(step=commit.generation.step, epoch=commit.generation.epoch, num_tensors=len(tensors))
-    if out.suffix == ".ckpt":
-        content = _lightning_checkpoint(tensors, commit, parts, done.notes)
-        _write(out, lambda path: torch.save(content, path))
-    else:
-        _write(out, lambda path: safetensors.torch.save_file(_untied(tensors), path, _metadata(commit)))
-    if optimizer:
-        state = parts.optimizer()
-        _write(targets[1], lambda path: safetensors.torch.save_file(state, path, _metadata(commit)))
-    done.files = {str(path): path.stat().st_size for path in targets}
-    done.notes += parts.notes
+    markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
+    job = _Job(out, options, commit, Assembler(backend, markers), _module_of(markers))
+    done = Export(step=commit.generation.step, epoch=commit.generation.epoch, format=chosen)
+    files = {"safetensors": job.safetensors, "ckpt": job.checkpoint, "huggingface": job.folder}[chosen](done)
+    done.files = {str(path): path.stat().st_size for path in files}
+    done.notes += job.parts.notes
     return done
 
 
-def _targets(out: Path, *, optimizer: bool, force: bool) -> list[Path]:
-    """Files to write, checked before anything is read."""
-    if out.suffix not in {".safetensors", ".ckpt"}:
-        raise ConfigurationError(f"`OUT={out}` must end in .safetensors or .ckpt, which decides what is written.")
-    targets = [out, out.with_suffix(".optimizer.safetensors")] if optimizer else [out]
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One export: its methods write one format each and return the files."""
+
+    out: Path
+    options: ExportOptions
+    commit: Commit
+    parts: Assembler
+    module: ModuleEntry
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of the module's `state_dict`, each with the name under which it is stored."""
+        options = self.options
+        return state_dict_names(self.parts.stored, self.module, leave_out=options.leave_out, ties=options.ties)
+
+    def safetensors(self, done: Export) -> list[Path]:
+        tensors = {name: self.parts.read(stored) for name, stored in self.names.items()}
+        self._count(done, len(tensors))
+        _write(self.out, lambda path: safetensors.torch.save_file(tensors, path, _metadata(self.commit)))
+        if not self.options.optimizer:
+            return [self.out]
+        state, beside = self.parts.optimizer(), _optimizer_file(self.out)
+        _write(beside, lambda path: safetensors.torch.save_file(state, path, _metadata(self.commit)))
+        return [self.out, beside]
+
+    def checkpoint(self, done: Export) -> list[Path]:
+        whole: dict[str, Tensor] = {}
+        names = self.names
+        for stored in names.values():
+            if stored not in whole:
+                whole[stored] = self.parts.read(stored)
+        checkpoint = LightningCheckpoint(self.commit, self.parts, self.module)
+        tensors = {name: whole[stored] for name, stored in names.items()}
+        content = checkpoint.content(tensors, weights_only=self.options.weights_only)
+        self._count(done, len(tensors))
+        done.notes += checkpoint.notes
+        _write(self.out, lambda path: torch.save(content, path))
+        return [self.out]
+
+    def folder(self, done: Export) -> list[Path]:
+        model = choose_model(self.module, self.options.module)
+        names = model_names(self.names, model)
+        done.num_tensors = len(names)
+        done.notes.append(f"{model.class_name}, `{model.prefix or 'the module itself'}`; no tokenizer is stored")
+        try:
+            self.out.mkdir(exist_ok=True)
+            return write_folder(
+                self.out,
+                model,
+                names,
+                self.parts.stored,
+                read=self.parts.read,
+                max_shard_nbytes=self.options.max_shard_nbytes,
+                write=_write,
+            )
+        except OSError as error:
+            raise ConfigurationError(f"{self.out} cannot be written: {error.strerror or error}.") from error
+
+    def _count(self, done: Export, num_tensors: int) -> None:
+        done.num_tensors = num_tensors
+        if self.module.foreign:
+            named = ", ".join(self.module.foreign[:4])
+            done.notes.append(
+                f"the module's state_dict has {named}, neither parameter nor buffer, which is not stored: load with "
+                "strict=False"
+            )
+
+
+def _format(out: Path, options: ExportOptions) -> ExportFormat:
+    """What to write, by the ending of the name unless told."""
+    if options.format is not None:
+        return options.format
+    endings: dict[str, ExportFormat] = {".safetensors": "safetensors", ".ckpt": "ckpt", "": "huggingface"}
+    if out.is_dir():
+        return "huggingface"
+    if out.suffix not in endings:
+        raise ConfigurationError(
+            f"`OUT={out}` must end in .safetensors or .ckpt, or be a folder for a Hugging Face model. Give it such a "
+            f"name, or --format, one of {', '.join(get_args(ExportFormat))}."
+        )
+    return endings[out.suffix]
+
+
+def _check_target(out: Path, chosen: ExportFormat, options: ExportOptions) -> None:
+    """Refuse before anything is read what could not be written."""
+    if options.optimizer and chosen != "safetensors":
+        raise ConfigurationError(
+            "`--optimizer` writes a file beside a .safetensors file. A .ckpt holds the optimizer's state in any case, a "
+            "Hugging Face folder never does: leave it out."
+        )
+    if not out.parent.is_dir():
+        raise ConfigurationError(f"{out.parent} is not a folder. Make it, or give another name.")
+    if chosen == "huggingface":
+        if out.exists() and not out.is_dir():
+            raise ConfigurationError(f"{out} is a file, a Hugging Face model needs a folder. Give another name.")
+        if out.is_dir() and any(out.iterdir()) and not options.force:
+            raise ConfigurationError(
+                f"{out} exists and is not empty. Give another name, or --force to replace {CONFIG} and weights in it."
+            )
+        return
+    targets = [out, _optimizer_file(out)] if options.optimizer and chosen == "safetensors" else [out]
     for path in targets:
-        if path.exists() and not force:
+        if path.is_dir() or (path.exists() and not options.force):
             raise ConfigurationError(f"{path} exists. Give another name, or --force to replace it.")
-        if not path.parent.is_dir():
-            raise ConfigurationError(f"{path.parent} is not a folder. Make it, or give another name.")
-    return targets
+
+
+def _optimizer_file(out: Path) -> Path:
+    return out.with_suffix(".optimizer.safetensors")
+
+
+def _module_of(markers: Sequence[RankMarker]) -> ModuleEntry:
+    """What rank 0 says of the module."""
+    if (module := markers[0].module) is not None:
+        return module.read()
+    raise ConfigurationError(
+        f"{markers[0].generation} does not say what was trained, so names cannot be told. Resume the run with this "
+        "release and export what it writes."
+    )
 
 
 def _dense_commit(view: RunView, step: int | None) -> Commit:
@@ -129,53 +242,6 @@ def _is_dense(commit: Commit) -> bool:
 def _metadata(commit: Commit) -> dict[str, str]:
     generation = commit.generation
     return {"format": "pt", "run_id": commit.run_id, "step": str(generation.step), "epoch": str(generation.epoch)}
-
-
-def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors that share memory, which safetensors refuses."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    return found
-
-
-def _lightning_checkpoint(
-    tensors: dict[str, Tensor], commit: Commit, parts: Assembler, notes: list[str]
-) -> dict[str, Any]:
-    """What `LightningModule.load_from_checkpoint` needs."""
-    outcome, extra = _journaled(parts, notes)
-    return {
-        **extra,
-        "epoch": outcome.get("epoch", 0),
-        "global_step": commit.generation.step,
-        "pytorch-lightning_version": importlib.metadata.version("lightning"),
-        "state_dict": tensors,
-    }
-
-
-def _journaled(parts: Assembler, notes: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """From the journal: how the last step came out, and what the module's `on_save_checkpoint` added."""
-    try:
-        journal = decode_journal(parts.journal())
-    except CodecError as error:  # it holds an enum of the user's, which only the user's program knows
-        notes.append(f"what on_save_checkpoint added is left out: {error}")
-        return {}, {}
-    extra = journal["start"].get("module") or {}
-    unsafe = sorted(key for key in extra if not _is_plain(extra[key]))
-    if unsafe:
-        notes.append(f"{', '.join(unsafe)} of on_save_checkpoint left out: torch.load(weights_only=True) refuses that")
-    return journal["outcome"], {key: value for key, value in extra.items() if key not in unsafe}
-
-
-def _is_plain(value: object) -> bool:
-    """Whether `torch.load(weights_only=True)` accepts a value; by exact type, as a subclass could be anything."""
-    if type(value) in {list, tuple, set}:
-        return all(_is_plain(each) for each in value)  # type: ignore[attr-defined]  # checked by type
-    if type(value) in {dict, OrderedDict}:
-        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())  # type: ignore[attr-defined]
-    return type(value) in {type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.Size}
 
 
 def _write(path: Path, save: Callable[[Path], None]) -> None:

@@ -23,6 +23,7 @@ from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
+from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
@@ -124,6 +125,7 @@ class Life:
         groups: this rank's place in the world.
         autocast_dtype: low precision of forward under autocast, `None` without.
         may_skip: whether `requires_grad` may be toggled in replay.
+        extra: what the trainer adds to checkpoints of its own, for exports; what cannot be stored is left out.
     """
 
     def __init__(
@@ -136,7 +138,9 @@ class Life:
         groups: ParallelGroups,
         autocast_dtype: torch.dtype | None,
         may_skip: bool,
+        extra: Mapping[str, object] | None = None,
     ) -> None:
+        self._extra = dict(extra or {})
         self._config, self._policy, self._groups, self._may_skip = config, policy, groups, may_skip
         self._operators = discover(module, ep_size=groups.ep_size)
         self._view = StateView(module, self._operators, schema, {})
@@ -189,6 +193,9 @@ class Life:
                 "fingerprint": fingerprint,
                 "expert_parallel": self._groups.ep_size,
             },
+            module=describe(self._view.module, self._view.schema, self._extra)
+            if self._exchange.is_coordinator
+            else None,
             commit_timeout=self._config.commit_timeout,
             on_durable=self._durable,
         )

@@ -24,7 +24,15 @@ from typing import Protocol, TypeVar
 
 from lightning_moe_ckpt.errors import CheckpointError, Fenced, StorageError
 from lightning_moe_ckpt.native import Ticket
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordRows, SegmentEntry, digest_of
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    ModuleEntry,
+    ModuleLine,
+    RankMarker,
+    RecordRows,
+    SegmentEntry,
+    digest_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +112,7 @@ class PersistWorker:
         world_size: ranks whose markers a commit needs.
         keep: committed generations that retention leaves.
         policy: what the markers say of the policy, the same on all ranks; JSON values.
+        module: what the marker of rank 0 says of the module.
         on_durable: called from the worker's thread with the generation, the seconds the worker spent on it, and the
             bytes of this rank. Durable means committed on the coordinator, and "my part is stored" elsewhere.
         in_use: the generation the run restored from, never deleted.
@@ -119,6 +128,7 @@ class PersistWorker:
         world_size: int,
         keep: int,
         policy: Mapping[str, object] | None = None,
+        module: ModuleEntry | None = None,
         on_durable: Callable[[GenerationId, float, int], None] | None = None,
         in_use: GenerationId | None = None,
         commit_timeout: timedelta = timedelta(minutes=2),
@@ -127,6 +137,7 @@ class PersistWorker:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._keep, self._in_use = keep, in_use
         self._policy = dict(policy or {})
+        self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
         self._on_durable = on_durable
         self._commit_timeout, self._retry_pauses = commit_timeout, retry_pauses
         self._jobs: dict[GenerationId, _Job] = {}
@@ -276,6 +287,7 @@ class PersistWorker:
             plan_hash=job.plan_hash,
             segments=tuple(sorted(job.entries, key=lambda entry: entry.step)),
             policy=job.policy,
+            module=self._module,
         )
         self._retry(lambda: self._store.put_marker(marker))
         if self._rank == 0:

@@ -10,6 +10,9 @@ from lightning_moe_ckpt.storage._backend import open_backend as open_backend
 from lightning_moe_ckpt.storage._digest import DIGEST_NAME as DIGEST_NAME
 from lightning_moe_ckpt.storage._digest import digest_of as digest_of
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
+from lightning_moe_ckpt.storage._module import HuggingFaceEntry as HuggingFaceEntry
+from lightning_moe_ckpt.storage._module import ModuleEntry as ModuleEntry
+from lightning_moe_ckpt.storage._module import ModuleLine as ModuleLine
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._ranges import RangedBackend as RangedBackend

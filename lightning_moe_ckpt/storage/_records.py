@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._digest import DIGEST_NAME, digest_of
 from lightning_moe_ckpt.storage._json import Fields, decode, encode, read_integer, read_text
+from lightning_moe_ckpt.storage._module import ModuleLine
 from lightning_moe_ckpt.storage._names import GenerationId, marker_key, overflow_key, segment_key
 from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordEntry, RecordTable
 
@@ -52,6 +53,8 @@ class RankMarker:
     """In step order."""
     policy: Mapping[str, object] = field(default_factory=dict)
     """What the session needs to understand the generation: JSON values with string keys, equal on all ranks."""
+    module: ModuleLine | None = None
+    """What was trained; rank 0 says it for all."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -59,9 +62,10 @@ class RankMarker:
         return tuple(segment.step for segment in self.segments)
 
     def to_bytes(self) -> bytes:
-        """The object as it is stored: a document, then a line of records per segment."""
+        """The object as it is stored: a document, then a line of records per segment, then one about the module."""
         tables = [RecordTable.of(segment.records) for segment in self.segments]
-        return b"".join([encode("marker", _marker_body(self, tables)), *(table.line for table in tables)])
+        module = b"" if self.module is None else self.module.line
+        return b"".join([encode("marker", _marker_body(self, tables)), *(table.line for table in tables), module])
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
@@ -79,6 +83,7 @@ class RankMarker:
             plan_hash=body.text("plan_hash"),
             segments=body.rows("segments", lambda value, at: _read_segment(value, at, lines)),
             policy=body.plain("policy"),
+            module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
         )
         body.end()
         lines.end()
@@ -182,21 +187,21 @@ def read_generation(value: object, where: str) -> GenerationId:
 
 
 class _Lines:
-    """The lines of records behind a marker's document, taken one after the other."""
+    """The lines behind a marker's document, taken one after the other."""
 
     def __init__(self, data: bytes, start: int, where: str) -> None:
         self._data, self._next, self._where = data, start, where
 
-    def take(self, value: object, where: str) -> RecordTable:
-        """The next line, which must be the one that the segment's `records` describes."""
+    def take(self, value: object, where: str) -> bytes:
+        """The next line, which must be the one that `value` describes."""
         body = Fields(value, where)
         nbytes, digest = body.integer("nbytes"), body.text("digest")
         body.end()
         line = self._data[self._next : self._next + nbytes]
         self._next += nbytes
         if len(line) != nbytes or digest_of(line) != digest:
-            raise Corrupt(f"{where}: a line of records is not the one that was written. Another copy may be good.")
-        return RecordTable(line, self._where)
+            raise Corrupt(f"{where}: a line of it is not the one that was written. Another copy may be good.")
+        return line
 
     def end(self) -> None:
         """Refuse bytes that nothing describes."""
@@ -222,7 +227,12 @@ def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str,
         "record_columns": RECORD_COLUMNS,
         "segments": [_segment_body(*each) for each in zip(marker.segments, tables, strict=True)],
         "policy": marker.policy,
+        "module": None if marker.module is None else _line_body(marker.module.line),
     }
+
+
+def _line_body(line: bytes) -> dict[str, object]:
+    return {"nbytes": len(line), "digest": digest_of(line)}
 
 
 def _segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]:
@@ -232,7 +242,7 @@ def _segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object
         "key": segment.key,
         "nbytes": segment.nbytes,
         "digest": segment.digest,
-        "records": {"nbytes": len(table.line), "digest": digest_of(table.line)},
+        "records": _line_body(table.line),
         "side_file": None if side is None else {"key": side.key, "nbytes": side.nbytes, "digest": side.digest},
     }
 
@@ -244,7 +254,7 @@ def _read_segment(value: object, where: str, lines: _Lines) -> SegmentEntry:
         key=body.text("key"),
         nbytes=body.integer("nbytes"),
         digest=body.text("digest"),
-        records=lines.take(body.plain("records"), where),
+        records=RecordTable(lines.take(body.plain("records"), where), where),
         side_file=body.optional("side_file", _read_overflow),
     )
     body.end()

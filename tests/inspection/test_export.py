@@ -139,9 +139,9 @@ def test_parts_that_do_not_add_up_are_refused(sharded_run: tuple[str, Any, Any])
     markers = _markers(sharded_run[0])
     backend = open_ranged(sharded_run[0])
     with pytest.raises(ConfigurationError, match="written by two ranks"):
-        Assembler(backend, [*markers, markers[1]]).parameters()
+        Assembler(backend, [*markers, markers[1]]).read("moe.w1")
     with pytest.raises(ConfigurationError, match="nobody wrote element"):
-        Assembler(backend, markers[:1]).parameters()
+        Assembler(backend, markers[:1]).read("moe.w1")
 
 
 def test_state_that_is_not_there_yet_is_told(sharded_run: tuple[str, Any, Any]) -> None:

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage import Commit, GenerationId, OverflowEntry, RankMarker, RecordEntry, SegmentEntry
+from lightning_moe_ckpt.storage import (
+    Commit,
+    GenerationId,
+    HuggingFaceEntry,
+    ModuleEntry,
+    ModuleLine,
+    OverflowEntry,
+    RankMarker,
+    RecordEntry,
+    SegmentEntry,
+)
 from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._json import decode, encode
 from lightning_moe_ckpt.storage._names import overflow_key, segment_key
@@ -36,6 +46,19 @@ def _segment(rank: int, step: int) -> SegmentEntry:
     )
 
 
+MODULE = ModuleEntry(
+    class_name="Net",
+    unsaved=("rope",),
+    aliases={"head.weight": "embed.weight"},
+    foreign=("_extra_state",),
+    param_groups=(("embed.weight",), ()),
+    hugging_face=(
+        HuggingFaceEntry(prefix="hf", class_name="Tiny", config='{"a": NaN}', generation_config=None, tied=("head",)),
+    ),
+    extra="AA==",
+)
+
+
 def make_marker(rank: int = 0) -> RankMarker:
     return RankMarker(
         run_id="r",
@@ -45,6 +68,7 @@ def make_marker(rank: int = 0) -> RankMarker:
         plan_hash="p",
         segments=(_segment(rank, 39), dataclasses.replace(_segment(rank, 40), side_file=None)),
         policy={"name": "sparse", "window": 2, "ratio": 0.1, "tags": ["a", "\u00e9"], "none": None},
+        module=ModuleLine.of(MODULE) if rank == 0 else None,
     )
 
 
@@ -104,6 +128,26 @@ def test_a_commit_does_not_parse_records_and_a_reader_of_them_does(line: bytes, 
     assert marker.steps == (39,)
     with pytest.raises(Corrupt, match=reason):
         list(marker.segments[0].records)
+
+
+def test_a_module_comes_back_equal() -> None:
+    """Also texts that JSON itself would not hold, such as a configuration with NaN."""
+    found = RankMarker.from_bytes(make_marker().to_bytes(), "here").module
+    assert found is not None
+    assert found.read() == MODULE
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [(b"[", "not JSON"), (b"[]", "an object was expected"), (b'{"extra":1}', "'class_name' must be")],
+)
+def test_a_module_of_a_kind_we_do_not_know_is_told_to_who_asks(line: bytes, reason: str) -> None:
+    """The marker counts: resuming does not need it."""
+    marker = dataclasses.replace(make_marker(), module=ModuleLine(line + b"\n"))
+    found = RankMarker.from_bytes(marker.to_bytes(), "here").module
+    assert found is not None
+    with pytest.raises(Corrupt, match=reason):
+        found.read()
 
 
 @pytest.mark.parametrize("document", [make_marker(), _commit()], ids=["marker", "commit"])

@@ -1,0 +1,148 @@
+"""A dense generation as Lightning's own checkpoint, for `load_from_checkpoint` and `Trainer.fit(ckpt_path=...)`.
+
+Everything in it passes `torch.load(weights_only=True)`: what does not is left out and named.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import CodecError, ConfigurationError
+from lightning_moe_ckpt.inspection._assemble import Assembler
+from lightning_moe_ckpt.session import decode_journal, read_extra
+from lightning_moe_ckpt.storage import Commit, ModuleEntry
+
+
+class LightningCheckpoint:
+    """Builds the content of a `.ckpt` file.
+
+    Args:
+        commit: the generation.
+        parts: its tensors.
+        module: what was trained.
+    """
+
+    def __init__(self, commit: Commit, parts: Assembler, module: ModuleEntry) -> None:
+        self._commit, self._parts, self._module = commit, parts, module
+        self.notes: list[str] = []
+        """What a user should know about the result."""
+
+    def content(self, tensors: Mapping[str, Tensor], *, weights_only: bool) -> dict[str, Any]:
+        """What Lightning would have saved.
+
+        Args:
+            tensors: the `state_dict`.
+            weights_only: without what only training needs: optimizer, schedulers, callbacks.
+        """
+        extra, journal = self._extra(), self._journal()
+        start = journal.get("start", {})
+        content = {
+            **self._plain("on_save_checkpoint", start.get("module") or {}),
+            **self._hyper_parameters(extra),
+            **self._datamodule(extra, start),
+            "epoch": journal.get("outcome", {}).get("epoch", _epoch(start)),
+            "global_step": self._commit.generation.step,
+            "pytorch-lightning_version": importlib.metadata.version("lightning"),
+            "state_dict": OrderedDict(tensors),
+        }
+        if start:
+            content["loops"] = {"fit_loop": start["loops"], **extra.get("loops", {})}
+            if not weights_only:
+                content |= self._training(extra, start)
+        elif not weights_only:
+            self.notes.append("without the journal there is no training state: as with --weights-only")
+        return content
+
+    # -- what training needs
+
+    def _training(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+        precision = {extra["precision"]: start["precision"]} if extra.get("precision") and start["precision"] else {}
+        return {
+            **precision,
+            "callbacks": self._plain("callbacks", start["callbacks"]),
+            "optimizer_states": [self._optimizer(start["param_groups"])],
+            "lr_schedulers": [self._plain("a scheduler", each) for each in start["schedulers"]],
+        }
+
+    def _optimizer(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The optimizer's `state_dict`: parameters by number, in the order of its groups."""
+        ordered = self._module.param_groups
+        if len(groups) != len(ordered):
+            raise ConfigurationError(
+                f"The optimizer had {len(ordered)} parameter groups when training started and {len(groups)} at step "
+                f"{self._commit.generation.step}, so its state cannot be numbered. Export with --weights-only."
+            )
+        numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in self._parts.optimizer().items():
+            parameter, _, key = name.rpartition("/")
+            state.setdefault(numbers[parameter], {})[key] = tensor
+        described = [
+            {**self._plain("a parameter group", fields), "params": [numbers[name] for name in names]}
+            for fields, names in zip(groups, ordered, strict=True)
+        ]
+        return {"state": dict(sorted(state.items())), "param_groups": described}
+
+    # -- what the module and the data module add
+
+    def _hyper_parameters(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for owner in ("", "datamodule_"):
+            if f"{owner}hyper_parameters" in extra:
+                values = extra[f"{owner}hyper_parameters"]
+                found[f"{owner}hyper_parameters"] = self._plain(f"{owner}hyper_parameters", values)
+            if f"{owner}hparams_name" in extra:
+                found[f"{owner}hparams_name"] = extra[f"{owner}hparams_name"]
+        return found
+
+    def _datamodule(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+        state = start.get("datamodule")
+        return {extra["datamodule"]: self._plain("the data module", state)} if state and "datamodule" in extra else {}
+
+    # -- what is stored
+
+    def _extra(self) -> dict[str, Any]:
+        try:
+            extra = read_extra(self._module)
+        except CodecError as error:
+            self.notes.append(f"hyper-parameters are left out: {error}")
+            return {}
+        if extra["left_out"]:
+            self.notes.append(f"left out, because it was no plain value: {', '.join(extra['left_out'])}")
+        return extra
+
+    def _journal(self) -> dict[str, Any]:
+        try:
+            return decode_journal(self._parts.journal())
+        except CodecError as error:  # it holds an enum of the user's, which only the user's program knows
+            self.notes.append(f"what callbacks and on_save_checkpoint added is left out: {error}")
+            return {}
+
+    def _plain(self, owner: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The values that `torch.load(weights_only=True)` accepts."""
+        unsafe = [key for key, value in values.items() if not _is_plain(value)]
+        if unsafe:
+            named = ", ".join(map(str, unsafe))
+            self.notes.append(f"{named} of {owner} left out: torch.load(weights_only=True) refuses its type")
+        return {key: value for key, value in values.items() if key not in unsafe}
+
+
+def _epoch(start: Mapping[str, Any]) -> int:
+    """The epoch under way, by the progress of the loops."""
+    epoch: int = start["loops"]["epoch_progress"]["current"]["processed"] if start else 0
+    return epoch
+
+
+def _is_plain(value: object) -> bool:
+    """Whether `torch.load(weights_only=True)` accepts a value; by exact type, as a subclass could be anything."""
+    if type(value) in {list, tuple, set}:
+        return all(_is_plain(each) for each in value)  # type: ignore[attr-defined]  # checked by type
+    if type(value) in {dict, OrderedDict}:
+        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())  # type: ignore[attr-defined]
+    return type(value) in {type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.Size}

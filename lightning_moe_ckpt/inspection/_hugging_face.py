@@ -1,0 +1,151 @@
+"""A dense generation as a folder that `from_pretrained` of transformers reads; transformers is not needed to write it.
+
+Names are those of the model in memory, which `from_pretrained` of the version that trained it accepts beside those that
+its own `save_pretrained` would use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.inspection._assemble import StoredTensor
+from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry
+
+CONFIG = "config.json"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+Write = Callable[[Path, Callable[[Path], None]], None]
+"""Gives a file its name once it is whole."""
+
+
+def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
+    """The Hugging Face model in a module.
+
+    Args:
+        module: what was trained.
+        prefix: its place, where there are several.
+
+    Raises:
+        ConfigurationError: there is none, or it is not clear which.
+    """
+    models = {each.prefix: each for each in module.hugging_face}
+    if not models:
+        raise ConfigurationError(
+            f"`{module.class_name}` holds no Hugging Face model, so it cannot become a folder for `from_pretrained`. "
+            "Give an OUT that ends in .safetensors or .ckpt."
+        )
+    if prefix is None and len(models) == 1:
+        return next(iter(models.values()))
+    if prefix not in models:
+        listed = ", ".join(f"{each.prefix!r} ({each.class_name})" for each in models.values())
+        raise ConfigurationError(
+            f"`{module.class_name}` holds the Hugging Face models {listed}. Give --module one of these."
+        )
+    return models[prefix]
+
+
+def model_names(names: Mapping[str, str], model: HuggingFaceEntry) -> dict[str, str]:
+    """Names inside the model, each with the name under which it is stored.
+
+    Tied names are left out where the model's class finds the other one; those it would not find are kept as copies.
+    """
+    head = f"{model.prefix}." if model.prefix else ""
+    inside = {name.removeprefix(head): stored for name, stored in names.items() if name.startswith(head)}
+    kept = {name: stored for name, stored in inside.items() if name not in model.tied}
+    found = set(kept.values())
+    return {name: stored for name, stored in inside.items() if name in kept or stored not in found}
+
+
+def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str]]:
+    """Names by file, filled in order; a tensor larger than `max_nbytes` has a file of its own.
+
+    Args:
+        sizes: bytes by name.
+        max_nbytes: of a file.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if shards[-1] and filled + nbytes > max_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def write_folder(
+    out: Path,
+    model: HuggingFaceEntry,
+    names: Mapping[str, str],
+    stored: Mapping[str, StoredTensor],
+    *,
+    read: Callable[[str], Tensor],
+    max_shard_nbytes: int,
+    write: Write,
+) -> list[Path]:
+    """Write weights, their index if there are several files, and configurations; one file's tensors at a time.
+
+    Args:
+        out: a folder that is there.
+        model: what the folder shall hold.
+        names: from `model_names`.
+        stored: shapes and types by stored name.
+        read: a stored tensor.
+        max_shard_nbytes: bytes per file of weights.
+        write: gives a file its name once it is whole.
+
+    Returns:
+        The files. The configuration comes last: a folder with it is whole.
+    """
+    sizes = {name: stored[names[name]].nbytes for name in names}
+    shards = plan_shards(sizes, max_shard_nbytes)
+    (out / CONFIG).unlink(missing_ok=True)
+    for stale in _weights(out):
+        stale.unlink()
+    for file, inside in shards.items():
+        tensors = {name: read(names[name]) for name in inside}
+        write(out / file, lambda path, tensors=tensors: safetensors.torch.save_file(tensors, path, {"format": "pt"}))  # type: ignore[misc]
+    texts = dict(_documents(model, [stored[each] for each in names.values()]))
+    if len(shards) > 1:
+        weight_map = {name: file for file, inside in shards.items() for name in inside}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        texts = {_INDEX: _text(index), **texts}
+    for file, text in texts.items():
+        write(out / file, lambda path, text=text: _write_text(path, text))  # type: ignore[misc]
+    return [out / file for file in (*shards, *texts)]
+
+
+def _weights(out: Path) -> Iterator[Path]:
+    """Weights of an earlier export, which `from_pretrained` could take for part of this one."""
+    yield from (path for path in (out / "model.safetensors", out / _INDEX) if path.exists())
+    yield from out.glob("model-[0-9]*-of-[0-9]*.safetensors")
+
+
+def _documents(model: HuggingFaceEntry, tensors: Sequence[StoredTensor]) -> Iterator[tuple[str, str]]:
+    if model.generation_config is not None:
+        yield "generation_config.json", model.generation_config
+    config = json.loads(model.config)
+    floats = [_DTYPES[each.dtype] for each in tensors if each.dtype in _DTYPES]
+    config["architectures"] = [model.class_name]
+    if floats:
+        # `from_pretrained` converts to this: the type of the first weights, as `save_pretrained` has it.
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = floats[0]
+    yield CONFIG, _text(config)
+
+
+def _text(document: object) -> str:
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Looking at stored runs from outside."""
