@@ -6,6 +6,8 @@ ModelCheckpoint, a validation) looks at it. The user adds only the first; it ins
 
 from __future__ import annotations
 
+import logging
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -13,12 +15,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
+from lightning_moe_ckpt._lightning_stops import name_status
 from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
-from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.session import LifeConfig, Report, WindowPolicy
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
+
+log = logging.getLogger(__name__)
 
 Resume = Literal["auto", "must", "never"]
+
+STOP_GRACE = timedelta(seconds=25)
+"""Within the 30 s that launchers commonly give, with time left for the rest of the script."""
 
 _LAST_SECONDS = 2.0
 """How long an exception is held up for checkpoints under way."""
@@ -33,6 +41,9 @@ class CheckpointCallback(Checkpoint):
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: passed to the storage backend.
+        stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
+            a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
+            launcher: torchrun and SLURM kill after 30 s.
     """
 
     def __init__(
@@ -42,6 +53,7 @@ class CheckpointCallback(Checkpoint):
         keep: int = 2,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
+        stop_grace: timedelta = STOP_GRACE,
     ) -> None:
         super().__init__()
         if keep < 1:
@@ -50,7 +62,10 @@ class CheckpointCallback(Checkpoint):
             )
         if resume not in ("auto", "must", "never"):
             raise ConfigurationError(f"`{type(self).__name__}(resume={resume!r})` must be 'auto', 'must' or 'never'.")
+        if stop_grace < timedelta(0):
+            raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
         self.url, self.keep, self.resume = url, keep, resume
+        self.stop_grace = stop_grace
         self.storage_options = storage_options
         self._run: FitRun | None = None
         self._report: Report | None = None
@@ -124,8 +139,12 @@ class CheckpointCallback(Checkpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.wait_committed(_LAST_SECONDS)  # what is whole already; other ranks may be gone
-        self._close(trainer)
+        name_status(exception, EXIT_STATUS)
+        try:
+            self.wait_committed(_LAST_SECONDS)  # what is whole already; other ranks may be gone
+            self._close(trainer)
+        except (CheckpointError, OSError, RuntimeError):
+            log.exception("checkpointing did not end cleanly after %r, which is what ended the fit", exception)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,7 +155,7 @@ class CheckpointCallback(Checkpoint):
     def _begin(self, trainer: Trainer, module: LightningModule) -> FitRun:
         config = LifeConfig(url=self.url, keep=self.keep, resume=self.resume, storage_options=self.storage_options)
         own = (CheckpointCallback, Replay)
-        self._run = FitRun(config, self._policy(), trainer, module, own_callbacks=own)
+        self._run = FitRun(config, self._policy(), trainer, module, own_callbacks=own, stop_grace=self.stop_grace)
         self._run.begin()
         return self._run
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback, Resume
+from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session import DenseWindows, WindowPolicy
 
@@ -21,6 +22,9 @@ class DenseCheckpoint(CheckpointCallback):
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: passed to the storage backend.
+        stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
+            a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
+            launcher: torchrun and SLURM kill after 30 s.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -36,8 +40,9 @@ class DenseCheckpoint(CheckpointCallback):
         keep: int = 2,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
+        stop_grace: timedelta = STOP_GRACE,
     ) -> None:
-        super().__init__(url, keep=keep, resume=resume, storage_options=storage_options)
+        super().__init__(url, keep=keep, resume=resume, storage_options=storage_options, stop_grace=stop_grace)
         if every_n_steps < 1:
             raise ConfigurationError(f"`DenseCheckpoint(every_n_steps={every_n_steps})` must be 1 or more.")
         self.every_n_steps = every_n_steps

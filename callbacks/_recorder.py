@@ -45,13 +45,14 @@ class BoundaryRecorder:
         self._last_fetch: RngState | None = None
         self._start: Start | None = None
         self._wanted = True
+        self._before_epoch_only = False
+        """Whether an epoch is about to begin, and nothing of it has happened."""
         self._resume: Start | None = None
         self._mid_epoch = False
         self._extras = Extras()
         require_storable(
             {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
         )
-        self._taps = _lightning.FitLoopTaps(trainer, self)
 
     def want_start(self) -> None:
         """An optimizer step just happened: take the start half of this boundary when its time comes."""
@@ -84,17 +85,33 @@ class BoundaryRecorder:
         start["random"] = {"epoch": here, **unknown}
         return start
 
-    def remove(self) -> None:
-        """Take the taps out of the trainer's loops."""
-        self._taps.remove()
+    @property
+    def between_steps(self) -> bool:
+        """Whether the newest optimizer step has no start half yet that was completed: nothing followed it."""
+        return self._wanted or self._start is not None
 
-    # -- moments, called by the taps
+    def take_stopped(self) -> Start:
+        """The start half of a boundary after which this process trains no more, in the middle of an epoch or of a run.
+
+        Call where `between_steps`, before an epoch or before a fetch. The moments after this one have not come: a life
+        that goes on from here draws in the same order by itself.
+        """
+        assert self._start is not None
+        come = {"epoch": self._epoch, "after_fetch": None}
+        if self._before_epoch_only:
+            come |= dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch"))
+        else:
+            come |= {"iter": self._iter, "first_fetch": self._first_fetch}
+            come |= {"last_fetch": self._last_fetch, "fetch": self._fetch}
+        return {**self._start, "random": come}
+
+    # -- moments, called by the fit
 
     def before_epoch(self) -> None:
         """Between two epochs: `on_train_epoch_start` has not run."""
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
-        self._epoch = self._take_random()
+        self._epoch, self._before_epoch_only = self._take_random(), True
         if self._wanted:
             self._start, self._wanted = self._take(between_epochs=True), False
 
@@ -111,7 +128,7 @@ class BoundaryRecorder:
         """Between two batches: everything that follows the last optimizer step has run."""
         if self._resume is not None:
             self._restore_random(self._resume["random"]["fetch"])
-        self._last_fetch, self._fetch = self._fetch, self._take_random()
+        self._last_fetch, self._fetch, self._before_epoch_only = self._fetch, self._take_random(), False
         if self._awaiting_first_fetch:
             self._first_fetch, self._awaiting_first_fetch = self._fetch, False
         if self._wanted:
@@ -139,7 +156,7 @@ class BoundaryRecorder:
             "module": self._extras.take_module(self._module),
             "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),
             "metrics": copied(_lightning_metrics.take_metrics(trainer, self._module)),
-            "should_stop": trainer.should_stop,
+            "should_stop": _lightning.should_stop(trainer),
             "seed": _lightning.take_seed(),
         }
 
@@ -171,7 +188,8 @@ class BoundaryRecorder:
         _lightning_metrics.restore_metrics(
             trainer, self._module, copied(start["metrics"]), mid_epoch=not start["between_epochs"]
         )
-        trainer.should_stop = start["should_stop"]
+        # Ranks may have looked at their clocks at different moments.
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(start["should_stop"], all=True)
         self._resume_loops(start)
 
     def _resume_loops(self, start: Start) -> None:

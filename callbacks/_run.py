@@ -6,6 +6,7 @@ Two callbacks call this, one that runs first (replay) and one that runs last (ca
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
+from lightning_moe_ckpt.callbacks._stops import Stops
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
@@ -32,6 +34,7 @@ class FitRun:
         trainer: in `on_fit_start`: parameters are on their device, the optimizer exists.
         module: what it trains.
         own_callbacks: classes whose state is not part of the journal.
+        stop_grace: how long a stop by SIGTERM may take.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class FitRun:
         module: LightningModule,
         *,
         own_callbacks: tuple[type[Callback], ...],
+        stop_grace: timedelta,
     ) -> None:
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
@@ -66,12 +70,17 @@ class FitRun:
             extra=_lightning.checkpoint_extra(trainer, module),
         )
         self._recorder = BoundaryRecorder(trainer, module, own_callbacks)
+        self._ended = False
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
         self._hold: _lightning.NoLightningCheckpoints | None = None
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
         self._found: float | None = None
+        self._taps = _lightning.FitLoopTaps(trainer, self)
+        self._stops = Stops(
+            trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.unlink_shared_memory
+        )
 
     def begin(self) -> None:
         start = self.life.begin()
@@ -82,14 +91,54 @@ class FitRun:
             self._hold = _lightning.NoLightningCheckpoints(self._trainer, self._held)
 
     def close(self) -> None:
+        """Give everything back, after a normal end or an exception."""
         self._release()
         self._clip.remove()
-        self._recorder.remove()
-        self.life.close()
+        self._taps.remove()
+        try:
+            self.life.close()
+        finally:
+            self._stops.close()  # last: its clock covers a life that cannot be closed
+
+    # -- between batches
+
+    def before_epoch(self) -> None:
+        """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
+        self._recorder.before_epoch()
+        self._stop_if_agreed()
+
+    def before_iter(self) -> None:
+        """The loader's iterator is about to be made."""
+        self._recorder.before_iter()
+
+    def before_fetch(self) -> None:
+        """The next batch is about to be fetched."""
+        self._recorder.before_fetch()
+        self._stop_if_agreed()
+
+    def before_epoch_end(self) -> None:
+        """Out of steps in mid-epoch: more steps go on here, so that hooks of the epoch's end must not count."""
+        if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
+            self._recorder.before_fetch()
+            self.life.end(self._step, self._recorder.take_stopped())
+            self._ended = True
+
+    def _stop_if_agreed(self) -> None:
+        if not self._stops.agreed():
+            return
+        if not self.life.dense_possible:
+            self._stops.leave(self._step, "nothing to save beyond what is committed")
+        if not self._recorder.between_steps:
+            return  # gradients of a step are half accumulated
+        saved = self.life.stop(self._step, self._recorder.take_stopped(), timeout=self._stops.grace())
+        self._stops.leave(
+            self._step, "the next start goes on here" if saved else "this step could not be saved in time"
+        )
 
     # -- first callback
 
     def batch_start(self) -> None:
+        self._stops.batch_begins()
         start = self._recorder.complete_start()
         if start is not None:
             self.life.seal(start, step=self._step)
@@ -135,7 +184,13 @@ class FitRun:
         self._recorder.want_start()
 
     def end(self) -> None:
-        self.life.end(self._step, self._recorder.take_end())
+        if not self._ended:
+            self.life.end(self._step, self._recorder.take_end())
+
+    def after_run(self) -> None:
+        """Training has ended by itself; whoever sent a signal still wants this process to end."""
+        if self._stops.agreed_at_end():
+            self._stops.leave(self._step, "training had ended")
 
     # -- private
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback, Resume
+from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
 
@@ -35,6 +36,9 @@ class SparseCheckpoint(CheckpointCallback):
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: passed to the storage backend.
+        stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
+            a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
+            launcher: torchrun and SLURM kill after 30 s.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -56,8 +60,9 @@ class SparseCheckpoint(CheckpointCallback):
         keep: int = 2,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
+        stop_grace: timedelta = STOP_GRACE,
     ) -> None:
-        super().__init__(url, keep=keep, resume=resume, storage_options=storage_options)
+        super().__init__(url, keep=keep, resume=resume, storage_options=storage_options, stop_grace=stop_grace)
         if window != "auto" and window < 1:
             raise ConfigurationError(f"`SparseCheckpoint(window={window})` must be 'auto' or 1 or more steps.")
         if window != "auto" and window > max_window:

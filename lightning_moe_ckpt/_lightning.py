@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -46,12 +47,19 @@ class LoopListener(Protocol):
     def before_fetch(self) -> None:
         """The next batch is about to be fetched; everything that follows the last one has run."""
 
+    def before_epoch_end(self) -> None:
+        """The last batch that is trained on in this epoch has run, with all that follows it; epoch-end hooks have not."""
+
+    def after_run(self) -> None:
+        """Training has ended by itself and every `on_train_end` has run."""
+
 
 class FitLoopTaps:
     """Calls a listener from inside one trainer's fit loop, until `remove`."""
 
     def __init__(self, trainer: Trainer, listener: LoopListener) -> None:
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._epoch_loop = epoch_loop
         self._restore: list[Callable[[], None]] = []
         self._before(fit_loop, "on_advance_start", listener.before_epoch)
         # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
@@ -59,6 +67,8 @@ class FitLoopTaps:
         # ... and those of later epochs in here.
         self._before(epoch_loop, "on_run_start", lambda: listener.before_iter() if _makes_iterator(trainer) else None)
         self._before(epoch_loop, "_on_before_fetch", listener.before_fetch)
+        self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
+        self._after(fit_loop, "on_run_end", listener.after_run)
 
     def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
         original = getattr(owner, name)
@@ -67,13 +77,26 @@ class FitLoopTaps:
             first()
             return original(*args, **kwargs)
 
-        setattr(owner, name, tapped)
+        self._set(owner, name, tapped)
+
+    def _after(self, owner: object, name: str, then: Callable[[], None]) -> None:
+        original = getattr(owner, name)
+
+        def tapped(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            then()
+
+        self._set(owner, name, tapped)
+
+    def _set(self, owner: object, name: str, method: Callable[..., Any]) -> None:
+        setattr(owner, name, method)
         self._restore.append(lambda: delattr(owner, name))
 
     def remove(self) -> None:
-        """Give the loops their own methods back."""
+        """Give the loops their own methods back, also those of a resume that did not get to its first batch."""
         while self._restore:
             self._restore.pop()()
+        self._epoch_loop.__dict__.pop("reset", None)
 
 
 def _makes_iterator(trainer: Trainer) -> bool:
@@ -202,6 +225,19 @@ def _once_in_epoch(trainer: Trainer, loop: Any, epoch: int) -> None:
 def batches_done(trainer: Trainer) -> int:
     """Batches of the current epoch that were fetched and completed."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+def ends_in_mid_epoch(trainer: Trainer) -> bool:
+    """Whether training ends before the epoch does; call after its last batch, before hooks of its end."""
+    out_of_steps = 0 <= trainer.max_steps <= trainer.global_step
+    return (out_of_steps or trainer.should_stop) and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def should_stop(trainer: Trainer) -> bool:
+    """Whether the run was told to stop for good. Running out of `max_time` is not for good: more may be given later."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    timers = [callback for callback in callbacks if isinstance(callback, Timer)]
+    return trainer.should_stop and all((timer.time_remaining() or 1.0) > 0 for timer in timers)
 
 
 def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:

@@ -13,3 +13,5 @@ from lightning_moe_ckpt.session._planning import WindowPolicy as WindowPolicy
 from lightning_moe_ckpt.session._rng import RngState as RngState
 from lightning_moe_ckpt.session._rng import capture_rng as capture_rng
 from lightning_moe_ckpt.session._rng import restore_rng as restore_rng
+from lightning_moe_ckpt.session._stop_signal import EXIT_STATUS as EXIT_STATUS
+from lightning_moe_ckpt.session._stop_signal import StopSignal as StopSignal

@@ -352,25 +352,58 @@ class Life:
         if self._steps < 2:
             self._planner.journal_needs(len(encode({"outcome": {}, "start": start})))
         if fresh:
-            self._write_dense(step, {"outcome": {"step": step, "losses": []}, "start": start})
+            journal = {"outcome": {"step": step, "losses": []}, "start": start}
+            self._write_dense(step, journal, timeout=self._config.commit_timeout.total_seconds())
         capture.seal(start, step=step)
 
     def end(self, step: int, start: Journal) -> None:
         """Training ended normally: leave a dense generation of the last boundary."""
+        assert self._capture is not None
+        self._capture.abort_window()
+        if self._replay is None and (self._steps > 0 or self._found is None):
+            self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
+        self._report_failures()
+
+    @property
+    def dense_possible(self) -> bool:
+        """Whether this life has taken steps that end in a dense state: in replay, older generations are all there is."""
+        return self._replay is None and self._steps > 0
+
+    def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
+        """Training stops at boundary `step`: leave a dense generation of it. Collective.
+
+        Args:
+            step: the boundary.
+            start: its start half.
+            timeout: seconds for what is on its way to storage already, and then for this.
+
+        Returns:
+            Whether it is durable on all ranks.
+        """
         capture, worker = self._capture, self._worker
         assert capture is not None
         assert worker is not None
+        began = time.perf_counter()
         capture.abort_window()
-        if self._replay is None and (self._steps > 0 or self._found is None):
-            worker.drain(self._config.commit_timeout.total_seconds())
-            self._write_dense(step, {"outcome": {"step": step, "losses": []}, "start": start})
+        saved = self._exchange.all_agree(worker.drain(timeout)) and self._write_dense(
+            step,
+            {"outcome": {"step": step, "losses": []}, "start": start},
+            timeout=timeout - (time.perf_counter() - began),
+        )
+        seconds = time.perf_counter() - began
+        if saved:
+            log.info("the last step, %d, is durable after %.2f s (limit: %.0f s)", step, seconds, timeout)
+        else:
+            log.error("the last step, %d, was not stored after %.2f s (limit: %.0f s)", step, seconds, timeout)
         self._report_failures()
+        return saved
 
-    def _write_dense(self, step: int, journal: Journal) -> None:
-        """Capture everything at once through a temporary buffer and wait until it is durable."""
+    def _write_dense(self, step: int, journal: Journal, *, timeout: float) -> bool:
+        """Capture everything at once through a temporary buffer and wait until it is durable everywhere."""
         assert self._runs is not None
         assert self._worker is not None
         with self._stalls.measure("dense"):
+            committed = self._committed
             layout = dense_layout(self._view, self._groups, 2 * len(encode(journal)))
             slot = layout.slots[0]
             writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
@@ -381,10 +414,20 @@ class Life:
                 generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1, on_released=None
             )
             self._worker.add(generation, writer.sealed(step, ticket))
-            self._worker.drain(self._config.commit_timeout.total_seconds())
-            self._exchange.all_agree(True)  # nobody trains on before the coordinator has committed
+            self._worker.drain(timeout)
+            # Nobody trains on, or leaves, before the coordinator has committed.
+            return self._exchange.all_agree(self._committed > committed)
 
     # -- end
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective."""
+        return any(row[0] for row in self._exchange.gather([int(flag)]))
+
+    def unlink_shared_memory(self) -> None:
+        """Leave no name behind in shared memory; from any thread, right before the process is ended."""
+        if self._runs is not None:
+            unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
 
     def drain(self, timeout: float) -> bool:
         """Wait until everything handed to storage is durable; seconds."""

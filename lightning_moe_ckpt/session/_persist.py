@@ -55,8 +55,8 @@ class GenerationSink(Protocol):
     def put_marker(self, marker: RankMarker) -> None:
         """State that all segments of `marker` are durable."""
 
-    def commit(self, own: RankMarker, *, timeout: timedelta) -> object:
-        """Wait for the markers of all ranks and make the generation visible. Coordinator only."""
+    def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> object:
+        """Wait for the markers of all ranks, or until `cancelled`, and make the generation visible. Coordinator only."""
 
     def retain(self, keep: int, in_use: GenerationId | None) -> object:
         """Delete what is older than the newest `keep` generations. Coordinator only."""
@@ -291,7 +291,7 @@ class PersistWorker:
         )
         self._retry(lambda: self._store.put_marker(marker))
         if self._rank == 0:
-            self._store.commit(marker, timeout=self._commit_timeout)
+            self._store.commit(marker, timeout=self._commit_timeout, cancelled=self._closing.is_set)
             self._retain(job.generation)
         if self._on_durable is not None:
             nbytes = sum(entry.nbytes for entry in job.entries)

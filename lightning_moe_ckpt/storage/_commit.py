@@ -27,6 +27,7 @@ def await_markers(
     own: RankMarker,
     *,
     timeout: timedelta,
+    cancelled: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[StoredMarker]:
@@ -38,6 +39,7 @@ def await_markers(
         backend: where to look.
         own: the coordinator's marker; every other rank must agree with it.
         timeout: how long to wait.
+        cancelled: asked between two listings; whether to give up now.
         clock: seconds that only grow, for tests.
         sleep: pause between two listings, for tests.
 
@@ -55,9 +57,9 @@ def await_markers(
         reasons = [f"rank {rank}: {reason.rstrip('.')}" for rank, reason in lacking if reason is not None]
         if not reasons:
             return [markers[rank] for rank in range(own.world_size)]
-        if clock() >= give_up:
+        if clock() >= give_up or cancelled():
             raise StorageError(
-                f"commit {own.generation}: after {timeout.total_seconds():.0f} s: {len(reasons)} of {own.world_size} "
+                f"commit {own.generation}: at the end of the wait (limit: {timeout.total_seconds():.0f} s), {len(reasons)} of {own.world_size} "
                 f"ranks lack something: {'; '.join(reasons[:8])}. The previous generation stays the newest."
             )
         sleep(pause)

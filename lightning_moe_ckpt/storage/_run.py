@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -204,12 +205,13 @@ class RunStore:
         self._sweep_leftovers()
         return coordination.epoch
 
-    def commit(self, own: RankMarker, *, timeout: timedelta) -> Commit:
+    def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool] = lambda: False) -> Commit:
         """Wait until every rank's marker agrees with ours and is true, then make the generation visible.
 
         Args:
             own: the coordinator's marker, already put.
             timeout: how long to wait for the other ranks.
+            cancelled: asked now and then while waiting; whether to give up.
 
         Raises:
             Fenced: a later life has begun.
@@ -219,7 +221,7 @@ class RunStore:
         coordination = self._coordinator()
         if own.generation.epoch != coordination.epoch:
             raise ValueError(f"`commit`: {own.generation} is not of this life, epoch {coordination.epoch}.")
-        stored = await_markers(self._backend, own, timeout=timeout)
+        stored = await_markers(self._backend, own, timeout=timeout, cancelled=cancelled)
         coordination.log.check_fence()
         return publish(self._backend, stored)
 

@@ -34,7 +34,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -106,7 +106,8 @@ class Life:
 
 
 Fit = Callable[[Life], Mapping[str, Any]]
-Outcome = Literal["finished", "killed"]
+Outcome = Literal["finished", "killed", "stopped"]
+"""`stopped`: by a scripted signal that is not SIGKILL, after which all ranks ended by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,8 @@ class LifeResult:
     seconds: float
     world_size: int
     workdir: Path
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    """By rank; negative for a signal."""
 
     def records(self, rank: int = 0, kind: str | None = None) -> list[Record]:
         """The lines of one rank in the order they were written; of one `kind` only, if given."""
@@ -212,7 +215,7 @@ class _Script:
             seed=FIRST_SEED + 7919 * index,
             url=self.url,
             workdir=self.workdir,
-            kill=kill if kill is not None and kill.rank == rank else None,
+            kill=kill if kill is not None and (kill.everyone or kill.rank == rank) else None,
         )
 
 
@@ -241,19 +244,25 @@ class _OneLife:
             seconds=time.monotonic() - started,
             world_size=self._script.world_size,
             workdir=self._script.workdir,
+            exit_codes=dict(self._codes),
         )
 
     def _wait(self, deadline: float) -> None:
         """Until all ranks have ended, or one of them badly: then the others get a moment, as under torchrun."""
         while len(self._codes) < len(self._pids):
             self._reap(os.WNOHANG)
-            if any(self._codes.values()):
+            if any(self._codes.values()) and not self._asked_to_stop:
                 time.sleep(DETECTION_DELAY)
                 return
             if time.monotonic() > deadline:
                 self._dump_threads()
                 raise self._failed(f"hung: not ended after {self._script.timeout:g} s")
             time.sleep(0.002)
+
+    @property
+    def _asked_to_stop(self) -> bool:
+        """Whether the script lets the ranks end by themselves."""
+        return self._kill is not None and self._kill.signal != signal.SIGKILL
 
     def _reap(self, options: int) -> None:
         for rank, pid in self._pids.items():
@@ -281,7 +290,7 @@ class _OneLife:
             return "finished"
         if self._kill is None or not self._struck(self._kill.rank):
             raise self._failed(f"ended with exit codes {self._codes} (by rank) and no scripted kill")
-        return "killed"
+        return "stopped" if self._asked_to_stop else "killed"
 
     def _struck(self, rank: int) -> bool:
         return any(line["kind"] == "killed" for line in _read_records(self._lives[rank].records))
@@ -312,6 +321,8 @@ def _live(script: _Script, life: Life, port: int) -> NoReturn:
         returned = json.dumps(dict(script.fit(life)))
         life.end.with_suffix(".returned").write_text(returned, encoding="utf-8")
         code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)  # as the interpreter does
     except BaseException:  # noqa: BLE001  # process entry: nothing above would see it
         traceback.print_exc()
     finally:

@@ -1,7 +1,8 @@
-"""Where a life ends: scripted SIGKILLs, placed by Lightning callbacks or at a storage operation.
+"""Where a life ends: scripted signals, placed by Lightning callbacks or at a storage operation.
 
-A kill is never an exception: nothing is flushed, no `finally` runs, no destructor either. Just before it, the process
-appends a line to its record file, so that the parent can tell a scripted kill from any other death.
+A SIGKILL is never an exception: nothing is flushed, no `finally` runs, no destructor either. Other signals leave it to
+the process how it ends. Just before it, the process appends a line to its record file, so that the parent can tell a
+scripted end from any other death.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +28,9 @@ Phase = Literal[
     "batch_end",
     "after_batch_end",
     "validation",
+    "sanity_check",
+    "epoch_start",
+    "epoch_end",
     "random_time",
     "storage",
 ]
@@ -33,7 +38,7 @@ Phase = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """One SIGKILL of one rank, at a place that is the same in every run of the same script."""
+    """One signal to one rank, at a place that is the same in every run of the same script."""
 
     phase: Phase
     step: int | None = None
@@ -54,24 +59,29 @@ class Kill:
     verb: str = ""
     """For `storage`: only operations count whose method name and key, with a space between, match this regular
     expression somewhere, e.g. `^(put|create|delete) ` for those that change anything."""
+    signal: signal.Signals = signal.SIGKILL
+    """Another one than SIGKILL lets the rank run on, and the parent waits until all ranks have ended by themselves."""
+    everyone: bool = False
+    """Whether every rank sends itself the signal, each when it gets to the place."""
     after: bool = False
     """For `storage`: strike when the operation has returned instead of before it starts."""
 
     def __post_init__(self) -> None:
-        anywhere = self.phase in {"random_time", "storage"}
+        anywhere = self.phase in {"random_time", "storage", "sanity_check"}
         if anywhere != (self.step is None and self.batches is None):
             raise ValueError(f"`Kill(phase={self.phase!r}, step={self.step}, batches={self.batches})` names no place.")
 
 
 Strike = Callable[[], None]
-"""Ends the process; does not return."""
+"""Sends the signal; does not return if it is SIGKILL."""
 
 
 def strike(write_record: Callable[[dict[str, Any]], None], kill: Kill) -> None:
-    """Record the kill, then die by SIGKILL. Does not return."""
-    write_record({"kind": "killed", "phase": kill.phase, "step": kill.step})
-    os.kill(os.getpid(), signal.SIGKILL)
-    threading.Event().wait()  # the signal may need a moment to arrive; nothing may run until then
+    """Record the kill, then send the signal. Does not return from SIGKILL."""
+    write_record({"kind": "killed", "phase": kill.phase, "step": kill.step, "at": time.monotonic()})
+    os.kill(os.getpid(), kill.signal)
+    if kill.signal == signal.SIGKILL:
+        threading.Event().wait()  # the signal may need a moment to arrive; nothing may run until then
 
 
 class _Place:
@@ -91,7 +101,9 @@ class _Place:
 
     def due(self, trainer: Trainer, phase: Phase) -> bool:
         kill = self._kill
-        here = kill.batches == self._batches if kill.step is None else kill.step == trainer.global_step
+        here = kill.step == trainer.global_step
+        if kill.step is None:
+            here = phase == "sanity_check" or kill.batches == self._batches
         return phase == kill.phase and here and kill.micro in {None, self._micro}
 
     def settle(self, trainer: Trainer) -> None:
@@ -151,8 +163,15 @@ class Killer(Callback):
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: object) -> None:
-        if not trainer.sanity_checking:
-            self._pass(trainer, "validation")
+        self._pass(trainer, "sanity_check" if trainer.sanity_checking else "validation")
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pass(trainer, "epoch_start")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pass(trainer, "epoch_end")
 
 
 class LateKiller(Checkpoint):

@@ -80,7 +80,7 @@ class ScriptedSink:
         self._call(f"marker {marker.generation.step}")
         self.markers.append(marker)
 
-    def commit(self, own: RankMarker, *, timeout: timedelta) -> None:
+    def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> None:
         self._call(f"commit {own.generation.step}")
 
     def retain(self, keep: int, in_use: GenerationId | None) -> None:
