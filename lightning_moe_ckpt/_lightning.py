@@ -59,7 +59,7 @@ class FitLoopTaps:
 
     def __init__(self, trainer: Trainer, listener: LoopListener) -> None:
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._epoch_loop = epoch_loop
+        self._fit_loop, self._epoch_loop, self._val_loop = fit_loop, epoch_loop, epoch_loop.val_loop
         self._restore: list[Callable[[], None]] = []
         self._before(fit_loop, "on_advance_start", listener.before_epoch)
         # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
@@ -96,7 +96,8 @@ class FitLoopTaps:
         """Give the loops their own methods back, also those of a resume that did not get to its first batch."""
         while self._restore:
             self._restore.pop()()
-        self._epoch_loop.__dict__.pop("reset", None)
+        for loop, name in ((self._epoch_loop, "reset"), (self._fit_loop, "setup_data"), (self._val_loop, "setup_data")):
+            loop.__dict__.pop(name, None)
 
 
 def _makes_iterator(trainer: Trainer) -> bool:
