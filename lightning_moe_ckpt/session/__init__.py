@@ -6,10 +6,10 @@ from lightning_moe_ckpt.session._description import read_extra as read_extra
 from lightning_moe_ckpt.session._journal import decode_journal as decode_journal
 from lightning_moe_ckpt.session._life import Life as Life
 from lightning_moe_ckpt.session._life import LifeConfig as LifeConfig
-from lightning_moe_ckpt.session._life import Report as Report
 from lightning_moe_ckpt.session._planning import DenseWindows as DenseWindows
 from lightning_moe_ckpt.session._planning import SparseWindows as SparseWindows
 from lightning_moe_ckpt.session._planning import WindowPolicy as WindowPolicy
+from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._rng import RngState as RngState
 from lightning_moe_ckpt.session._rng import capture_rng as capture_rng
 from lightning_moe_ckpt.session._rng import restore_rng as restore_rng

@@ -30,6 +30,7 @@ from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_layout, dense_nbytes, lay_out
 from lightning_moe_ckpt.session._replay import Replay
+from lightning_moe_ckpt.session._report import Report
 from lightning_moe_ckpt.session._restore import Found, Runs
 from lightning_moe_ckpt.session._ring import SegmentRing
 from lightning_moe_ckpt.session._shm import shared_directory, shared_name, unlink_shared_file
@@ -62,56 +63,6 @@ class LifeConfig:
     storage_options: Mapping[str, Any] | None = None
     commit_timeout: timedelta = timedelta(seconds=120)
     """How long a generation may take to become durable at start and end, when training waits for it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Figures of one life, on this rank."""
-
-    steps: int
-    """Optimizer steps taken in this life, replayed ones included."""
-    window: int
-    """Steps per generation; 0 before the first plan."""
-    window_position: int
-    """Boundaries of the window under way that are sealed; 0 between windows."""
-    nbytes_per_step: float
-    """Mean bytes of the segments taken."""
-    nbytes_captured: int
-    """Bytes of all segments taken."""
-    nbytes_persisted: int
-    """Bytes of this rank in generations that became durable in this life."""
-    dense_nbytes: int
-    """Bytes of a snapshot of everything on this rank."""
-    stall_seconds: dict[str, float]
-    """Seconds that training waited, by cause."""
-    seconds: float
-    """Wall time since this life was ready for its first batch."""
-    generations_complete: int
-    generations_committed: int
-    generations: dict[str, int]
-    """Newest generation whole in each tier, by the boundary at which it is dense; tiers that hold none are left out.
-
-    `storage` means committed on the coordinator, and "my part is stored" on other ranks.
-    """
-    windows_skipped: int
-    resumed_from: int | None
-    """Boundary at which this life became, or will become, dense again; `None` for a fresh start."""
-    replayed_steps: int
-    replay_steps: int
-    """Steps this life replays in all; 0 where it resumed from a dense generation or not at all."""
-    replay_mismatches: int
-    restore_seconds: float
-    """From the start of `fit` to the first slot loaded."""
-
-    @property
-    def stall_seconds_per_step(self) -> float:
-        """Mean wait per optimizer step."""
-        return sum(self.stall_seconds.values()) / max(1, self.steps)
-
-    @property
-    def checkpoint_share(self) -> float:
-        """Part of the wall time that training waited for checkpoints."""
-        return sum(self.stall_seconds.values()) / self.seconds if self.seconds else 0.0
 
 
 class Life:
