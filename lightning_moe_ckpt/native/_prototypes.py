@@ -44,11 +44,24 @@ def fallible(*arguments: Any) -> Prototype:
     return Prototype(c.c_int, arguments, can_fail=True)
 
 
+_GRADIENT = (c.c_void_p, c.c_int32, c.c_int64)
+"""Elements, dtype code, how many."""
+_SPARSE = (c.c_void_p, c.c_void_p, c.c_int64, c.c_void_p, c.c_void_p)
+"""Values, indices, capacity, tiles, counts."""
+_ADAM = (*[c.c_void_p] * 4, c.c_int64, c.c_void_p, c.c_int64)
+"""Parameter, three moments (the last may be null), how many elements; steps, how many."""
+_STREAM = (c.c_int, c.c_void_p)
+"""Device index and stream."""
+
 CPU: Mapping[str, Prototype] = {
     "moe_cpu_abi": plain(c.c_int32),
     "moe_cpu_source_digest": plain(c.c_char_p),
     "moe_cpu_build_note": plain(c.c_char_p),
     "moe_cpu_compiler": plain(c.c_char_p),
+    "moe_quantize": fallible(c.c_void_p, c.c_int64, c.c_int),
+    "moe_sample_threshold": fallible(*_GRADIENT, c.c_int64, c.c_int64, c.POINTER(c.c_uint32)),
+    "moe_select": fallible(*_GRADIENT, c.c_uint32, *_SPARSE, c.c_int),
+    "moe_adam_replay": fallible(*_ADAM, c.c_int, c.c_void_p, c.c_int),
 }
 
 CUDA: Mapping[str, Prototype] = {
@@ -57,4 +70,7 @@ CUDA: Mapping[str, Prototype] = {
     "moe_cuda_runtime_version": plain(c.c_int32),
     "moe_cuda_driver_version": plain(c.c_int32),
     "moe_cuda_device_count": fallible(c.POINTER(c.c_int32)),
+    "moe_cuda_quantize": fallible(c.c_void_p, c.c_int64, *_STREAM),
+    "moe_cuda_select": fallible(*_GRADIENT, c.c_int64, c.c_int64, *_SPARSE, c.c_void_p, *_STREAM),
+    "moe_cuda_adam_replay": fallible(*_ADAM, *_STREAM),
 }

@@ -1,0 +1,208 @@
+"""Take the state of Adam or AdamW through several steps at once, from plain or compressed gradients.
+
+The state is read and written once for all steps; a gradient is expanded one tile at a time. The arithmetic is that of
+`torch.optim.Adam` and `AdamW` with `foreach=False`, operation for operation, and on the CPU so are the bits. Two
+things depend on the build of torch and on the processor: which multiplications and additions are fused, and whether
+square roots are MKL's, which are not always the correctly rounded ones. A small probe compares the variants with torch
+once and takes the one that agrees; if none does, torch itself replays. On CUDA the kernel fuses as on a CPU with AVX2 and
+rounds roots correctly; torch's CUDA optimizers round in other places (relative difference about 1e-6).
+
+Source: TierCheck, section 3.2, "fused multi-step replay". We differ in: the last step is replayed here as well.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.native import _adam_twin, _library
+from lightning_moe_ckpt.native._adam_steps import AdamState, AdamStep
+from lightning_moe_ckpt.native._gradient import QuantizedGradient, SparseGradient
+
+log = logging.getLogger(__name__)
+
+_DENSE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SPARSE, _INT8 = 3, 4
+
+
+class _Step(c.Structure):
+    """Mirrors `AdamStep` of gradient.hpp: formed in double, rounded to float once."""
+
+    _fields_ = (
+        ("values", c.c_void_p),
+        ("indices", c.c_void_p),
+        ("tiles", c.c_void_p),
+        ("scale", c.c_void_p),
+        ("kind", c.c_int32),
+        ("maximize", c.c_int32),
+        *((name, c.c_float) for name in ("decay", "l2", "lerp", "beta2", "one_minus_beta2")),
+        *((name, c.c_float) for name in ("minus_step_size", "bias2_sqrt", "eps")),
+    )
+
+
+def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | None = None) -> None:
+    """Take `state` through `steps`, in place; on CUDA on the current stream.
+
+    Args:
+        state: parameter and moments.
+        steps: in the order in which they were taken.
+        threads: CPU threads; as many as torch uses by default.
+
+    Raises:
+        ValueError: a tensor of the state is not float32, not contiguous, or of another shape or device; a gradient does
+            not fit the parameter. Nothing was changed then.
+    """
+    _check(state, steps)
+    arithmetic = torch_arithmetic() if state.param.device.type == "cpu" else None
+    library = _library.cuda() if state.param.is_cuda else None
+    if arithmetic is not None:
+        replay_cpu(state, steps, arithmetic, threads or torch.get_num_threads())
+    elif library is not None:
+        _replay_cuda(library, state, steps)
+    else:
+        _adam_twin.replay_adam(state, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """Where torch rounds."""
+
+    fused: bool
+    """Multiplications and additions are fused where torch's vector code fuses them."""
+    mkl_root: int
+    """Address of MKL's `vmsSqrt`; 0 for correctly rounded square roots."""
+
+
+@functools.cache
+def torch_arithmetic() -> Arithmetic | None:
+    """The variant that torch uses here; `None`: none of ours is torch's, or there is no library."""
+    if _library.cpu() is None:
+        return None
+    for variant in (Arithmetic(fused, root) for root in (_mkl_root(), 0) for fused in (True, False)):
+        if all(_agrees(variant, decoupled, beta1) for decoupled in (True, False) for beta1 in (0.9, 0.3)):
+            return variant
+    log.warning("the compiled Adam replay does not reproduce this build of torch bit for bit; torch replays instead")
+    return None
+
+
+def _mkl_root() -> int:
+    """Torch's own copy of the function, so that it is the same version and takes the same path."""
+    try:
+        function = c.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).vmsSqrt
+    except (OSError, AttributeError):  # another file name, or a build without MKL
+        return 0
+    return c.cast(function, c.c_void_p).value or 0
+
+
+def _agrees(variant: Arithmetic, decoupled: bool, beta1: float) -> bool:
+    generator = torch.Generator().manual_seed(1)  # leaves the global generator alone
+    draw = functools.partial(torch.randn, 4099, generator=generator)
+    state = AdamState(draw(), draw() * 0.1, draw().square() * 0.01, draw().square() * 0.01)
+    settings = AdamStep(gradient=draw(), step=3, lr=1e-2, beta1=beta1, weight_decay=0.1, decoupled=decoupled)
+    steps = [settings, replace(settings, gradient=draw(), step=4)]
+    want = AdamState(*(t.clone() for t in state.tensors()))
+    _adam_twin.replay_adam(want, steps)
+    replay_cpu(state, steps, variant)
+    return all(map(torch.equal, state.tensors(), want.tensors()))
+
+
+def replay_cpu(state: AdamState, steps: Sequence[AdamStep], how: Arithmetic, threads: int = 1) -> None:
+    """Replay with the compiled function; `replay_adam` checks the arguments and chooses `how`."""
+    library = _library.cpu()
+    assert library is not None
+    for begin, numel in _parts(state, steps):
+        packed = (_Step * len(steps))(*(_pack(step, begin) for step in steps))
+        library.moe_adam_replay(*_pointers(state, begin), numel, packed, len(steps), how.fused, how.mkl_root, threads)
+
+
+def _replay_cuda(library: _library.Library, state: AdamState, steps: Sequence[AdamStep]) -> None:
+    stream = torch.cuda.current_stream(state.param.device)
+    for begin, numel in _parts(state, steps):
+        packed = bytearray((_Step * len(steps))(*(_pack(step, begin) for step in steps)))
+        on_device = torch.frombuffer(packed, dtype=torch.uint8).to(state.param.device)
+        where = (state.param.device.index, stream.cuda_stream)
+        library.moe_cuda_adam_replay(*_pointers(state, begin), numel, on_device.data_ptr(), len(steps), *where)
+        on_device.record_stream(stream)
+
+
+def _parts(state: AdamState, steps: Sequence[AdamStep]) -> Iterator[tuple[int, int]]:
+    """Begin and size of the stretches that every sparse gradient has in one part."""
+    sparse = [step.gradient for step in steps if isinstance(step.gradient, SparseGradient)]
+    sizes = [part.numel for part in sparse[0].parts] if sparse else [state.param.numel()]
+    begin = 0
+    for numel in sizes:
+        yield begin, numel
+        begin += numel
+
+
+def _pointers(state: AdamState, begin: int) -> tuple[int, int, int, int]:
+    top = state.max_exp_avg_sq
+    needed = (state.param, state.exp_avg, state.exp_avg_sq)
+    first, second, third = (t.data_ptr() + 4 * begin for t in needed)
+    return first, second, third, 0 if top is None else top.data_ptr() + 4 * begin
+
+
+def _pack(step: AdamStep, begin: int) -> _Step:
+    packed = _Step(
+        maximize=step.maximize,
+        decay=1 - step.lr * step.weight_decay if step.decoupled else 1.0,
+        l2=0.0 if step.decoupled else step.weight_decay,
+        lerp=1 - step.beta1,
+        beta2=step.beta2,
+        one_minus_beta2=1 - step.beta2,
+        minus_step_size=-step.step_size,
+        bias2_sqrt=step.bias2_sqrt,
+        eps=step.eps,
+    )
+    gradient = step.gradient
+    if isinstance(gradient, QuantizedGradient):
+        packed.kind, packed.values, packed.scale = _INT8, gradient.values.data_ptr(), gradient.scale.data_ptr()
+    elif isinstance(gradient, SparseGradient):
+        part = gradient.parts[_part_index(gradient, begin)]
+        packed.kind, packed.values = _SPARSE, part.values.data_ptr()
+        packed.indices, packed.tiles = part.indices.data_ptr(), part.tiles.data_ptr()
+    else:
+        packed.kind = _DENSE_KINDS[gradient.dtype]
+        packed.values = gradient.data_ptr() + begin * gradient.element_size()
+    if isinstance(gradient, QuantizedGradient):
+        packed.values += begin
+    return packed
+
+
+def _part_index(gradient: SparseGradient, begin: int) -> int:
+    return begin // gradient.parts[0].numel
+
+
+def _check(state: AdamState, steps: Sequence[AdamStep]) -> None:
+    for name, tensor in zip(("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), state.tensors(), strict=False):
+        fits = tensor.shape == state.param.shape and tensor.device == state.param.device
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not fits:
+            raise ValueError(
+                f"`{name}` is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; wanted "
+                f"contiguous float32 {tuple(state.param.shape)} on {state.param.device}. Replay it with torch.optim instead."
+            )
+    layouts = set()
+    for position, step in enumerate(steps):
+        shape = step.gradient.shape
+        if shape.numel() != state.param.numel():
+            raise ValueError(
+                f"The gradient of step {position} has shape {tuple(shape)}, the parameter {tuple(state.param.shape)}."
+            )
+        if isinstance(step.gradient, SparseGradient):
+            layouts.add(tuple(part.numel for part in step.gradient.parts))
+        elif isinstance(step.gradient, Tensor) and (
+            step.gradient.dtype not in _DENSE_KINDS or not step.gradient.is_contiguous()
+        ):
+            raise ValueError(
+                f"The gradient of step {position} is {step.gradient.dtype} with strides {step.gradient.stride()}; wanted "
+                "contiguous float32, bfloat16 or float16."
+            )
+    if len(layouts) > 1:
+        raise ValueError(f"The sparse gradients are split in different ways, {sorted(layouts)}; compress them alike.")

@@ -1,0 +1,150 @@
+"""Compress gradients with the compiled functions of their device, or with the twins where those are missing."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.native import _gradient_twin, _library
+from lightning_moe_ckpt.native._gradient import (
+    DTYPE_CODES,
+    MAX_PART_NUMEL,
+    CompressedGradient,
+    GradientCompression,
+    QuantizedGradient,
+    SparseGradient,
+    SparsePart,
+    check_gradient,
+    empty_part,
+    empty_quantized,
+    is_small,
+    sample_rank,
+    split_parts,
+)
+
+
+class QuantizeJob(c.Structure):
+    """Mirrors `QuantizeJob` of gradient.hpp."""
+
+    _fields_ = (
+        ("source", c.c_void_p),
+        ("to", c.c_void_p),
+        ("scale", c.c_void_p),
+        ("not_finite", c.c_void_p),
+        ("count", c.c_uint64),
+        ("dtype", c.c_int32),
+    )
+
+
+def compress_gradients(
+    gradients: Sequence[Tensor],
+    how: GradientCompression | None = None,
+    *,
+    threads: int | None = None,
+    part_numel: int = MAX_PART_NUMEL,
+) -> list[CompressedGradient]:
+    """Compress many gradients; on CUDA on the current stream, without waiting for the device.
+
+    Args:
+        gradients: contiguous tensors of float32, bfloat16 or float16, all on one device.
+        how: thresholds and ratios; the paper's by default.
+        threads: CPU threads; as many as torch uses by default.
+        part_numel: elements that a sparse part stands for at most, a multiple of 2048.
+
+    Returns:
+        One compressed gradient for each, on its device. Sparse ones hold unused room until `trimmed()`.
+
+    Raises:
+        ValueError: a gradient has another dtype, is not contiguous or is on another device than the first.
+    """
+    how = how or GradientCompression()
+    for position, gradient in enumerate(gradients):
+        check_gradient(gradient, position)
+        if gradient.device != gradients[0].device:
+            raise ValueError(
+                f"Gradient {position} is on {gradient.device}, the first on {gradients[0].device}; "
+                "compress the gradients of one device in one call."
+            )
+    threads = threads or torch.get_num_threads()
+    small = {i: empty_quantized(g) for i, g in enumerate(gradients) if is_small(g, how)}
+    _quantize([gradients[i] for i in small], list(small.values()), threads)
+    return [small[i] if i in small else _sparse(g, how, threads, part_numel) for i, g in enumerate(gradients)]
+
+
+def _quantize(gradients: Sequence[Tensor], outs: Sequence[QuantizedGradient], threads: int) -> None:
+    library = _library_for(gradients[0]) if gradients else None
+    if library is None:
+        for gradient, out in zip(gradients, outs, strict=True):
+            _gradient_twin.quantize(gradient, out)
+        return
+    jobs = (QuantizeJob * len(outs))(*map(_job, gradients, outs))
+    if gradients[0].is_cuda:
+        on_device = torch.frombuffer(bytearray(jobs), dtype=torch.uint8).to(gradients[0].device)
+        library.moe_cuda_quantize(on_device.data_ptr(), len(outs), _device(gradients[0]), _stream(gradients[0]))
+        on_device.record_stream(torch.cuda.current_stream(gradients[0].device))
+    else:
+        library.moe_quantize(jobs, len(outs), threads)
+
+
+def _job(gradient: Tensor, out: QuantizedGradient) -> QuantizeJob:
+    return QuantizeJob(
+        gradient.data_ptr(),
+        out.values.data_ptr(),
+        out.scale.data_ptr(),
+        out.not_finite.data_ptr(),
+        gradient.numel(),
+        DTYPE_CODES[gradient.dtype],
+    )
+
+
+def _sparse(gradient: Tensor, how: GradientCompression, threads: int, part_numel: int) -> SparseGradient:
+    parts = []
+    for piece in split_parts(gradient, part_numel):
+        out = empty_part(piece.numel(), piece.device, how)
+        library = _library_for(piece)
+        if library is None:
+            _gradient_twin.select(piece, _gradient_twin.sample_threshold(piece, how), out)
+        elif piece.is_cuda:
+            _select_cuda(library, piece, how, out)
+        else:
+            _select_cpu(library, piece, how, out, threads)
+        parts.append(out)
+    return SparseGradient(tuple(parts), gradient.shape)
+
+
+def _select_cpu(
+    library: _library.Library, piece: Tensor, how: GradientCompression, out: SparsePart, threads: int
+) -> None:
+    threshold, (samples, rank) = c.c_uint32(), sample_rank(piece.numel(), how)
+    source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
+    library.moe_sample_threshold(*source, samples, rank, threshold)
+    library.moe_select(*source, threshold, *_room(out), threads)
+
+
+def _select_cuda(library: _library.Library, piece: Tensor, how: GradientCompression, out: SparsePart) -> None:
+    samples, rank = sample_rank(piece.numel(), how)
+    # one word for the threshold, one for the tile counter, then two words of look-back state for each tile
+    scratch = torch.zeros(2 + 2 * out.tiles.numel(), dtype=torch.int32, device=piece.device)
+    source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
+    where = (_device(piece), _stream(piece))
+    library.moe_cuda_select(*source, samples, rank, *_room(out), scratch.data_ptr(), *where)
+
+
+def _room(out: SparsePart) -> tuple[int, int, int, int, int]:
+    capacity = out.values.numel()
+    return out.values.data_ptr(), out.indices.data_ptr(), capacity, out.tiles.data_ptr(), out.counts.data_ptr()
+
+
+def _library_for(tensor: Tensor) -> _library.Library | None:
+    return _library.cuda() if tensor.is_cuda else _library.cpu() if tensor.device.type == "cpu" else None
+
+
+def _device(tensor: Tensor) -> int:
+    return tensor.device.index
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream
