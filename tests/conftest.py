@@ -11,10 +11,15 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import importlib.util
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("shared", deadline=None)
+hypothesis.settings.load_profile("shared")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
