@@ -44,6 +44,8 @@ class CheckpointCallback(Checkpoint):
         stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
             a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
             launcher: torchrun and SLURM kill after 30 s.
+        freeze_heap: keep what is alive after the first generation out of garbage collections until the fit ends
+            (`gc.freeze`); not done where collections are off or frozen already.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class CheckpointCallback(Checkpoint):
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
         stop_grace: timedelta = STOP_GRACE,
+        freeze_heap: bool = True,
     ) -> None:
         super().__init__()
         if keep < 1:
@@ -66,7 +69,7 @@ class CheckpointCallback(Checkpoint):
             raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
         self.url, self.keep, self.resume = url, keep, resume
         self.stop_grace = stop_grace
-        self.storage_options = storage_options
+        self.storage_options, self.freeze_heap = storage_options, freeze_heap
         self._run: FitRun | None = None
         self._report: Report | None = None
 
@@ -76,7 +79,7 @@ class CheckpointCallback(Checkpoint):
 
     @property
     def report(self) -> Report:
-        """Figures of this life: window, bytes, stall, generations; final after `fit`.
+        """Figures of this life: window, bytes, stall, overhead, generations; final after `fit`.
 
         Raises:
             ConfigurationError: `fit` was not called yet.
@@ -153,7 +156,13 @@ class CheckpointCallback(Checkpoint):
     # -- private
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> FitRun:
-        config = LifeConfig(url=self.url, keep=self.keep, resume=self.resume, storage_options=self.storage_options)
+        config = LifeConfig(
+            url=self.url,
+            keep=self.keep,
+            resume=self.resume,
+            storage_options=self.storage_options,
+            freeze_heap=self.freeze_heap,
+        )
         own = (CheckpointCallback, Replay)
         self._run = FitRun(config, self._policy(), trainer, module, own_callbacks=own, stop_grace=self.stop_grace)
         self._run.begin()

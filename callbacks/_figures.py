@@ -73,7 +73,8 @@ class CheckpointFigures:
             f"moe/stall_seconds/{cause}": (seconds - before.stall_seconds.get(cause, 0.0)) / steps
             for cause, seconds in now.stall_seconds.items()
         }
-        return {**stalls, "moe/stall_seconds/all": sum(stalls.values())}
+        overhead = (now.overhead_seconds - before.overhead_seconds) / steps
+        return {**stalls, "moe/stall_seconds/all": sum(stalls.values()), "moe/overhead_seconds": overhead}
 
     def _rates(self, ranks_R3: Tensor, steps: int, seconds: float) -> dict[str, float]:
         """Of all ranks."""

@@ -35,6 +35,7 @@ class ExpertLoadMonitor(Callback):
 
     * `moe/stall_seconds/<cause>` and `moe/stall_seconds/all`: seconds per step that rank 0 waited,
       `moe/stall_seconds/slowest_rank`: of the rank that waited longest, `moe/stall_share`: as part of the wall time;
+    * `moe/overhead_seconds`: seconds per step of the training thread of rank 0 in hooks of checkpoints, waits included;
     * `moe/captured_nbytes_per_step` and `moe/persisted_nbytes_per_second`: copied to host memory, and made durable, by
       all ranks;
     * `moe/window` and `moe/window_position`: steps per window, and how many of the window under way are taken;

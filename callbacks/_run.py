@@ -20,7 +20,7 @@ from lightning_moe_ckpt.callbacks._stops import Stops
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
-from lightning_moe_ckpt.session import Life, LifeConfig, WindowPolicy
+from lightning_moe_ckpt.session import HookClock, Life, LifeConfig, WindowPolicy, clocked
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,11 @@ class FitRun:
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.unlink_shared_memory
         )
 
+    @property
+    def clock(self) -> HookClock:
+        """Adds up the time of the hooks below."""
+        return self.life.clock
+
     def begin(self) -> None:
         start = self.life.begin()
         if start is not None:
@@ -102,20 +107,24 @@ class FitRun:
 
     # -- between batches
 
+    @clocked
     def before_epoch(self) -> None:
         """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
         self._recorder.before_epoch()
         self._stop_if_agreed()
 
+    @clocked
     def before_iter(self) -> None:
         """The loader's iterator is about to be made."""
         self._recorder.before_iter()
 
+    @clocked
     def before_fetch(self) -> None:
         """The next batch is about to be fetched."""
         self._recorder.before_fetch()
         self._stop_if_agreed()
 
+    @clocked
     def before_epoch_end(self) -> None:
         """Out of steps in mid-epoch: more steps go on here, so that hooks of the epoch's end must not count."""
         if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
@@ -137,6 +146,7 @@ class FitRun:
 
     # -- first callback
 
+    @clocked
     def batch_start(self) -> None:
         self._stops.batch_begins()
         start = self._recorder.complete_start()
@@ -146,6 +156,7 @@ class FitRun:
         self._clip.override = None if outcome is None else outcome["grad_norm"]
         self.life.forward_begins()
 
+    @clocked
     def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         outcome = self.life.replay_outcome(self._step + 1)
         if outcome is None:
@@ -154,6 +165,7 @@ class FitRun:
         if outcome["found_inf"] is not None:
             self._found_inf.write(optimizer, outcome["found_inf"], self._module.device)
 
+    @clocked
     def replay_batch_end(self, outputs: Any) -> None:
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             self._losses.append(outputs["loss"].detach().clone())
@@ -164,10 +176,12 @@ class FitRun:
 
     # -- last callback
 
+    @clocked
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._found = self._found_inf.read(optimizer)
         self.life.fence()
 
+    @clocked
     def batch_end(self) -> None:
         if not self._stepped:
             return
@@ -183,6 +197,7 @@ class FitRun:
         self.life.boundary(self._step, outcome)
         self._recorder.want_start()
 
+    @clocked
     def end(self) -> None:
         if not self._ended:
             self.life.end(self._step, self._recorder.take_end())

@@ -67,6 +67,8 @@ class StepCosts:
     """CPU time of all threads in a step, mean."""
     stall_seconds: dict[str, float]
     """Time training waited in a step, mean, by cause; empty without checkpoints."""
+    overhead_seconds: float
+    """Time of the training thread in hooks of checkpoints in a step, mean, waits included."""
     generations_complete: int
     generations_committed: int
     """Storage is given the newest complete generation whenever it has finished one."""
@@ -166,25 +168,27 @@ class _Turns(Callback):
 
 def _costs(clocks: Sequence[_Clocks], before: Report | None, after: Report | None) -> StepCosts:
     first, last, num_steps = clocks[0], clocks[-1], len(clocks) - 1
-    stalls, complete, committed = _gained(before, after, num_steps)
+    stalls, overhead, complete, committed = _gained(before, after, num_steps)
     return StepCosts(
         mean_seconds=(last.wall - first.wall) / num_steps,
         median_seconds=statistics.median(end.wall - start.wall for start, end in pairwise(clocks)),
         thread_seconds=(last.thread - first.thread) / num_steps,
         process_seconds=(last.process - first.process) / num_steps,
         stall_seconds=stalls,
+        overhead_seconds=overhead,
         generations_complete=complete,
         generations_committed=committed,
     )
 
 
-def _gained(before: Report | None, after: Report | None, num_steps: int) -> tuple[dict[str, float], int, int]:
-    """Stall per step by cause, generations complete and committed between two reports."""
+def _gained(before: Report | None, after: Report | None, num_steps: int) -> tuple[dict[str, float], float, int, int]:
+    """Stall per step by cause, time in hooks per step, generations complete and committed between two reports."""
     if before is None or after is None:
-        return {}, 0, 0
+        return {}, 0.0, 0, 0
     waited = {cause: seconds - before.stall_seconds.get(cause, 0.0) for cause, seconds in after.stall_seconds.items()}
     return (
         {cause: seconds / num_steps for cause, seconds in waited.items() if seconds > 0},
+        (after.overhead_seconds - before.overhead_seconds) / num_steps,
         after.generations_complete - before.generations_complete,
         after.generations_committed - before.generations_committed,
     )

@@ -51,6 +51,8 @@ class OverheadFigure:
     """CPU time of all threads in a step."""
     stall_seconds: dict[str, float]
     """Time training waited in a step, by cause."""
+    overhead_seconds: float
+    """Time of the training thread in hooks of checkpoints in a step, waits included."""
     window: int
     """Steps per generation; 0 without checkpoints."""
     nbytes_per_step: float
@@ -111,7 +113,7 @@ class OverheadBench(Benchmark[OverheadFigure]):
             f"medians of {len(first.rounds)} interleaved rounds"
         )
         columns = ["checkpoints", "steps/s", "against none", "range", "by median step", "CPU of training", "of process"]
-        columns += ["stall per step", "bytes per step (of dense)", "W", "committed"]
+        columns += ["in hooks per step", "stall per step", "bytes per step (of dense)", "W", "committed"]
         table = table_of(title, columns, [_row(figure) for figure in figures])
         table.caption = "\n".join(_causes(figure) for figure in figures if figure.stall_seconds)
         return table
@@ -164,6 +166,7 @@ def _figure(variant: Variant, precision: str, turns: dict[Variant, list[Turn]]) 
         thread_seconds=statistics.median(each.thread_seconds for each in rounds),
         process_seconds=statistics.median(each.process_seconds for each in rounds),
         stall_seconds={c: statistics.median(each.stall_seconds.get(c, 0.0) for each in rounds) for c in causes},
+        overhead_seconds=statistics.median(each.overhead_seconds for each in rounds),
         window=report.window if report is not None else 0,
         nbytes_per_step=report.nbytes_per_step if report is not None else 0.0,
         dense_nbytes=report.dense_nbytes if report is not None else 0,
@@ -181,7 +184,14 @@ def _row(figure: OverheadFigure) -> list[str]:
         return row
     taken = f"{megabytes(figure.nbytes_per_step)} ({figure.nbytes_per_step / figure.dense_nbytes:.0%})"
     generations = f"{figure.generations_committed} of {figure.generations_complete}"
-    return [*row, milliseconds(figure.stall), taken, str(figure.window), generations]
+    return [
+        *row,
+        milliseconds(figure.overhead_seconds),
+        milliseconds(figure.stall),
+        taken,
+        str(figure.window),
+        generations,
+    ]
 
 
 def _causes(figure: OverheadFigure) -> str:

@@ -13,5 +13,7 @@ from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._rng import RngState as RngState
 from lightning_moe_ckpt.session._rng import capture_rng as capture_rng
 from lightning_moe_ckpt.session._rng import restore_rng as restore_rng
+from lightning_moe_ckpt.session._stall import HookClock as HookClock
+from lightning_moe_ckpt.session._stall import clocked as clocked
 from lightning_moe_ckpt.session._stop_signal import EXIT_STATUS as EXIT_STATUS
 from lightning_moe_ckpt.session._stop_signal import StopSignal as StopSignal

@@ -25,6 +25,7 @@ from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._heap import FrozenHeap
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker
@@ -34,7 +35,7 @@ from lightning_moe_ckpt.session._report import Report
 from lightning_moe_ckpt.session._restore import Found, Runs
 from lightning_moe_ckpt.session._ring import SegmentRing
 from lightning_moe_ckpt.session._shm import shared_directory, shared_name, unlink_shared_file
-from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 
@@ -63,6 +64,8 @@ class LifeConfig:
     storage_options: Mapping[str, Any] | None = None
     commit_timeout: timedelta = timedelta(seconds=120)
     """How long a generation may take to become durable at start and end, when training waits for it."""
+    freeze_heap: bool = True
+    """Whether the process's garbage collector may leave out what is alive after the first generation."""
 
 
 class Life:
@@ -106,7 +109,7 @@ class Life:
             autocast_dtype=autocast_dtype,
             module=module,
         )
-        self._stalls = StallMeter()
+        self._stalls, self.clock, self._heap = StallMeter(), HookClock(), FrozenHeap(wanted=config.freeze_heap)
         self._runs: Runs | None = None
         self._worker: PersistWorker | None = None
         self._capture: CaptureSession | None = None
@@ -256,6 +259,9 @@ class Life:
         capture = self._capture
         assert capture is not None
         self._report_failures()
+        if capture.generations_complete == 1:
+            with self._stalls.measure("heap"):
+                self._heap.freeze()
         self._steps += 1
         if not capture.window_open:
             self._plan()
@@ -347,6 +353,7 @@ class Life:
         else:
             log.error("the last step, %d, was not stored after %.2f s (limit: %.0f s)", step, seconds, timeout)
         self._report_failures()
+        self._log_costs()
         return saved
 
     def _write_dense(self, step: int, journal: Journal, *, timeout: float) -> bool:
@@ -386,6 +393,7 @@ class Life:
 
     def close(self) -> None:
         """Release threads, shared memory and hooks; what was sealed stays on its way until the worker is done."""
+        self._heap.thaw()
         self._counter.remove()
         self._planner.close()
         if self._replay is not None:
@@ -412,6 +420,7 @@ class Life:
             nbytes_persisted=self._persisted_nbytes,
             dense_nbytes=self._dense_nbytes,
             stall_seconds=self._stalls.totals(),
+            overhead_seconds=self.clock.seconds,
             seconds=time.perf_counter() - self._began if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
             generations_committed=self._committed,
@@ -425,6 +434,15 @@ class Life:
         )
 
     # -- private
+
+    def _log_costs(self) -> None:
+        report = self.report()
+        log.info(
+            "checkpoints took %.2f ms of the training thread per step (%.1f %% of the time), of which it waited %.2f ms",
+            report.overhead_seconds_per_step * 1e3,
+            report.overhead_share * 1e2,
+            report.stall_seconds_per_step * 1e3,
+        )
 
     @cached_property
     def _dense_nbytes(self) -> int:

@@ -25,6 +25,8 @@ class Report:
     """Bytes of a snapshot of everything on this rank."""
     stall_seconds: dict[str, float]
     """Seconds that training waited, by cause."""
+    overhead_seconds: float
+    """Seconds of the training thread in hooks of this package, waits included; not token counts in forward passes."""
     seconds: float
     """Wall time since this life was ready for its first batch."""
     generations_complete: int
@@ -53,3 +55,13 @@ class Report:
     def checkpoint_share(self) -> float:
         """Part of the wall time that training waited for checkpoints."""
         return sum(self.stall_seconds.values()) / self.seconds if self.seconds else 0.0
+
+    @property
+    def overhead_seconds_per_step(self) -> float:
+        """Mean time of the training thread in our hooks per optimizer step."""
+        return self.overhead_seconds / max(1, self.steps)
+
+    @property
+    def overhead_share(self) -> float:
+        """Part of the wall time that the training thread spent in our hooks."""
+        return self.overhead_seconds / self.seconds if self.seconds else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from pathlib import Path
@@ -120,7 +121,26 @@ def test_the_report_counts(tmp_path: Path) -> None:
     assert report.generations_committed >= 2
     assert report.nbytes_per_step > report.dense_nbytes / 2 > 0
     assert 0 < report.stall_seconds_per_step < 1
-    assert 0 < report.checkpoint_share < 1
+    assert 0 < report.checkpoint_share < report.overhead_share < 1  # waits are a part of what hooks take
+
+
+def test_the_heap_is_frozen_while_training_and_only_then(tmp_path: Path) -> None:
+    """From the first complete generation to the end of the fit, also if that fails; switched off, never."""
+    counts: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+            counts.append(gc.get_freeze_count())
+            if trainer.global_step == 6:
+                raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        fit(SparseCheckpoint(str(tmp_path / "on"), window=2), Count(), steps=8)
+    assert [count > 0 for count in counts] == [False] * 3 + [True] * 4
+    assert gc.get_freeze_count() == 0
+    counts.clear()
+    fit(SparseCheckpoint(str(tmp_path / "off"), window=2, freeze_heap=False), Count(), steps=6)
+    assert counts == [0] * 6
 
 
 def test_must_refuses_to_start_a_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.session._stall import HookClock, StallMeter, clocked
 
 
 @pytest.fixture
@@ -41,3 +41,31 @@ def test_a_wait_that_raises_is_counted(clock: list[float]) -> None:
     with pytest.raises(KeyError):
         lose_two_seconds()
     assert meter.totals() == {"exchange": 2.0}
+
+
+class Hooks:
+    """Two hooks, one of which calls the other."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.clock, self._now = HookClock(), now
+
+    @clocked
+    def inner(self, seconds: float) -> float:
+        self._now[0] += seconds
+        return self.clock.seconds
+
+    @clocked
+    def outer(self) -> None:
+        self._now[0] += 1
+        self.inner(2)
+        raise KeyError
+
+
+def test_time_in_hooks_counts_once_also_if_they_nest_or_raise(clock: list[float]) -> None:
+    """A hook inside a hook is part of it; what runs between hooks is not ours."""
+    hooks = Hooks(clock)
+    assert hooks.inner(4) == hooks.clock.seconds == 4
+    clock[0] += 100
+    with pytest.raises(KeyError):
+        hooks.outer()
+    assert hooks.clock.seconds == 7

@@ -1,0 +1,47 @@
+"""Full garbage collections kept short while training: what is alive stays out of them.
+
+Python walks all containers when a quarter more of them have survived than at the last full collection. A Trainer's
+heap takes 200 to 300 ms for that (measured, 300,000 objects), on whichever thread happens to allocate, with the
+interpreter lock held. Capturing allocates little per step, but a run without checkpoints allocates next to nothing.
+
+`gc.freeze` is for the whole process. So it is done once, undone at the end of the fit, and not at all where somebody
+else has arranged collections already. What is frozen is still freed by reference counts; only cycles that become
+garbage later wait for the end of the fit. torchtitan and NVRx go further and collect by hand at chosen steps; that
+belongs to whoever owns the process.
+"""
+
+from __future__ import annotations
+
+import gc
+
+
+class FrozenHeap:
+    """Objects alive at `freeze` are left out of collections until `thaw`.
+
+    Args:
+        wanted: `False` makes both do nothing.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._frozen = False
+
+    def freeze(self) -> None:
+        """Collect, then freeze; the first call counts.
+
+        Nothing happens where collections are switched off or objects are frozen already: their owner has other plans.
+        """
+        if not self._wanted:
+            return
+        self._wanted = False
+        if gc.isenabled() and gc.get_freeze_count() == 0:
+            gc.collect()  # garbage that is frozen would stay
+            gc.freeze()
+            self._frozen = True
+
+    def thaw(self) -> None:
+        """Let collections see everything again, if `freeze` took it from them. Repeating this is allowed."""
+        self._wanted = False
+        if self._frozen:
+            self._frozen = False
+            gc.unfreeze()

@@ -1,0 +1,72 @@
+"""What is alive stays out of garbage collections for as long as asked, and other owners' arrangements are left alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_moe_ckpt.session._heap import FrozenHeap
+
+
+class Ring:
+    """Garbage that only a collection can free."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+@pytest.fixture(autouse=True)
+def heap_as_it_was() -> Iterator[None]:
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_what_is_alive_is_left_out_of_collections_until_thawed() -> None:
+    """A cycle that becomes garbage meanwhile waits; one that was garbage before is collected first."""
+    alive, dead = Ring(), Ring()
+    seen, gone = weakref.ref(alive), weakref.ref(dead)
+    del dead
+    heap = FrozenHeap(wanted=True)
+    heap.freeze()
+    assert gone() is None
+    frozen = gc.get_freeze_count()
+    assert frozen > 1000
+    del alive
+    gc.collect()
+    assert seen() is not None
+    heap.freeze()  # only the first counts
+    assert gc.get_freeze_count() <= frozen
+    heap.thaw()
+    heap.thaw()
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert seen() is None
+
+
+def test_nothing_is_done_unless_wanted() -> None:
+    heap = FrozenHeap(wanted=False)
+    heap.freeze()
+    assert gc.get_freeze_count() == 0
+
+
+def test_another_owners_frozen_objects_stay_frozen() -> None:
+    """A program that froze its heap, say before forking, keeps it so."""
+    gc.freeze()
+    heap = FrozenHeap(wanted=True)
+    heap.freeze()
+    heap.thaw()
+    assert gc.get_freeze_count() > 0
+
+
+def test_collections_that_are_off_are_left_alone() -> None:
+    """Nobody waits for collections there."""
+    gc.disable()
+    heap = FrozenHeap(wanted=True)
+    heap.freeze()
+    assert gc.get_freeze_count() == 0
