@@ -12,6 +12,7 @@ namespace moe_ckpt {
 // threads, of which the caller is one. `body` must not throw.
 template <class Body>
 void parallel_for(int threads, size_t count, size_t grain, const Body& body) {
+  if (!count) return;
   const size_t pieces = (count + grain - 1) / grain;
   const size_t workers = std::min<size_t>(std::max(threads, 1), pieces);
   std::atomic<size_t> next{0};

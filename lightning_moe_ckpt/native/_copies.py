@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Copy = tuple[Tensor, Tensor]
-"""(source, destination): as many elements in both; the destination may be a floating type of lower precision."""
+"""(source, destination): as many elements in both; floating types may differ, which rounds or widens."""
 
 
 class CopyList:
@@ -36,6 +36,10 @@ class CopyList:
         if self._sources:
             with torch.no_grad():
                 torch._foreach_copy_(self._destinations, self._sources, non_blocking=non_blocking)
+
+    def pairs(self) -> Iterator[Copy]:
+        """The copies as they are made: source and destination have one shape."""
+        return zip(self._sources, self._destinations, strict=True)
 
     def devices(self) -> set[torch.device]:
         """CUDA devices that take part."""
@@ -76,7 +80,7 @@ def _cut(src: Tensor, dst: Tensor, at: list[int]) -> Iterator[Copy]:
 
 
 def _checked(index: int, src: Tensor, dst: Tensor) -> Copy:
-    if src.dtype is not dst.dtype and not _narrows(src.dtype, dst.dtype):
+    if src.dtype is not dst.dtype and not (src.is_floating_point() and dst.is_floating_point()):
         raise ValueError(f"copy {index}: {src.dtype} cannot be stored as {dst.dtype}.")
     if src.shape == dst.shape:
         return src, dst
@@ -85,7 +89,3 @@ def _checked(index: int, src: Tensor, dst: Tensor) -> Copy:
         raise ValueError(f"copy {index}: the source has {src.numel()} elements, the destination {dst.numel()}.")
     # The destination takes the source's shape, never the other way: flattening a strided source would copy it now.
     return src, dst.view(src.shape)
-
-
-def _narrows(src: torch.dtype, dst: torch.dtype) -> bool:
-    return src.is_floating_point and dst.is_floating_point and dst.itemsize <= src.itemsize

@@ -4,7 +4,8 @@
 The engine keeps the sources alive until it has read them. A failed copy is reported by both `fence` and `wait`, never
 by `submit`, so the training thread meets a failed snapshot in one place.
 
-A compiled engine takes the same seat later; what it adds is pacing and many small slices, not bandwidth.
+Compiled engines do so where they were built, and the ones in Python are their twins. What compiling adds is pacing
+and many small slices, not bandwidth.
 """
 
 from __future__ import annotations
@@ -80,16 +81,19 @@ class CopyEngine(Protocol):
 
 
 def create_engine(device: torch.device) -> CopyEngine:
-    """The engine for parameters that live on `device`.
+    """The engine for parameters that live on `device`, compiled if the library for it is there.
 
     Raises:
         ValueError: neither a CPU nor a CUDA device.
     """
+    from lightning_moe_ckpt.native._compiled import CompiledCpuEngine
     from lightning_moe_ckpt.native._cpu import CpuCopyEngine
     from lightning_moe_ckpt.native._cuda import CudaCopyEngine
+    from lightning_moe_ckpt.native._library import cpu
 
     if device.type == "cpu":
-        return CpuCopyEngine()
+        library = cpu()
+        return CompiledCpuEngine(library) if library is not None else CpuCopyEngine()
     if device.type == "cuda":
         return CudaCopyEngine(device)
     raise ValueError(f"`create_engine(device={device})`: snapshots are taken from 'cpu' and 'cuda' devices only.")

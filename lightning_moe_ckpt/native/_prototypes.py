@@ -22,6 +22,41 @@ class Error(c.Structure):
     _fields_ = (("message", c.c_char * MESSAGE_NBYTES),)
 
 
+class Slice(c.Structure):
+    """One copy of a plan; mirrors `Slice` of slice.hpp."""
+
+    _fields_ = (
+        ("dst", c.c_uint64),
+        ("src", c.c_uint64),
+        ("count", c.c_uint64),
+        ("rows", c.c_uint64),
+        ("dst_stride", c.c_int64),
+        ("src_stride", c.c_int64),
+        ("cast", c.c_int32),
+        ("dst_space", c.c_int32),
+        ("src_space", c.c_int32),
+        ("is_relative", c.c_int32),
+    )
+
+
+class Pieces(c.Structure):
+    """Host memory registered in pieces; mirrors `Pieces` of plan.hpp."""
+
+    _fields_ = (("base", c.c_uint64), ("end", c.c_uint64), ("piece_nbytes", c.c_uint64))
+
+
+class PlanOptions(c.Structure):
+    """How a plan is arranged; mirrors `PlanOptions` of plan.hpp."""
+
+    _fields_ = (
+        ("chunk_nbytes", c.c_uint64),
+        ("chunk_copies", c.c_uint64),
+        ("pack_below", c.c_uint64),
+        ("has_device", c.c_int32),
+        ("bfloat16_nan", c.c_int32),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Prototype:
     """One C function."""
@@ -52,6 +87,30 @@ _ADAM = (*[c.c_void_p] * 4, c.c_int64, c.c_void_p, c.c_int64)
 """Parameter, three moments (the last may be null), how many elements; steps, how many."""
 _STREAM = (c.c_int, c.c_void_p)
 """Device index and stream."""
+_HANDLE = c.c_void_p
+_HANDLE_OUT = c.POINTER(c.c_void_p)
+_U64_OUT = c.POINTER(c.c_uint64)
+
+
+def _plan(part: str) -> dict[str, Prototype]:
+    """Plans are the same in both libraries."""
+    return {
+        f"moe_{part}_plan_create": fallible(
+            c.c_void_p, c.c_uint64, c.POINTER(PlanOptions), c.POINTER(Pieces), c.c_uint64, _HANDLE_OUT
+        ),
+        f"moe_{part}_plan_free": plain(None, _HANDLE),
+        f"moe_{part}_plan_nbytes": plain(c.c_uint64, _HANDLE),
+        f"moe_{part}_plan_bounce_nbytes": plain(c.c_uint64, _HANDLE),
+        f"moe_{part}_plan_attach": fallible(_HANDLE, c.c_uint64, c.c_uint64),
+        f"moe_{part}_plan_num_chunks": plain(c.c_uint64, _HANDLE),
+        f"moe_{part}_plan_num_copies": plain(c.c_uint64, _HANDLE),
+        f"moe_{part}_plan_copies": plain(c.POINTER(Slice), _HANDLE),
+        f"moe_{part}_engine_stop": plain(None, _HANDLE),
+        f"moe_{part}_engine_free": plain(None, _HANDLE),
+        f"moe_{part}_engine_event_fd": plain(c.c_int32, _HANDLE),
+        f"moe_{part}_engine_wait": fallible(_HANDLE, c.c_uint64, c.c_int64),
+    }
+
 
 CPU: Mapping[str, Prototype] = {
     "moe_cpu_abi": plain(c.c_int32),
@@ -62,6 +121,10 @@ CPU: Mapping[str, Prototype] = {
     "moe_sample_threshold": fallible(*_GRADIENT, c.c_int64, c.c_int64, c.POINTER(c.c_uint32)),
     "moe_select": fallible(*_GRADIENT, c.c_uint32, *_SPARSE, c.c_int),
     "moe_adam_replay": fallible(*_ADAM, c.c_int, c.c_void_p, c.c_int),
+    **_plan("cpu"),
+    "moe_cpu_plan_run": fallible(_HANDLE, c.c_int32),
+    "moe_cpu_engine_create": fallible(c.c_int32, c.c_int32, _HANDLE_OUT),
+    "moe_cpu_engine_submit": fallible(_HANDLE, _HANDLE, _U64_OUT),
 }
 
 CUDA: Mapping[str, Prototype] = {

@@ -16,22 +16,53 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import CopyEngine, CopyList, CpuCopyEngine, copy_now, create_engine, measure_bandwidth
+from lightning_moe_ckpt.native import (
+    CopyEngine,
+    CopyList,
+    CpuCopyEngine,
+    CudaCopyEngine,
+    copy_now,
+    create_engine,
+    explain,
+    measure_bandwidth,
+)
 from lightning_moe_ckpt.native._copies import split_at_pieces
 
-ENGINES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+ENGINES = [
+    pytest.param("cpu python", id="cpu-python"),
+    pytest.param("cpu compiled", id="cpu-compiled"),
+    pytest.param("cuda python", id="cuda-python", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(params=ENGINES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def engine(device: torch.device) -> Iterator[CopyEngine]:
-    engine = create_engine(device)
+def device(kind: str) -> torch.device:
+    return torch.device(kind.split(maxsplit=1)[0])
+
+
+@pytest.fixture
+def engine(kind: str, device: torch.device) -> Iterator[CopyEngine]:
+    engine = compiled_engine(device) if kind.endswith("compiled") else python_engine(device)
     yield engine
     engine.close()
+
+
+def python_engine(device: torch.device) -> CopyEngine:
+    return CpuCopyEngine() if device.type == "cpu" else CudaCopyEngine(device)
+
+
+def compiled_engine(device: torch.device) -> CopyEngine:
+    status = next(status for status in explain() if status.part == device.type)
+    if not status.active:
+        pytest.skip(status.reason)
+    engine = create_engine(device)
+    assert "Compiled" in type(engine).__name__, "the compiled engine is the default where it was built"
+    return engine
 
 
 @pytest.fixture
