@@ -1,5 +1,6 @@
-// Rounding is to nearest, ties to even. NaN: to half the upper bits of the payload stay and it becomes quiet; from half
-// it becomes quiet too; from bfloat16 every bit stays; to bfloat16 see the header.
+// Rounding is to nearest, ties to even. A NaN stays one. Its bits are those that torch gives in whole vectors of
+// contiguous elements (elsewhere torch gives others): to half the upper bits of the payload stay and it becomes quiet;
+// from half it becomes quiet too; from bfloat16 every bit stays; to bfloat16 see the header.
 #include "convert.hpp"
 
 #if defined(__x86_64__)
