@@ -129,13 +129,6 @@ class CheckpointCallback(Checkpoint):
             self._run.before_optimizer_step(optimizer)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._run is not None:
-            self._run.batch_end()
-
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.end()

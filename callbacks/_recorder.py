@@ -76,6 +76,11 @@ class BoundaryRecorder:
         }
         return start
 
+    @staticmethod
+    def next_batch_begun(start: Start) -> bool:
+        """Whether hooks at the start of the next epoch had run when the state of this boundary was taken."""
+        return start["random"]["fetch"] is not None
+
     def take_end(self) -> Start:
         """The start half of a boundary after which nothing is trained any more."""
         start = self._take(between_epochs=True)

@@ -13,7 +13,7 @@ from lightning_moe_ckpt.callbacks._run import FitRun
 
 
 class Replay(Callback):
-    """Restores random state and replays slots before any other callback sees the model.
+    """Restores random state and drops what a replay must not step on, before any other callback sees the model.
 
     Args:
         begin: opens the run and loads what it can resume from; called in `on_fit_start`.
@@ -44,4 +44,9 @@ class Replay(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            self._run.replay_batch_end(outputs)
+            self._run.batch_end(outputs)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.validation_begins()

@@ -81,6 +81,7 @@ class FitRun:
         self._stops = Stops(
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.unlink_shared_memory
         )
+        self._validated = False
 
     @property
     def clock(self) -> HookClock:
@@ -92,6 +93,8 @@ class FitRun:
         if start is not None:
             self._recorder.resume(start)
             self._step = self._trainer.global_step
+            if not self._recorder.next_batch_begun(start):
+                self.life.waive_settling()  # hooks before the next batch have not run: they will, once
         if self.life.replaying:
             self._hold = _lightning.NoLightningCheckpoints(self._trainer, self._held)
 
@@ -132,6 +135,29 @@ class FitRun:
             self.life.end(self._step, self._recorder.take_stopped())
             self._ended = True
 
+    @clocked
+    def after_batch(self) -> None:
+        """All hooks on the batch have run, the module's own too: they may have edited what they could reach.
+
+        A replay loads its next slot only here. What hooks edit was recorded after they had edited it; loaded before
+        them, it would be edited twice.
+        """
+        if not self._stepped:
+            return
+        self._step = self._trainer.global_step
+        if self.life.replaying and self.life.replayed(self._step, self._losses):
+            self._release()
+        losses, self._losses = self._losses, []
+        outcome = {
+            "step": self._step,
+            "epoch": self._trainer.current_epoch,
+            "grad_norm": self._clip.last,
+            "found_inf": self._found,
+            "losses": losses,
+        }
+        self.life.boundary(self._step, outcome)
+        self._recorder.want_start()
+
     def _stop_if_agreed(self) -> None:
         if not self._stops.agreed():
             return
@@ -150,8 +176,10 @@ class FitRun:
     def batch_start(self) -> None:
         self._stops.batch_begins()
         start = self._recorder.complete_start()
+        validated, self._validated = self._validated, False
+        self.life.settle(disturbed=validated)
         if start is not None:
-            self.life.seal(start, step=self._step)
+            self.life.seal(start, step=self._step, disturbed=validated)
         outcome = self.life.replay_outcome(self._step + 1)
         self._clip.override = None if outcome is None else outcome["grad_norm"]
         self.life.forward_begins()
@@ -166,13 +194,13 @@ class FitRun:
             self._found_inf.write(optimizer, outcome["found_inf"], self._module.device)
 
     @clocked
-    def replay_batch_end(self, outputs: Any) -> None:
+    def batch_end(self, outputs: Any) -> None:
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             self._losses.append(outputs["loss"].detach().clone())
-        if self._stepped and self.life.replaying:
-            dense = self.life.replayed(self._trainer.global_step, self._losses)
-            if dense:
-                self._release()
+
+    def validation_begins(self) -> None:
+        # It may swap weights through `.data` and back (averages), which no version counter sees.
+        self._validated = True
 
     # -- last callback
 
@@ -180,22 +208,6 @@ class FitRun:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._found = self._found_inf.read(optimizer)
         self.life.fence()
-
-    @clocked
-    def batch_end(self) -> None:
-        if not self._stepped:
-            return
-        self._step = self._trainer.global_step
-        losses, self._losses = self._losses, []
-        outcome = {
-            "step": self._step,
-            "epoch": self._trainer.current_epoch,
-            "grad_norm": self._clip.last,
-            "found_inf": self._found,
-            "losses": losses,
-        }
-        self.life.boundary(self._step, outcome)
-        self._recorder.want_start()
 
     @clocked
     def end(self) -> None:

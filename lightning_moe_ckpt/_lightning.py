@@ -53,6 +53,9 @@ class LoopListener(Protocol):
     def after_run(self) -> None:
         """Training has ended by itself and every `on_train_end` has run."""
 
+    def after_batch(self) -> None:
+        """All `on_train_batch_end` hooks of a batch have run, the module's last; validation has not."""
+
 
 class FitLoopTaps:
     """Calls a listener from inside one trainer's fit loop, until `remove`."""
@@ -69,6 +72,7 @@ class FitLoopTaps:
         self._before(epoch_loop, "_on_before_fetch", listener.before_fetch)
         self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
         self._after(fit_loop, "on_run_end", listener.after_run)
+        self._before(epoch_loop, "on_advance_end", listener.after_batch)
 
     def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
         original = getattr(owner, name)

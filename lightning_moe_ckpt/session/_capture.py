@@ -23,7 +23,7 @@ from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
 from lightning_moe_ckpt.session._ring import SegmentRing, Slot
 from lightning_moe_ckpt.session._stall import StallMeter
-from lightning_moe_ckpt.session._writer import SegmentWriter
+from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 
 log = logging.getLogger(__name__)
@@ -177,21 +177,27 @@ class CaptureSession:
             except CheckpointError as error:
                 self._spoil(str(error))
 
-    def seal(self, start: Journal, *, step: int) -> None:
-        """Complete the capture of boundary `step` with the journal's start half; call at the next batch start."""
+    def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
+        """Complete the capture of boundary `step` with the journal's start half; call at the next batch start.
+
+        Args:
+            start: the journal's start half.
+            step: the boundary.
+            disturbed: whether sources may have changed unseen since `capture`: all of them are copied again.
+        """
         window, pending = self._window, self._pending
         if window is None:
             return
         self._pending = None
         if pending is not None and not window.spoiled:
-            self._seal_segment(window, pending, start)
+            self._seal_segment(window, pending, start, disturbed=disturbed)
         if step == window.generation.step:
             self._finish(window)
 
-    def _seal_segment(self, window: _Window, pending: _Pending, start: Journal) -> None:
+    def _seal_segment(self, window: _Window, pending: _Pending, start: Journal, *, disturbed: bool) -> None:
         assert self._ring is not None
         with self._stalls.measure("journal"):
-            pending.writer.recopy_changed(pending.ticket)
+            pending.writer.recopy_changed(pending.ticket, everything=disturbed)
             try:
                 # Hooks and validation may have changed buffers since the step; the next forward will, before any fence.
                 pending.writer.write_local({"outcome": pending.outcome, "start": start})
@@ -201,6 +207,9 @@ class CaptureSession:
                 return
             except CodecError as error:
                 self._spoil(f"the journal cannot hold the state of this step: {error}")
+                return
+            except BufferChanged as error:
+                self._spoil(str(error))
                 return
         self._ring.seal(pending.slot)
         segment = pending.writer.sealed(pending.step, pending.ticket)

@@ -83,8 +83,23 @@ class StateView:
     ) -> None:
         self.module, self.operators, self.schema = module, operators, schema
         self.params = dict(module.named_parameters())
-        self.buffers = dict(module.named_buffers())
+        # By owner, since a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
+        self._buffer_owners = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in module.named_buffers()
+        }
         self.compute_dtypes = dict(compute_dtypes)
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """Persistent or not, in the order of the modules."""
+        return tuple(self._buffer_owners)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """The live tensor; `None` if the module has dropped it."""
+        owner, key = self._buffer_owners[name]
+        value = getattr(owner, key, None)
+        return value if isinstance(value, Tensor) else None
 
     def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
         """The same live state, cut into other operators and stored at other precisions."""
@@ -169,7 +184,8 @@ class SlotLayout:
         chosen = [(view.operators[n], RecordKind.FULL) for n in full]
         chosen += [(view.operators[n], RecordKind.COMPUTE) for n in compute]
         self.parts = {region: region_parts(chosen, region, view, groups) for region in REGIONS}
-        local = [TensorSpec(f"buffer/{n}", b.dtype, tuple(b.shape)) for n, b in view.buffers.items()]
+        buffers = {n: b for n in view.buffer_names if (b := view.buffer(n)) is not None}
+        local = [TensorSpec(f"buffer/{n}", b.dtype, tuple(b.shape)) for n, b in buffers.items()]
         local.append(TensorSpec(JOURNAL, torch.uint8, (journal_nbytes,)))
         self.own = [f for region in REGIONS for f in self.fields(region, groups.rank)]
         self._local = [spec.name for spec in local]

@@ -117,6 +117,7 @@ class Life:
         self._found: Found | None = None
         self._replay: Replay | None = None
         self._replay_layout: WindowLayout | None = None
+        self._unsettled: Replay | None = None
         self._steps = self._replayed = self._mismatches = self._committed = self._persisted_nbytes = 0
         self._newest: dict[str, int] = {}
         self._restore_seconds = 0.0
@@ -191,6 +192,8 @@ class Life:
             may_skip=self._may_skip,
         )
         replay.load(found.first_step)
+        replay.load_buffers()
+        self._unsettled = replay
         if not replay.dense:
             self._replay, self._replay_layout = replay, layout
         if self._planner.accepts(layout):
@@ -236,11 +239,26 @@ class Life:
                 _shown(expected),
             )
         replay.load(step)
+        self._unsettled = replay
         if replay.dense:
             replay.unfreeze()
             self._replay = self._replay_layout = None
             log.info("dense again at step %d after %d replayed steps", step, self._replayed)
         return self._replay is None
+
+    def settle(self, *, disturbed: bool) -> None:
+        """The next batch begins, the moment at which the newest loaded slot was sealed: repair what hooks did since.
+
+        Args:
+            disturbed: whether what was loaded may have changed without a trace.
+        """
+        replay, self._unsettled = self._unsettled, None
+        if replay is not None:
+            replay.settle(self._exchange.all_agree, disturbed=disturbed)
+
+    def waive_settling(self) -> None:
+        """What was loaded was taken right after its step: hooks until the next batch change it rightly."""
+        self._unsettled = None
 
     # -- capture
 
@@ -300,8 +318,14 @@ class Life:
             return False  # another plan could ask for the full state of an operator that is still frozen
         return self._policy.due(step, self._last_window, self._planner.interval_steps)
 
-    def seal(self, start: Journal, *, step: int) -> None:
-        """The next batch begins: complete what boundary `step` took. Boundary 0 of a fresh run is taken here."""
+    def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
+        """The next batch begins: complete what boundary `step` took. Boundary 0 of a fresh run is taken here.
+
+        Args:
+            start: the journal's start half.
+            step: the boundary.
+            disturbed: whether parameters may have changed, or been away, since it was taken without a trace.
+        """
         capture = self._capture
         assert capture is not None
         fresh = self._found is None and self._began is None
@@ -311,7 +335,7 @@ class Life:
         if fresh:
             journal = {"outcome": {"step": step, "losses": []}, "start": start}
             self._write_dense(step, journal, timeout=self._config.commit_timeout.total_seconds())
-        capture.seal(start, step=step)
+        capture.seal(start, step=step, disturbed=disturbed)
 
     def end(self, step: int, start: Journal) -> None:
         """Training ended normally: leave a dense generation of the last boundary."""

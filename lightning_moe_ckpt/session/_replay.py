@@ -13,7 +13,7 @@ Source: MoEvement (2024), Sec. 3.3; we differ in replaying inside the user's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, REGIONS, Field, SlotLayout, StateView
+from lightning_moe_ckpt.session._writer import versions
 
 
 class Replay:
@@ -58,6 +59,9 @@ class Replay:
         self._active: set[str] = set()
         self._switched_off: list[torch.nn.Parameter] = []
         self._dropped: list[torch.nn.Parameter] = []
+        self._newest = -1
+        self._loaded: list[Tensor] = []
+        self._versions: list[int] = []
 
     @property
     def dense(self) -> bool:
@@ -74,22 +78,42 @@ class Replay:
         outcome: Journal = self.journals[step - self._first]["outcome"]
         return outcome
 
-    @torch.no_grad()
     def load(self, step: int) -> None:
-        """Load the slot of boundary `step`; every rank must call it."""
-        index = step - self._first
-        layout, segment = self._slots[index], self._segments[index]
-        assert segment is not None
-        for region in REGIONS:
-            for writer in self._groups.ranks("expert_data" if region == "expert_data" else "world"):
-                self._load_region(layout, segment, region, writer)
-        for name, buffer in self._view.buffers.items():
-            buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
-        self._segments[index] = None
+        """Load the slot of boundary `step`, but for buffers; every rank must call it.
+
+        Validation and the end of an epoch may still follow. What they and the user's hooks change was recorded as
+        they had left it, at the next batch start: see `settle`. Buffers are what the replayed step has made of them.
+        """
+        self._newest = step - self._first
+        layout = self._slots[self._newest]
+        self._load_records()
         self._active.update(
             {part.operator for parts in layout.parts.values() for part in parts if part.kind is RecordKind.FULL}
         )
         self._freeze()
+
+    @torch.no_grad()
+    def load_buffers(self) -> None:
+        """Set the buffers to those of the slot loaded last."""
+        layout, segment = self._newest_slot()
+        for name in self._view.buffer_names:
+            buffer = self._view.buffer(name)
+            if buffer is not None:
+                buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
+
+    def settle(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
+        """Make the state what it was when the slot loaded last was sealed; every rank must call it.
+
+        Args:
+            agree: whether all ranks say yes.
+            disturbed: whether parameters may have changed unseen by their version counters.
+        """
+        untouched = not disturbed and versions(self._loaded) == self._versions
+        if not agree(untouched):
+            self._load_records()
+        self.load_buffers()
+        self._segments[self._newest] = None
+        self._loaded, self._versions = [], []
 
     def drop_frozen_gradients(self) -> None:
         """Before the optimizer step: what is wholly frozen takes no part in it."""
@@ -104,6 +128,22 @@ class Replay:
         self._dropped = []
 
     # -- private
+
+    def _newest_slot(self) -> tuple[SlotLayout, Tensor]:
+        segment = self._segments[self._newest]
+        assert segment is not None
+        return self._slots[self._newest], segment
+
+    @torch.no_grad()
+    def _load_records(self) -> None:
+        layout, segment = self._newest_slot()
+        for region in REGIONS:
+            for writer in self._groups.ranks("expert_data" if region == "expert_data" else "world"):
+                self._load_region(layout, segment, region, writer)
+        fqns = dict.fromkeys(part.piece.fqn for parts in layout.parts.values() for part in parts)
+        params = [self._view.params[fqn] for fqn in fqns]
+        self._loaded = [*params, *self._view.states(params)]
+        self._versions = versions(self._loaded)
 
     def _load_region(self, layout: SlotLayout, segment: Tensor, region: str, writer: int) -> None:
         fields = layout.fields(region, writer)

@@ -20,6 +20,10 @@ from lightning_moe_ckpt.session._persist import SealedSegment
 from lightning_moe_ckpt.storage import RecordRows
 
 
+class BufferChanged(Exception):
+    """A buffer does not fit its record any more; never leaves the session, which turns it into a report."""
+
+
 class SegmentWriter:
     """Fills one piece of memory with one slot of a plan.
 
@@ -45,28 +49,40 @@ class SegmentWriter:
         """Begin to copy every record; the sources must not change before the ticket's fence."""
         self._refresh()
         assert self._copies is not None
-        self._versions = _versions(self._bases)
+        self._versions = versions(self._bases)
         return self._engine.submit(self._copies)
 
-    def recopy_changed(self, ticket: Ticket) -> None:
-        """Copy again, synchronously, what was changed in place since `start`."""
-        now = _versions(self._bases)
-        changed = (
-            {i for i, version in enumerate(self._versions) if version != now[i]} if now != self._versions else set()
-        )
-        if changed:
-            ticket.wait()
-            pairs = [pair for pair, owner in zip(self._pairs, self._owners, strict=True) if owner in changed]
-            self._engine.submit(pairs).wait()
+    def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> None:
+        """Copy again, synchronously, what was changed in place since `start`.
+
+        Args:
+            ticket: what `start` returned.
+            everything: whether changes may have left no trace: nothing of the first copy is kept.
+        """
+        now = versions(self._bases)
+        if now == self._versions and not everything:
+            return
+        changed = {i for i, version in enumerate(self._versions) if everything or version != now[i]}
+        ticket.wait()
+        pairs = [pair for pair, owner in zip(self._pairs, self._owners, strict=True) if owner in changed]
+        self._engine.submit(pairs).wait()
 
     def write_local(self, journal: Journal) -> None:
         """Copy this rank's buffers and put the journal into its record, synchronously.
 
         Raises:
             JournalOverflow: the record is too small.
+            BufferChanged: a buffer has another shape or dtype than when training started.
         """
-        for name, buffer in self.layout.view.buffers.items():
-            self.layout.segment.view(self.view, f"buffer/{name}").copy_(buffer)
+        for name in self.layout.view.buffer_names:
+            place, buffer = self.layout.segment.view(self.view, f"buffer/{name}"), self.layout.view.buffer(name)
+            if buffer is None or buffer.shape != place.shape or buffer.dtype != place.dtype:
+                found = "gone" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
+                raise BufferChanged(
+                    f"buffer `{name}` is {found}, was {place.dtype} {tuple(place.shape)} when this plan was made. "
+                    "Keep the shape of buffers, or register what grows as a plain attribute that is rebuilt at start"
+                )
+            place.copy_(buffer)
         place = self.layout.segment.view(self.view, JOURNAL)
         payload = encode_journal(journal, place.numel())
         place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
@@ -103,6 +119,6 @@ class SegmentWriter:
         self._records = RecordRows(layout.entries(self.view))
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
+def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Count in-place changes of tensors and of all that share their memory; changes through `.data` stay unseen."""
     return [tensor._version for tensor in tensors]  # noqa: SLF001  # torch has no public name for it

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from campaign._data import SEQUENCE, VOCABULARY
@@ -34,7 +36,7 @@ class ListMoE(nn.Module):
     @override
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         probs_TE = self._logits(x_TD).float().softmax(-1)
-        weight_T, expert_T = probs_TE.max(-1)
+        weight_T, expert_T = self._choose(probs_TE)
         out_TD = torch.zeros_like(x_TD)
         for index, expert in enumerate(self.experts):
             rows = (expert_T == index).nonzero(as_tuple=True)[0]
@@ -43,6 +45,10 @@ class ListMoE(nn.Module):
                 out_TD = out_TD.index_add(0, rows, (y * weight_T[rows, None].to(y.dtype)).to(out_TD.dtype))
         load_E = functional.one_hot(expert_T, len(self.experts)).float().mean(0)
         return out_TD, (load_E * probs_TE.mean(0)).sum() * len(self.experts)
+
+    def _choose(self, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        weight_T, expert_T = probs_TE.max(-1)
+        return weight_T, expert_T
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         if self._gate_fp32:
@@ -53,6 +59,78 @@ class ListMoE(nn.Module):
         if self._noisy and self.training:
             logits_TE = logits_TE + 0.3 * torch.randn_like(logits_TE)
         return _block_last_expert(self.gate, (), logits_TE) if self._never_routed else logits_TE
+
+
+class BiasedMoE(ListMoE):
+    """Chooses experts by a bias that no gradient moves: the user does, after each batch, by the load that was seen.
+
+    Source: DeepSeek-V3 (2024), Sec. 2.1.2 (balancing without an auxiliary loss).
+    """
+
+    SPEED = 0.02
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, num_experts: int = NUM_EXPERTS, *, bias: str, **options: Any) -> None:
+        super().__init__(num_experts, **options)
+        self._unseen = bias == "data"
+        zeros_E = torch.zeros(num_experts)
+        if bias == "buffer":
+            self.register_buffer("bias", zeros_E)
+        else:
+            self.bias = nn.Parameter(zeros_E, requires_grad=False)
+        self.register_buffer("load", torch.zeros(num_experts), persistent=False)
+
+    @override
+    def _choose(self, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        expert_T = (probs_TE + self.bias).argmax(-1)
+        if self.training:
+            self.load = self.load + functional.one_hot(expert_T, len(self.experts)).sum(0)
+        return probs_TE.gather(1, expert_T[:, None])[:, 0], expert_T
+
+    @torch.no_grad()
+    def balance(self) -> None:
+        """Move the bias towards experts that had too few tokens on all ranks."""
+        load_E = self.load.clone()
+        if dist.is_initialized():
+            dist.all_reduce(load_E)
+        target = self.bias.data if self._unseen else self.bias  # no version counter sees what `.data` changes
+        target.add_(self.SPEED * torch.sign(load_E.mean() - load_E))
+        self.load.zero_()
+
+
+class Counting(nn.Module):
+    """Counts its calls, in training and in validation, and epochs, in buffers that its output depends on."""
+
+    seen: Tensor
+    calls: Tensor
+    validated: Tensor
+    epochs: Tensor
+
+    def __init__(self, inner: Residual) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("validated", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("epochs", torch.zeros(1, dtype=torch.int32))
+
+    @torch.no_grad()
+    def begin_epoch(self) -> None:
+        """Count it, and shrink some weights."""
+        self.epochs += 1
+        self.inner.head.weight.mul_(0.9)
+
+    @override
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.seen += tokens_BS.numel()
+            self.calls = self.calls + 1  # another tensor each time
+        else:
+            self.validated += 1
+        logits_BSV, aux = self.inner(tokens_BS)
+        turn = torch.sin(self.calls + self.epochs + self.seen / 7 + self.validated / 3).float()
+        return logits_BSV * (1 + 0.05 * turn), aux
 
 
 def _expert(dropout: float) -> nn.Module:
@@ -95,8 +173,9 @@ def _block_last_expert(gate: nn.Module, args: tuple[Any, ...], logits_TE: Tensor
 class Residual(nn.Module):
     """Embedding, a dense residual block, one MoE layer, a head: everything that tends to be stored wrongly."""
 
-    def __init__(self, moe: nn.Module, *, dropout: float = 0.1, batch_norm: bool = False) -> None:
+    def __init__(self, moe: nn.Module, *, dropout: float = 0.1, batch_norm: bool = False, recompute: str = "") -> None:
         super().__init__()
+        self._recompute = recompute
         self.embedding = nn.Embedding(VOCABULARY, MODEL_DIM)
         self.norm = nn.LayerNorm(MODEL_DIM)
         self.dense = nn.Linear(MODEL_DIM, MODEL_DIM)
@@ -109,8 +188,29 @@ class Residual(nn.Module):
     def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
         x_TD = self.embedding(tokens_BS).flatten(0, 1)
         x_TD = x_TD + self.dropout(functional.gelu(self.dense(self.norm(x_TD))))
-        y_TD, aux = self.moe(self.running(x_TD))
+        y_TD, aux = _recomputed(self.moe, self.running(x_TD), self._recompute)
         return self.head(x_TD + y_TD).unflatten(0, tokens_BS.shape), aux
+
+
+def _recomputed(module: nn.Module, x: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    """Run a module, throwing its activations away if `how` says `reentrant` or `not_reentrant`."""
+    if not how or not torch.is_grad_enabled():
+        y, aux = module(x)
+    else:
+        y, aux = checkpoint(module, x, use_reentrant=how == "reentrant")
+    return y, aux
+
+
+class _DenseMLP(nn.Module):
+    """In the place of experts."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = _expert(dropout)
+
+    @override
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x_TD), x_TD.new_zeros(())
 
 
 class _Block(nn.Module):
@@ -130,13 +230,13 @@ class _Block(nn.Module):
 
 
 class TiedGPT(nn.Module):
-    """Two transformer blocks whose token embedding is also the head."""
+    """Transformer blocks whose token embedding is also the head."""
 
-    def __init__(self, make_moe: Callable[[], nn.Module]) -> None:
+    def __init__(self, make_moe: Callable[[], nn.Module], num_blocks: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, MODEL_DIM)
         self.places = nn.Embedding(SEQUENCE, MODEL_DIM)
-        self.blocks = nn.ModuleList(_Block(make_moe()) for _ in range(2))
+        self.blocks = nn.ModuleList(_Block(make_moe()) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(MODEL_DIM)
         self.head = nn.Linear(MODEL_DIM, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -197,14 +297,21 @@ def build(
     gate_fp32: bool = False,
     noisy: bool = False,
     never_routed: bool = False,
+    recompute: str = "",
+    bias: str = "buffer",
 ) -> nn.Module:
-    """A model by name: `lists`, `batch_norm`, `tied`, `mixtral` or `stacked`."""
+    """A model by name: `lists`, `batch_norm`, `tied`, `mixtral`, `stacked`, `counting`, `biased` or `dense`."""
     options: dict[str, Any] = {"gate_fp32": gate_fp32, "noisy": noisy, "never_routed": never_routed}
     if name == "mixtral":
         return TinyMixtral(never_routed=never_routed)
     if name == "stacked":
-        return Residual(StackedMoE(num_experts, **options), dropout=dropout)
+        return Residual(StackedMoE(num_experts, **options), dropout=dropout, recompute=recompute)
+    if name == "dense":
+        return TiedGPT(lambda: _DenseMLP(dropout), num_blocks=4)
+    if name == "biased":
+        return Residual(BiasedMoE(num_experts, bias=bias, dropout=dropout, **options), dropout=dropout)
     if name == "tied":
         return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, **options))
     moe = ListMoE(num_experts, dropout=dropout, **options)
-    return Residual(moe, dropout=dropout, batch_norm=name == "batch_norm")
+    model = Residual(moe, dropout=dropout, batch_norm=name == "batch_norm", recompute=recompute)
+    return Counting(model) if name == "counting" else model

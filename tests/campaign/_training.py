@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from campaign._data import make_loader, make_validation_loader
-from campaign._models import build
+from campaign._models import BiasedMoE, Counting, build
 from lightning_moe_ckpt.testing._lives import Fit, Life
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]
@@ -54,7 +54,7 @@ class Checkpointing:
 class Setup:
     """A training run. The defaults are 2 epochs of 5 optimizer steps in one process."""
 
-    model: Literal["lists", "batch_norm", "tied", "mixtral", "stacked"] = "lists"
+    model: Literal["lists", "batch_norm", "tied", "mixtral", "stacked", "counting", "biased", "dense"] = "lists"
     options: tuple[tuple[str, Any], ...] = ()
     """Arguments of `build`."""
     checkpointing: Checkpointing | None = None
@@ -80,6 +80,8 @@ class Setup:
     expert_parallel: int = 1
     strategy: Literal["moe", "moe_fast", "ddp"] = "moe"
     world_size: int = 1
+    balanced_by: Literal["module", "callback"] | None = None
+    """Who moves the router bias of the model `biased` after each batch."""
     bucket_nbytes: tuple[int, ...] = (2**25,)
     """Size of a reduction bucket in each life; the last one holds for all that follow."""
 
@@ -94,7 +96,7 @@ class Setup:
 
     def callbacks(self, life: Life) -> Sequence[Callback]:
         """The user's own callbacks, besides the one that takes checkpoints."""
-        return ()
+        return [Balancing()] if self.balanced_by == "callback" else []
 
     def loaders(self, life: Life) -> tuple[Any, Any]:
         """Training and validation data."""
@@ -183,6 +185,16 @@ class Module(LightningModule):
         return loss
 
     @override
+    def on_train_epoch_start(self) -> None:
+        if isinstance(self.model, Counting):
+            self.model.begin_epoch()
+
+    @override
+    def on_train_batch_end(self, *args: object) -> None:
+        if self._setup.balanced_by == "module":
+            balance(self)
+
+    @override
     def on_after_backward(self) -> None:
         if self.trainer.global_step in self._setup.overflow_steps:
             overflow_one_expert(self)
@@ -193,6 +205,21 @@ class Module(LightningModule):
         if self._setup.scheduler == "none":
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": make_scheduler(self._setup, optimizer)}
+
+
+def balance(module: LightningModule) -> None:
+    """Let every layer with a router bias move it."""
+    for each in module.modules():
+        if isinstance(each, BiasedMoE):
+            each.balance()
+
+
+class Balancing(Callback):
+    """Moves router biases before a checkpoint callback, which Lightning runs last, looks at them."""
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        balance(pl_module)
 
 
 def overflow_one_expert(module: LightningModule, expert: int = 1) -> None:
