@@ -13,6 +13,7 @@ Source: MoEvement (2024), Sec. 3.3; we differ in replaying inside the user's own
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +25,8 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, REGIONS, Field, SlotLayout, StateView
 from lightning_moe_ckpt.session._writer import versions
+
+log = logging.getLogger(__name__)
 
 
 class Replay:
@@ -77,6 +80,20 @@ class Replay:
         """What the original run recorded of the optimizer step that ends at boundary `step`."""
         outcome: Journal = self.journals[step - self._first]["outcome"]
         return outcome
+
+    def matches(self, step: int, losses: list[Tensor]) -> bool:
+        """Whether the step that ended at boundary `step` gave the losses of the original run; reported if not."""
+        expected = self.outcome(step)["losses"]
+        same = _same_bits(losses, expected)
+        if not same:
+            log.error(
+                "replay of step %d gave another loss than the original run (%s, was %s): this restart is not bit-exact. "
+                "Look for kernels that are not deterministic, or data that cannot be repositioned.",
+                step,
+                _shown(losses),
+                _shown(expected),
+            )
+        return same
 
     def load(self, step: int) -> None:
         """Load the slot of boundary `step`, but for buffers; every rank must call it.
@@ -210,3 +227,14 @@ def _relative_spans(layout: SlotLayout, region: str, writer: int) -> dict[str, t
 def _region_bytes(layout: SlotLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:
     start = layout.segment.spans[first.name].offset
     return segment[start : start + nbytes]
+
+
+def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _shown(losses: list[Tensor]) -> str:
+    return ", ".join(f"{loss.item():.9g}" for loss in losses)
