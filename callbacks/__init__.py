@@ -3,3 +3,4 @@
 from lightning_moe_ckpt.callbacks._dense import DenseCheckpoint as DenseCheckpoint
 from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor as ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._sparse import SparseCheckpoint as SparseCheckpoint
+from lightning_moe_ckpt.policies import Popularity as Popularity

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
 
 
@@ -28,6 +29,8 @@ class SparseCheckpoint(CheckpointCallback):
             `algorithm1` is the paper's rule.
         order: which operators come first: `popularity` takes the experts with fewest tokens first,
             `back_to_front` the last layers, `fixed` the order of the model.
+        popularity: how popularity is measured and when a changed one changes the order; `None` for hard counts,
+            looked at every 100 steps.
         schedule: operators of every slot by name, instead of a plan; `moe-ckpt inspect` shows the names.
         max_window: longest window to plan; bounds the shared memory that is reserved.
         over_budget: if even the weights of everything exceed the budget: `stall` waits in slot 0, `dense` takes
@@ -57,6 +60,7 @@ class SparseCheckpoint(CheckpointCallback):
         budget_nbytes: int | None = None,
         planner: Literal["packed", "algorithm1"] = "packed",
         order: Literal["popularity", "fixed", "back_to_front"] = "popularity",
+        popularity: Popularity | None = None,
         schedule: Sequence[Sequence[str]] | None = None,
         max_window: int = 16,
         over_budget: Literal["stall", "dense"] = "stall",
@@ -88,13 +92,19 @@ class SparseCheckpoint(CheckpointCallback):
             raise ConfigurationError(
                 f"`SparseCheckpoint(order={order!r})` must be 'popularity', 'fixed' or 'back_to_front'."
             )
+        if popularity is not None and (order != "popularity" or schedule is not None):
+            raise ConfigurationError(
+                f"`SparseCheckpoint(popularity=..., order={order!r}, schedule={'...' if schedule else None})`: popularity "
+                "is measured only with order='popularity' and without a schedule. Leave it out, or change these."
+            )
         self.window, self.budget_nbytes, self.planner = window, budget_nbytes, planner
-        self.order, self.schedule = order, schedule
+        self.order, self.popularity, self.schedule = order, popularity, schedule
         self.max_window, self.over_budget = max_window, over_budget
 
     @override
     def _policy(self) -> WindowPolicy:
         schedule = None if self.schedule is None else tuple(tuple(slot) for slot in self.schedule)
+        by_popularity = self.order == "popularity" and schedule is None
         return SparseWindows(
             window=None if self.window == "auto" else self.window,
             budget_nbytes=self.budget_nbytes,
@@ -103,4 +113,5 @@ class SparseCheckpoint(CheckpointCallback):
             schedule=schedule,
             max_window=self.max_window,
             over_budget=self.over_budget,
+            popularity=(self.popularity or Popularity()) if by_popularity else None,
         )

@@ -23,6 +23,8 @@ class Routing(NamedTuple):
     """fp32 `[T, K]`, differentiable."""
     l_aux: Tensor
     """Scalar, fp32, differentiable; 1 when tokens and probability are spread evenly."""
+    probs: Tensor
+    """fp32 `[T, E]`, of all experts, differentiable."""
 
 
 def route(logits_TE: Tensor, top_k: int, *, normalize: bool, noise: Tensor | None = None) -> Routing:
@@ -39,7 +41,7 @@ def route(logits_TE: Tensor, top_k: int, *, normalize: bool, noise: Tensor | Non
     weight_TK, topk_idx_TK = probs_TE.topk(top_k, dim=-1)
     if normalize and top_k > 1:
         weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weight_TK.dtype).eps)
-    return Routing(topk_idx_TK, weight_TK, balance_loss(probs_TE, topk_idx_TK[:, 0]))
+    return Routing(topk_idx_TK, weight_TK, balance_loss(probs_TE, topk_idx_TK[:, 0]), probs_TE)
 
 
 def balance_loss(probs_TE: Tensor, first_choice_T: Tensor) -> Tensor:

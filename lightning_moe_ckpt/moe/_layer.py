@@ -66,6 +66,7 @@ class MoELayer(nn.Module):
         l_aux: balancing loss of the last forward, `None` before.
         tokens_per_expert: see `read_and_reset_counts`.
         drops_per_expert: see `read_and_reset_drops`.
+        probabilities: called with the gate's probabilities `[T, E]`, detached, at every forward: a place for hooks.
 
     Raises:
         ConfigurationError: the arguments contradict each other or the number of expert-parallel ranks.
@@ -98,6 +99,7 @@ class MoELayer(nn.Module):
         self.local_expert_ids = range(first, first + self.num_local_experts)
         self.l_aux: Tensor | None = None
         self._counter = TokenCounter(num_experts)
+        self.probabilities = nn.Identity()
 
         # Straight to memory without `nn.Linear`'s own draws from the global random state.
         gate = nn.Linear(d_model, num_experts, bias=False, device="meta")
@@ -120,6 +122,7 @@ class MoELayer(nn.Module):
         x_TD = x.reshape(-1, self.d_model)
         routing = self._route(x_TD)
         self.l_aux = routing.l_aux
+        self.probabilities(routing.probs.detach())
         dispatch = plan_dispatch(routing.topk_idx, self.num_experts, self.capacity(x_TD.shape[0]))
         if self.training and not is_recomputing():
             self._counter.add(dispatch.kept, dispatch.routed)

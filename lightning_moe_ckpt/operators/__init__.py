@@ -1,6 +1,7 @@
 """Find operators and slice parameters and optimizer state."""
 
 from lightning_moe_ckpt.operators._counts import LoadCounter as LoadCounter
+from lightning_moe_ckpt.operators._counts import Measure as Measure
 from lightning_moe_ckpt.operators._discover import discover as discover
 from lightning_moe_ckpt.operators._layers import MoELayerSpec as MoELayerSpec
 from lightning_moe_ckpt.operators._layers import stacked_slices as stacked_slices
@@ -11,6 +12,8 @@ from lightning_moe_ckpt.operators._optimizer_layouts import register_optimizer a
 from lightning_moe_ckpt.operators._param_groups import groups_state as groups_state
 from lightning_moe_ckpt.operators._param_groups import load_groups_state as load_groups_state
 from lightning_moe_ckpt.operators._parameters import ParameterIndex as ParameterIndex
+from lightning_moe_ckpt.operators._popularity_taps import CapacityTap as CapacityTap
+from lightning_moe_ckpt.operators._popularity_taps import ProbabilityTap as ProbabilityTap
 from lightning_moe_ckpt.operators._probe import ComputeDtypeProbe as ComputeDtypeProbe
 from lightning_moe_ckpt.operators._set import OperatorSet as OperatorSet
 from lightning_moe_ckpt.operators._split import split as split

@@ -1,17 +1,22 @@
-"""Tokens per expert since the last reading, over all layers, for the order of capture."""
+"""Tokens, router probabilities or capacity per expert since the last reading, over all layers."""
 
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_moe_ckpt.operators._layers import MoELayerSpec
 from lightning_moe_ckpt.operators._set import OperatorSet
-from lightning_moe_ckpt.operators._taps import TokenCounts
+from lightning_moe_ckpt.operators._taps import CountTap, TokenCounts
 
 log = logging.getLogger(__name__)
+
+Measure = Literal["tokens", "probabilities", "capacity"]
+"""What is added up: tokens an expert processed, the router's probabilities for it, tokens it could have taken."""
 
 
 class LoadCounter:
@@ -24,51 +29,63 @@ class LoadCounter:
     Args:
         operators: found in `module`.
         module: the model; hooks are registered on its modules while installed.
+        measure: what is added up.
     """
 
-    def __init__(self, operators: OperatorSet, module: nn.Module) -> None:
-        self._layers, self._module = operators.layers, module
-        self._counts = {layer.fqn: TokenCounts(layer.num_experts) for layer in operators.layers}
+    def __init__(self, operators: OperatorSet, module: nn.Module, measure: Measure = "tokens") -> None:
+        self._module, self._measure = module, measure
+        dtype = torch.float64 if measure == "probabilities" else torch.int64
+        self._taps: list[tuple[MoELayerSpec, CountTap | None, TokenCounts]] = [
+            (layer, _tap(layer, measure), TokenCounts(layer.num_experts, dtype)) for layer in operators.layers
+        ]
+        self._dtype = dtype
         self._handles: list[RemovableHandle] = []
         self._installed = False
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Layers whose tokens cannot be counted; their experts keep a fixed order."""
-        return tuple(layer.fqn for layer in self._layers if layer.count is None)
+        """Layers that cannot be measured; with tokens, their experts keep a fixed order."""
+        return tuple(layer.fqn for layer, tap, _ in self._taps if tap is None)
 
     def install(self) -> None:
         """Start counting; a second call changes nothing."""
         if self._installed:
             return
         self._installed = True
-        for layer in self._layers:
-            if layer.count is not None:
-                self._handles += layer.count.install(self._module, self._counts[layer.fqn])
+        for _, tap, counts in self._taps:
+            if tap is not None:
+                self._handles += tap.install(self._module, counts)
         if self.uncounted:
-            log.warning("tokens cannot be counted in %s; these experts are captured in a fixed order", self.uncounted)
+            log.warning(
+                "%s cannot be counted in %s; these experts are captured in a fixed order", self._measure, self.uncounted
+            )
 
     def read_and_reset(self) -> Tensor:
-        """Counts since the last call, int64 `[sum of num_experts]`; nothing waits for the device here.
+        """What was added up since the last call, `[sum of num_experts]`; nothing waits for the device here.
 
-        On the device of the layers, or on the CPU if they are spread over several.
+        Returns:
+            int64, float64 for probabilities; on the device of the layers, or on the CPU if they are spread over several.
         """
-        if self._installed:
-            for layer in self._layers:
-                if layer.count is not None:
-                    layer.count.drain(self._module, self._counts[layer.fqn])
-        counts = [self._counts[layer.fqn].take() for layer in self._layers]
-        if len({c.device for c in counts}) > 1:
-            counts = [c.cpu() for c in counts]
-        return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
+        self._drain()
+        taken = [counts.take() for _, _, counts in self._taps]
+        if len({c.device for c in taken}) > 1:
+            taken = [c.cpu() for c in taken]
+        return torch.cat(taken) if taken else torch.zeros(0, dtype=self._dtype)
 
     def remove(self) -> None:
         """Stop counting and take all hooks off; what was counted can still be read."""
-        if self._installed:
-            for layer in self._layers:
-                if layer.count is not None:
-                    layer.count.drain(self._module, self._counts[layer.fqn])
+        self._drain()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._installed = False
+
+    def _drain(self) -> None:
+        if self._installed:
+            for _, tap, counts in self._taps:
+                if tap is not None:
+                    tap.drain(self._module, counts)
+
+
+def _tap(layer: MoELayerSpec, measure: Measure) -> CountTap | None:
+    return {"tokens": layer.count, "probabilities": layer.probabilities, "capacity": layer.capacity}[measure]

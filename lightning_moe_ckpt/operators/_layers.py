@@ -37,6 +37,11 @@ class MoELayerSpec:
     """`expert_data` if other ranks hold other experts of this layer."""
     count: CountTap | None = None
     """How tokens per expert are counted; `None` if they cannot be, then experts keep their order."""
+    probabilities: CountTap | None = None
+    """How the router's probabilities are summed over tokens; `None` if they cannot be seen. Needed by soft counts."""
+    capacity: CountTap | None = None
+    """How the tokens that experts could take are added up; `None` if that cannot be seen. Needed by popularity per
+    capacity."""
     dropped: CountTap | None = None
     """How tokens dropped over capacity are counted; `None` if they are not. Only looked at by monitors."""
 

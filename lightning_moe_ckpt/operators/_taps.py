@@ -1,6 +1,6 @@
 """Count the tokens each expert processes, without forking the model and without waiting for the device.
 
-Three ways cover the supported layouts: the indices handed to a module with stacked experts, the rows handed to each
+`_popularity_taps` has the taps for router probabilities and capacity; they add to the same accumulators. Three ways cover the supported layouts: the indices handed to a module with stacked experts, the rows handed to each
 expert that is a module of its own, and a counter the layer keeps itself. Hooks add to an int64 accumulator on the
 device (`bincount` would synchronise), only in training, and never while backward recomputes a forward: activation
 checkpointing would count its tokens twice.
@@ -31,16 +31,17 @@ def in_backward() -> bool:
 
 
 class TokenCounts:
-    """Accumulates one layer's tokens per expert on the device where they are routed.
+    """Accumulates one layer's tokens, probabilities or capacity per expert, on the device where they arise.
 
     Args:
         num_experts: E, over all ranks.
+        dtype: float64 for probabilities; sums of integers stay exact whatever their order.
     """
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, dtype: torch.dtype = torch.int64) -> None:
         self.num_experts = num_experts
         # One place more than experts: indices that mean "dropped" are counted there and not read.
-        self._acc = torch.zeros(num_experts + 1, dtype=torch.int64)
+        self._acc = torch.zeros(num_experts + 1, dtype=dtype)
         self._seen = torch.zeros(num_experts, dtype=torch.int64)
         self._warned = False
 
@@ -54,6 +55,10 @@ class TokenCounts:
         """Count `rows` tokens for one expert."""
         self._on(device)[expert_idx].add_(rows)
 
+    def add_sums(self, sums_E: Tensor) -> None:
+        """Add what was summed over tokens, one value per expert."""
+        self._on(sums_E.device)[: self.num_experts].add_(sums_E)
+
     def follow(self, running_E: Tensor) -> None:
         """Take a running count of the layer's own as the start; it is read, never changed: others read it too."""
         self._seen = running_E.detach().clone()
@@ -64,16 +69,14 @@ class TokenCounts:
         self._on(now.device)[: self.num_experts].add_(torch.where(now >= seen, now - seen, now))
         self._seen = now
 
-    def missed(self, name: str) -> None:
+    def missed(self, name: str, why: str) -> None:
         """Say once that tokens pass through module `name` uncounted."""
         if not self._warned:
             self._warned = True
-            log.warning(
-                "`%s` is given no expert indices: its tokens cannot be counted, its experts keep their order", name
-            )
+            log.warning("`%s` %s: its tokens cannot be counted, its experts keep their order", name, why)
 
     def take(self) -> Tensor:
-        """The counts since the last call, int64 `[E]` on the device; they start again at zero."""
+        """The counts since the last call, `[E]` on the device; they start again at zero."""
         counts = self._acc[: self.num_experts].clone()
         self._acc.zero_()
         return counts
@@ -107,9 +110,9 @@ class IndexTap:
         def before(experts: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if not experts.training or in_backward():
                 return
-            idx_TK = _indices([*args, *kwargs.values()])
+            idx_TK = find_indices([*args, *kwargs.values()])
             if idx_TK is None:
-                counts.missed(self.experts)
+                counts.missed(self.experts, "is given no expert indices")
                 return
             with torch.no_grad():
                 counts.add_indices(idx_TK)
@@ -162,7 +165,7 @@ def _hook_rows(expert: nn.Module, expert_idx: int, counts: TokenCounts) -> Remov
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not called.training or in_backward():
             return
-        x = next((t for t in _tensors([*args, *kwargs.values()])), None)
+        x = next((t for t in tensors_of([*args, *kwargs.values()])), None)
         if x is not None:
             # Shapes are known on the host: nothing waits for the device here.
             counts.add_rows(expert_idx, x.shape[:-1].numel(), x.device)
@@ -170,10 +173,10 @@ def _hook_rows(expert: nn.Module, expert_idx: int, counts: TokenCounts) -> Remov
     return expert.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _indices(values: Sequence[object]) -> Tensor | None:
+def find_indices(values: Sequence[object]) -> Tensor | None:
     """The routing indices, found by dtype and shape: their position among the arguments changed between releases."""
-    return next((t for t in _tensors(values) if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
+    return next((t for t in tensors_of(values) if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
 
 
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+def tensors_of(values: Iterable[object]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor))

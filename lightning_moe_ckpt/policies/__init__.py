@@ -11,6 +11,7 @@ from lightning_moe_ckpt.policies._planner import plan_for_window as plan_for_win
 from lightning_moe_ckpt.policies._planner import plan_window as plan_window
 from lightning_moe_ckpt.policies._planner import split_nbytes as split_nbytes
 from lightning_moe_ckpt.policies._popularity import Order as Order
+from lightning_moe_ckpt.policies._popularity import Popularity as Popularity
 from lightning_moe_ckpt.policies._popularity import decayed_popularity as decayed_popularity
 from lightning_moe_ckpt.policies._popularity import order as order
 from lightning_moe_ckpt.policies._popularity import popularity_per_capacity as popularity_per_capacity

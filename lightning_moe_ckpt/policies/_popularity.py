@@ -4,8 +4,10 @@ What is captured late stays frozen long in replay and saves work there; so popul
 operators that every token uses. In a dense model the back comes first: gradients of a frozen front need not be
 computed.
 
-Popularity is the number of tokens routed to an expert since it was last read (hard counts). The other measures of the
-paper are functions here, for orders of one's own (`SparseCheckpoint(schedule=...)`).
+Popularity is measured from the tokens of every step (`Popularity`): hard counts of the tokens that an expert processed,
+or soft counts of the router's probabilities; summed, or averaged with a half-life; as they are, or in relation to
+capacity. A token dropped over capacity is no hard count: the expert is not activated for it, and freezing the expert
+saves nothing of it. Soft counts include it, since its probability does not depend on whether there was room.
 
 Shape suffixes: T tokens, E experts.
 
@@ -15,24 +17,70 @@ Source: MoEvement (2024), Sec. 3.5, Appendix B and E.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Operator
 
 Order = Literal["popularity", "fixed", "back_to_front"]
 
 
-def order(operators: Sequence[Operator], *, by: Order, loads: Mapping[str, int] | None = None) -> tuple[str, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Popularity:
+    """How the popularity of experts is measured, and when a changed one changes the order of capture.
+
+    Source: MoEvement (2024), Sec. 3.5 and Appendix B; the names are the paper's.
+    """
+
+    counts: Literal["hard", "soft"] = "hard"
+    """`hard`: tokens that the expert processed; `soft`: the router's probabilities for it, summed over all tokens."""
+    half_life_steps: float | None = None
+    """Optimizer steps after which a step weighs half (the paper's time decay, an exponential moving average); `None`
+    weighs all steps since the last look alike."""
+    per_capacity: bool = False
+    """Whether each step's counts are divided by what the expert could take in that step; where nothing is dropped,
+    that is all tokens."""
+    reorder_every_n_steps: int = 100
+    """Steps between two looks at the order, which happen at multiples of it. A new order holds from the next window
+    but one; fewer steps than a window has make no sense."""
+    reorder_threshold: float = 0.10
+    """Relative change of an expert's share that counts as one."""
+    reorder_fraction: float = 0.25
+    """Share of the experts that must have changed for a new plan."""
+
+    def __post_init__(self) -> None:
+        if self.counts not in ("hard", "soft"):
+            raise ConfigurationError(f"`Popularity(counts={self.counts!r})` must be 'hard' or 'soft'.")
+        if self.half_life_steps is not None and not self.half_life_steps > 0:
+            raise ConfigurationError(
+                f"`Popularity(half_life_steps={self.half_life_steps})` must be above zero, or None for no decay."
+            )
+        if self.reorder_every_n_steps < 1:
+            raise ConfigurationError(
+                f"`Popularity(reorder_every_n_steps={self.reorder_every_n_steps})` must be 1 or more steps."
+            )
+        if not self.reorder_threshold >= 0:
+            raise ConfigurationError(
+                f"`Popularity(reorder_threshold={self.reorder_threshold})` must be zero or more, e.g. 0.1 for 10 %."
+            )
+        if not 0 <= self.reorder_fraction <= 1:
+            raise ConfigurationError(
+                f"`Popularity(reorder_fraction={self.reorder_fraction})` must be between 0 and 1, e.g. 0.25 for 25 %."
+            )
+
+
+def order(operators: Sequence[Operator], *, by: Order, loads: Mapping[str, float] | None = None) -> tuple[str, ...]:
     """Names of the operators in the order of capture.
 
     Args:
         operators: in the order of the model.
         by: `popularity`: experts by ascending load, then everything else; `fixed`: as given; `back_to_front`: from
             the output to the input.
-        loads: tokens by expert operator; an expert not named had none. Without it, experts keep their order.
+        loads: popularity by expert operator; an expert not named had none. Without it, experts keep their order.
     """
     if by == "fixed":
         return tuple(op.name for op in operators)
@@ -46,8 +94,8 @@ def order(operators: Sequence[Operator], *, by: Order, loads: Mapping[str, int] 
 
 
 def should_reorder(
-    old_counts: Tensor | Sequence[int],
-    new_counts: Tensor | Sequence[int],
+    old_counts: Tensor | Sequence[float],
+    new_counts: Tensor | Sequence[float],
     *,
     reorder_threshold: float = 0.10,
     reorder_fraction: float = 0.25,
@@ -55,7 +103,7 @@ def should_reorder(
     """Whether the experts' shares of the tokens have changed enough to plan anew.
 
     Args:
-        old_counts: tokens per expert when the plan was made.
+        old_counts: popularity of each expert when the plan was made, in any unit.
         new_counts: the same now; the totals may differ.
         reorder_threshold: relative change of an expert's share that counts.
         reorder_fraction: share of the experts that must have changed.
@@ -67,7 +115,7 @@ def should_reorder(
         raise ValueError(f"`should_reorder` got counts of {old.numel()} and {new.numel()} experts.")
     if not old.numel() or not float(new.sum()):
         return False
-    before, now = old / old.sum().clamp(min=1), new / new.sum()
+    before, now = old / old.sum() if float(old.sum()) else old, new / new.sum()
     changed = (now - before).abs() > reorder_threshold * before
     return float(changed.double().mean()) >= reorder_fraction
 
@@ -87,29 +135,28 @@ def soft_popularity(probs_TE: Tensor) -> Tensor:
     return probs_TE.detach().reshape(-1, probs_TE.shape[-1]).sum(dim=0, dtype=torch.float64)
 
 
-def decayed_popularity(previous_E: Tensor | None, counts_E: Tensor, *, half_life_windows: float) -> Tensor:
-    """Popularity that forgets: an exponential moving average over windows.
+def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps: float) -> Tensor:
+    """Popularity that forgets: an exponential moving average over optimizer steps.
 
-    `a * previous + (1 - a) * counts` with `a = 2 ** (-1 / half_life_windows)`; the first window counts in full.
+    `a * previous + (1 - a) * counts` with `a = 2 ** (-1 / half_life_steps)`. The average starts at zero, which scales
+    the first ones alike for all experts; neither an order nor shares see that. It is linear, so averages that ranks
+    take of their own tokens add up to that of all tokens.
 
     Args:
-        previous_E: the result for the window before; `None` for the first one.
-        counts_E: hard or soft counts of one window, summed over all ranks.
-        half_life_windows: after how many windows a count weighs half, above zero. The paper's average is over
-            mini-batches; windows are when counts are read.
+        previous_E: the result for the step before; zeros for the first one.
+        counts_E: hard or soft counts of one optimizer step, all its micro-batches.
+        half_life_steps: after how many steps a count weighs half, above zero.
 
     Returns:
-        float64 `[E]`. Equal inputs give equal bits, so ranks that agree on counts agree on this.
+        float64 `[E]`. Equal inputs give equal bits, so a resumed run that counts the same steps has the same result.
 
     Source: MoEvement (2024), Appendix B, "Time-Decayed Popularity".
     """
-    if half_life_windows <= 0:
-        raise ValueError(f"`decayed_popularity(half_life_windows={half_life_windows})` must be above zero.")
-    if previous_E is None:
-        return counts_E.double()
+    if not half_life_steps > 0:
+        raise ValueError(f"`decayed_popularity(half_life_steps={half_life_steps})` must be above zero.")
     if previous_E.shape != counts_E.shape:
         raise ValueError(f"`decayed_popularity` got {previous_E.numel()} and {counts_E.numel()} experts.")
-    keep = 2.0 ** (-1.0 / half_life_windows)
+    keep = 2.0 ** (-1.0 / half_life_steps)
     popularity_E: Tensor = keep * previous_E.double() + (1.0 - keep) * counts_E.double()
     return popularity_E
 
@@ -118,14 +165,16 @@ def popularity_per_capacity(counts_E: Tensor, capacity_E: Tensor) -> Tensor:
     """How far experts of different capacity are used: tokens in relation to the tokens they can take.
 
     Args:
-        counts_E: hard, soft or decayed counts.
-        capacity_E: tokens that an expert can take in the same time, above zero; a scalar if all are alike.
+        counts_E: hard or soft counts.
+        capacity_E: tokens that each expert could take in the same steps, zero or more; on any device. An expert that
+            could take none has no popularity.
 
     Returns:
-        float64 `[E]`.
+        float64 `[E]`, on the device of the counts.
 
     Source: MoEvement (2024), Appendix B, "Capacity-Aware Ordering".
     """
-    if not bool((capacity_E > 0).all()):
-        raise ValueError("`popularity_per_capacity(capacity_E=...)` must be above zero for every expert.")
-    return counts_E.double() / capacity_E.double()
+    if counts_E.shape != capacity_E.shape:
+        raise ValueError(f"`popularity_per_capacity` got {counts_E.numel()} and {capacity_E.numel()} experts.")
+    capacity_E = capacity_E.to(counts_E.device, torch.float64)
+    return torch.where(capacity_E > 0, counts_E.double() / torch.where(capacity_E > 0, capacity_E, 1.0), 0.0)

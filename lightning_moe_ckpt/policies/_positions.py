@@ -20,7 +20,7 @@ from lightning_moe_ckpt.policies._base import Plan
 from lightning_moe_ckpt.policies._planner import PlanItem
 from lightning_moe_ckpt.policies._popularity import Order
 
-Counts = Tensor | Sequence[int]
+Counts = Tensor | Sequence[float]
 
 
 def positions(
@@ -30,7 +30,7 @@ def positions(
 
     Args:
         operators: of this rank, possibly split.
-        counts: tokens per expert over all layers, summed over all ranks (frozen at the window's slot 0).
+        counts: popularity per expert over all layers, summed over all ranks (frozen at the window's slot 0).
         sizes: `(FULL, COMPUTE)` bytes of each operator. Experts of one layer must have equal sizes on all ranks.
         by: order of capture, see `order`; only `popularity` looks at `counts`.
     """
@@ -72,8 +72,8 @@ class _Position:
 class _Layer:
     ordered: list[int]
     """Local experts, least popular first."""
-    keys: list[int]
-    """Tokens at each position, summed over the expert-parallel ranks."""
+    keys: list[float]
+    """Popularity of each position, summed over the expert-parallel ranks."""
 
 
 def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tuple[_Position, Operator]]:
@@ -106,7 +106,7 @@ def _layers(operators: OperatorSet, counts: Counts, by: Order) -> dict[str, _Lay
     if len(values) != operators.num_experts:
         raise ValueError(f"`counts` has {len(values)} entries for {operators.num_experts} experts.")
     if by != "popularity":
-        values = [0] * len(values)
+        values = [0.0] * len(values)
     offsets = operators.count_offsets
     return {
         layer.fqn: _layer(layer, values[offsets[layer.fqn] :][: layer.num_experts], operators.ep_size)
@@ -114,7 +114,7 @@ def _layers(operators: OperatorSet, counts: Counts, by: Order) -> dict[str, _Lay
     }
 
 
-def _layer(layer: MoELayerSpec, counts_E: list[int], ep_size: int) -> _Layer:
+def _layer(layer: MoELayerSpec, counts_E: list[float], ep_size: int) -> _Layer:
     ordered = sorted(layer.local_expert_ids, key=lambda expert: (counts_E[expert], expert))
     parts = ep_size if layer.holders == "expert_data" else 1
     each = layer.num_experts // parts

@@ -21,12 +21,16 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
+from lightning_moe_ckpt.session._reordering import Reordering
 from lightning_moe_ckpt.session._ring import SegmentRing, Slot
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 
 log = logging.getLogger(__name__)
+
+_VOTES = 5
+"""Integers that every rank tells the others before a window, before what it adds for the order of experts."""
 
 
 @dataclass(kw_only=True)
@@ -60,6 +64,7 @@ class CaptureSession:
         stalls: where every wait is recorded.
         make_ring: allocates a ring for a slot size in bytes and a window length in steps.
         relayout: the plan in force with a larger journal capacity, in bytes.
+        reordering: what the exchange at window boundaries carries for plans in another order; `None` without.
     """
 
     def __init__(
@@ -72,10 +77,11 @@ class CaptureSession:
         stalls: StallMeter,
         make_ring: Callable[[int, int], SegmentRing],
         relayout: Callable[[int], WindowLayout],
+        reordering: Reordering | None = None,
     ) -> None:
         self._epoch, self._exchange, self._engine = epoch, exchange, engine
         self._worker, self._stalls = worker, stalls
-        self._make_ring, self._relayout = make_ring, relayout
+        self._make_ring, self._relayout, self._reordering = make_ring, relayout, reordering
         self._journal_nbytes = 0
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
@@ -123,23 +129,24 @@ class CaptureSession:
         self._layout = layout
         return True
 
-    def open_window(self, step: int, use_next_plan: Callable[[], None] | None = None) -> bool:
+    def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None) -> bool:
         """Agree with all ranks to start a window whose slot 0 is boundary `step`.
 
         Args:
             step: the boundary just reached.
-            use_next_plan: puts a plan in force that waits on this rank; called if one waits on every rank.
+            use: puts a plan in force, if it may change here.
         """
         assert self._layout is not None
-        assert self._ring is not None
+        following = self._following() if use is not None else None
+        inputs = self._reordering.inputs() if self._reordering is not None else []
         with self._stalls.measure("exchange"):
-            room = self._ring.has_room(len(self._layout.slots))
-            own = [int(self._worker.idle), int(room), self._journal_nbytes, int(self._spoiled_last)]
-            votes = self._exchange.gather([*own, int(use_next_plan is not None)])
+            votes = self._exchange.gather([*self._votes(following), *inputs])
+        if self._reordering is not None:
+            self._reordering.agreed([vote[_VOTES:] for vote in votes])
         self._settle_last(spoiled=any(vote[3] for vote in votes))
         self._grow_journal(max(vote[2] for vote in votes))
-        if use_next_plan is not None and all(vote[4] for vote in votes):
-            use_next_plan()
+        if following is not None and use is not None:
+            self._follow(following, use, fits=all(vote[4] for vote in votes))
         if not (all(vote[1] for vote in votes) or self._has_room_now()):
             self.windows_skipped += 1
             return False
@@ -236,6 +243,26 @@ class CaptureSession:
             self._ring.close(unlink=True)
 
     # -- private
+
+    def _following(self) -> WindowLayout | None:
+        """The plan in another order that holds from here on; the same on all ranks."""
+        with self._stalls.measure("plan"):
+            return self._reordering.take_next() if self._reordering is not None else None
+
+    def _votes(self, following: WindowLayout | None) -> list[int]:
+        """What this rank tells the others before a window: `_VOTES` integers."""
+        assert self._layout is not None
+        assert self._ring is not None
+        fits = following is None or self._ring.fits(following.slot_nbytes, len(following.slots))
+        window = max(len(self._layout.slots), len(following.slots) if following is not None and fits else 0)
+        room = self._ring.has_room(window)
+        return [int(self._worker.idle), int(room), self._journal_nbytes, int(self._spoiled_last), int(fits)]
+
+    def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
+        if fits:
+            use(following)
+        else:
+            log.warning("a new order of experts needs larger segments than the ring has; the old one stays in force")
 
     def _start(self, step: int, *, persist: bool) -> None:
         assert self._layout is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.native import create_engine
-from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
+from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
@@ -99,13 +100,11 @@ class Life:
         self._operators = discover(module, ep_size=groups.ep_size)
         self._view = StateView(module, self._operators, schema, {})
         self._exchange = Exchange(groups)
-        self._counter = LoadCounter(self._operators, module)
         self._planner = Planner(
             policy,
             view=self._view,
             groups=groups,
             exchange=self._exchange,
-            counter=self._counter,
             autocast_dtype=autocast_dtype,
             module=module,
         )
@@ -162,16 +161,18 @@ class Life:
             stalls=self._stalls,
             make_ring=self._make_ring,
             relayout=self._planner.relayout,
+            reordering=self._planner.reordering,
         )
-        self._counter.install()
+        self._planner.begin()
         if self._found is None:
             return None
         self._newest[STORAGE] = self._found.generation.step
         start = self._load(self._found)
         self._restore_seconds = time.perf_counter() - started
         log.info(
-            "resumes from %s at step %d in %.2f s; dense after %d replayed steps",
+            "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
             self._found.generation,
+            xxh3_128_hexdigest(self._found.policy["plan"].encode())[:8],
             self._found.first_step,
             self._restore_seconds,
             len(self._found.segments) - 1,
@@ -200,6 +201,7 @@ class Life:
             # The next windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
             self._capture.use_layout(layout)
+        self._planner.restore(replay.journals[0]["outcome"].get("popularity"))
         start: Journal = replay.journals[0]["start"]
         return start
 
@@ -272,11 +274,14 @@ class Life:
             with self._stalls.measure("heap"):
                 self._heap.freeze()
         self._steps += 1
+        self._planner.stepped(step)
         if not capture.window_open:
             self._plan()
-            if capture.layout is None or not self._due(step) or not capture.open_window(step, self._reordered()):
+            use = self._use if self._replay is None else None
+            if capture.layout is None or not self._due(step) or not capture.open_window(step, use):
                 return
             self._last_window = step
+            outcome = {**outcome, "popularity": self._planner.state()}
         capture.capture(step, outcome)
 
     def _plan(self) -> None:
@@ -285,19 +290,13 @@ class Life:
         if layout is not None:
             self._use(layout)
 
-    def _reordered(self) -> Callable[[], None] | None:
-        """What puts a waiting plan in force, if one is waiting here."""
-        if self._replay is not None:
-            return None
-        self._planner.consider_reordering()
-        return (lambda: self._use(self._planner.take_reordered())) if self._planner.reordered else None
-
     def _use(self, layout: WindowLayout) -> None:
         assert self._capture is not None
         if self._capture.use_layout(layout):
             self._planner.adopt(layout)
             log.info(
-                "plan: %d segments of at most %.1f MiB (everything: %.1f MiB)",
+                "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
+                layout.plan_hash[:8],
                 len(layout.slots),
                 layout.slot_nbytes / 2**20,
                 self._dense_nbytes / 2**20,
@@ -322,10 +321,10 @@ class Life:
         fresh = self._found is None and self._began is None
         self._began = self._began or time.perf_counter()
         if self._steps < 2:
-            self._planner.journal_needs(len(encode({"outcome": {}, "start": start})))
+            outcome = {"popularity": self._planner.state()}
+            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
         if fresh:
-            journal = {"outcome": {"step": step, "losses": []}, "start": start}
-            self._write_dense(step, journal, timeout=self._config.commit_timeout.total_seconds())
+            self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
         capture.seal(start, step=step, disturbed=disturbed)
 
     def end(self, step: int, start: Journal) -> None:
@@ -358,9 +357,7 @@ class Life:
         began = time.perf_counter()
         capture.abort_window()
         saved = self._exchange.all_agree(worker.drain(timeout)) and self._write_dense(
-            step,
-            {"outcome": {"step": step, "losses": []}, "start": start},
-            timeout=timeout - (time.perf_counter() - began),
+            step, start, timeout=timeout - (time.perf_counter() - began)
         )
         seconds = time.perf_counter() - began
         if saved:
@@ -371,8 +368,10 @@ class Life:
         self._log_costs()
         return saved
 
-    def _write_dense(self, step: int, journal: Journal, *, timeout: float) -> bool:
+    def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
         """Capture everything at once through a temporary buffer and wait until it is durable everywhere."""
+        outcome = {"step": step, "losses": [], "popularity": self._planner.state()}
+        journal = {"outcome": outcome, "start": start}
         assert self._runs is not None
         assert self._worker is not None
         with self._stalls.measure("dense"):
@@ -409,7 +408,6 @@ class Life:
     def close(self) -> None:
         """Release threads, shared memory and hooks; what was sealed stays on its way until the worker is done."""
         self._heap.thaw()
-        self._counter.remove()
         self._planner.close()
         if self._replay is not None:
             self._replay.unfreeze()

@@ -1,6 +1,6 @@
 """From a policy to bytes: what windows look like, when they start, and when they are planned anew.
 
-All inputs of a plan are agreed on first (the smallest budget, the summed token counts, the strictest compute
+All inputs of a plan are agreed on first (the smallest budget, popularity over all ranks, the strictest compute
 precision), so every rank computes the same plan. The plan is over positions (`policies`), so that expert-parallel
 ranks may order their experts differently. What a later life needs to lay the same window out again is stored with
 each generation as a small JSON value.
@@ -9,10 +9,8 @@ each generation as a small JSON value.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -21,34 +19,34 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.native import measure_bandwidth
-from lightning_moe_ckpt.operators import ComputeDtypeProbe, LoadCounter, Operator, OperatorSet, RecordKind, split
+from lightning_moe_ckpt.operators import ComputeDtypeProbe, Operator, OperatorSet, RecordKind, split
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
     Order,
     Plan,
     PlanItem,
+    Popularity,
     WindowPlan,
     assign_positions,
     plan_for_window,
     plan_window,
     positions,
-    should_reorder,
     split_nbytes,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayout
+from lightning_moe_ckpt.session._popularity import PopularityMeter, sum_in_order
+from lightning_moe_ckpt.session._reordering import Reordering
 
 PlanRecord = dict[str, Any]
-"""JSON values, equal on all ranks: `config`, `order`, `plan`, `counts`, `compute_dtypes`, `split_nbytes`, `interval`."""
+"""JSON values, equal on all ranks: `config`, `order`, `plan`, `popularity`, `compute_dtypes`, `budget_nbytes`,
+`split_nbytes`, `interval`."""
 
 MEASURED_STEPS = 3
 """Steps of a life before budgets and compute precisions are known."""
 
 BUDGET_SHARE = 0.8
 """Part of the measured bandwidth that a plan may use; the rest absorbs noise."""
-
-REORDER_WINDOWS = 8
-"""Windows over which tokens are counted before the order is looked at again; fewer would follow noise."""
 
 _BANDWIDTH_NBYTES = 16 * 2**20
 
@@ -109,6 +107,8 @@ class SparseWindows:
     schedule: tuple[tuple[str, ...], ...] | None
     max_window: int
     over_budget: Literal["stall", "dense"]
+    popularity: Popularity | None = None
+    """Given if and only if the order depends on it."""
 
     kind: Literal["sparse"] = "sparse"
 
@@ -173,7 +173,7 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
         plan = (
             positions_plan
             if named
-            else assign_positions(positions_plan, view.operators, record["counts"], by=record["order"])
+            else assign_positions(positions_plan, view.operators, record["popularity"], by=record["order"])
         )
     except ValueError as error:
         raise IdentityMismatch(
@@ -188,11 +188,12 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
     """One slot of everything, whatever the policy: the first and the last generation of a run."""
-    counts = [0] * view.operators.num_experts
-    items = _items(view, groups, counts, "fixed")
+    popularity = [0.0] * view.operators.num_experts
+    items = _items(view, groups, popularity, "fixed")
     plan = DenseWindows(every_n_steps=1).plan(items, 0)
     config = DenseWindows(every_n_steps=1).config()
-    return lay_out(_record(config, "fixed", plan, counts=counts, dtypes={}, limit=0), view, groups, journal_nbytes)
+    record = _record(config, "fixed", plan, popularity=popularity, dtypes={}, budget=0, limit=0)
+    return lay_out(record, view, groups, journal_nbytes)
 
 
 def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
@@ -208,7 +209,6 @@ class Planner:
         view: live state, operators not split.
         groups: this rank's place.
         exchange: control exchange.
-        counter: tokens per expert on this rank.
         autocast_dtype: low precision under autocast, `None` without.
         module: probed for the precision in which parameters are consumed.
     """
@@ -220,21 +220,18 @@ class Planner:
         view: StateView,
         groups: ParallelGroups,
         exchange: Exchange,
-        counter: LoadCounter,
         autocast_dtype: torch.dtype | None,
         module: torch.nn.Module,
     ) -> None:
         self._policy, self._view, self._groups = policy, view, groups
-        self._exchange, self._counter = exchange, counter
+        self._exchange = exchange
         self._probe = Probe(module, autocast_dtype) if autocast_dtype is not None and policy.kind == "sparse" else None
         self._current: WindowLayout | None = None
-        self._counts = torch.zeros(view.operators.num_experts, dtype=torch.int64)
+        self._meter, self.reordering = self._popularity(module)
         self._journal_nbytes = _PAGE
         self._steps = 0
         self._step_seconds: list[float] = []
         self._boundary_at: float | None = None
-        self._next: Background | None = None
-        self._windows = 0
 
     @property
     def interval_steps(self) -> int:
@@ -244,6 +241,26 @@ class Planner:
     def adopt(self, layout: WindowLayout) -> None:
         """`layout` is in force."""
         self._current = layout
+
+    def begin(self) -> None:
+        """Start measuring popularity."""
+        if self._meter is not None:
+            self._meter.install()
+
+    def stepped(self, step: int) -> None:
+        """Optimizer step `step` has ended."""
+        if self._meter is not None:
+            self._meter.stepped(step)
+
+    def state(self) -> dict[str, Any] | None:
+        """What the journal keeps of popularity at a boundary."""
+        return None if self.reordering is None else self.reordering.state()
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from the state of the boundary that this life starts from; call after `adopt`."""
+        if self.reordering is not None and state is not None:
+            in_force = None if self._current is None else self._current.record["popularity"]
+            self.reordering.restore(state, in_force)
 
     def accepts(self, layout: WindowLayout) -> bool:
         """Whether a restored plan is what this policy would go on with."""
@@ -273,29 +290,10 @@ class Planner:
         wait = self._policy.measures or self._probe is not None
         if self._current is not None or (wait and self._steps < MEASURED_STEPS):
             return None
-        return self._plan(self._global_counts())()
-
-    def consider_reordering(self) -> None:
-        """Where a window starts: see whether popularity has changed enough, and if so plan anew in the background."""
-        if self._current is None or self._next is not None or not self._reorders():
-            return
-        self._windows += 1
-        if self._windows % REORDER_WINDOWS:
-            return
-        counts = self._global_counts()
-        if should_reorder(self._current.record["counts"], counts):
-            self._next = Background(self._plan(counts))
-
-    @property
-    def reordered(self) -> bool:
-        """Whether a plan made in the background is waiting on this rank."""
-        return self._next is not None and self._next.done
-
-    def take_reordered(self) -> WindowLayout:
-        """The waiting plan; every rank takes its own at the same boundary."""
-        assert self._next is not None
-        background, self._next = self._next, None
-        return background.result()
+        popularity = self._global_popularity()
+        if self.reordering is not None:
+            popularity = self.reordering.first(popularity)
+        return self._make(popularity, self._compute_dtypes(), self._budget())
 
     def relayout(self, journal_nbytes: int) -> WindowLayout:
         """The plan in force with room for a larger journal."""
@@ -304,36 +302,48 @@ class Planner:
         return lay_out(self._current.record, self._view, self._groups, journal_nbytes)
 
     def close(self) -> None:
-        """Stop probing."""
+        """Stop probing and measuring."""
         if self._probe is not None:
             self._probe.leave()
+        if self._meter is not None:
+            self._meter.remove()
 
     # -- private
 
-    def _reorders(self) -> bool:
-        return isinstance(self._policy, SparseWindows) and self._policy.order == "popularity" and len(self._counts) > 0
+    def _popularity(self, module: torch.nn.Module) -> tuple[PopularityMeter | None, Reordering | None]:
+        policy, operators = self._policy, self._view.operators
+        config = policy.popularity if isinstance(policy, SparseWindows) else None
+        if config is None or not operators.num_experts:
+            return None, None
+        meter = PopularityMeter(config, operators, module)
+        return meter, Reordering(config, meter, self._replan)
 
-    def _plan(self, counts: Sequence[int]) -> Callable[[], WindowLayout]:
-        """Agree on the inputs of a plan now; what is returned makes it, on any thread."""
-        dtypes, budget = self._compute_dtypes(), self._budget()
-        return lambda: self._make(counts, dtypes, budget)
+    def _replan(self, popularity: list[float]) -> Callable[[], WindowLayout]:
+        """Makes the plan in force in another order; what was measured for it is not measured again."""
+        assert self._current is not None
+        record = self._current.record
+        dtypes = {fqn: getattr(torch, name) for fqn, name in record["compute_dtypes"].items()}
+        return lambda: self._make(popularity, dtypes, record["budget_nbytes"])
 
-    def _make(self, counts: Sequence[int], dtypes: dict[str, torch.dtype], budget: int) -> WindowLayout:
+    def _make(self, popularity: Sequence[float], dtypes: dict[str, torch.dtype], budget: int) -> WindowLayout:
         order: Order = self._policy.order if isinstance(self._policy, SparseWindows) else "fixed"
         view, limit = self._view.replanned(self._view.operators, dtypes), 0
         if budget:
-            limit = split_nbytes(_items(view, self._groups, counts, order), budget)
+            limit = split_nbytes(_items(view, self._groups, popularity, order), budget)
             view = view.replanned(_split_operators(view, self._groups, limit), dtypes)
         named = isinstance(self._policy, SparseWindows) and self._policy.schedule is not None
-        items = _named_items(view, self._groups) if named else _items(view, self._groups, counts, order)
+        items = _named_items(view, self._groups) if named else _items(view, self._groups, popularity, order)
         plan = self._policy.plan(items, budget)
         names = {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()}
-        record = _record(self._policy.config(), order, plan, counts=counts, dtypes=names, limit=limit)
+        config = self._policy.config()
+        record = _record(config, order, plan, popularity=popularity, dtypes=names, budget=budget, limit=limit)
         return lay_out(record, self._view, self._groups, self._journal_nbytes)
 
-    def _global_counts(self) -> list[int]:
-        own = self._counter.read_and_reset().cpu()
-        total: list[int] = torch.stack(self._exchange.gather_tensor(own)).sum(0).tolist()
+    def _global_popularity(self) -> list[float]:
+        """Over all ranks, for the first plan of this life; zeros where nothing is measured."""
+        if self._meter is None:
+            return [0.0] * self._view.operators.num_experts
+        total: list[float] = sum_in_order(self._exchange.gather_tensor(self._meter.value().cpu())).tolist()
         return total
 
     def _budget(self) -> int:
@@ -356,29 +366,6 @@ class Planner:
         names = list(self._view.params)
         rows = self._exchange.gather([int(name in verdict) for name in names])
         return {name: self._probe.dtype for i, name in enumerate(names) if all(row[i] for row in rows)}
-
-
-class Background:
-    """A plan being made on a thread of its own: for thousands of operators that takes a good part of a second."""
-
-    def __init__(self, make: Callable[[], WindowLayout]) -> None:
-        self._result: Future[WindowLayout] = Future()
-        threading.Thread(target=self._run, args=(make,), name="moe-ckpt-plan", daemon=True).start()
-
-    def _run(self, make: Callable[[], WindowLayout]) -> None:
-        try:
-            self._result.set_result(make())
-        except BaseException as error:  # noqa: BLE001  # thread entry: raised by `result` on the training thread
-            self._result.set_exception(error)
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
-        return self._result.done()
-
-    def result(self) -> WindowLayout:
-        """The plan; waits for it."""
-        return self._result.result()
 
 
 class Probe:
@@ -409,16 +396,18 @@ def _record(
     order: Order,
     plan: WindowPlan,
     *,
-    counts: Sequence[int],
+    popularity: Sequence[float],
     dtypes: Mapping[str, str],
+    budget: int,
     limit: int,
 ) -> PlanRecord:
     return {
         "config": dict(config),
         "order": order,
         "plan": plan.plan.to_json(),
-        "counts": list(counts),
+        "popularity": list(popularity),
         "compute_dtypes": dict(dtypes),
+        "budget_nbytes": budget,
         "split_nbytes": limit,
         "interval": plan.interval_steps,
     }
@@ -439,8 +428,8 @@ def _sizes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]
     }
 
 
-def _items(view: StateView, groups: ParallelGroups, counts: Sequence[int], order: Order) -> list[PlanItem]:
-    return positions(view.operators, counts, sizes=_sizes(view, groups), by=order)
+def _items(view: StateView, groups: ParallelGroups, popularity: Sequence[float], order: Order) -> list[PlanItem]:
+    return positions(view.operators, popularity, sizes=_sizes(view, groups), by=order)
 
 
 def _named_items(view: StateView, groups: ParallelGroups) -> list[PlanItem]:

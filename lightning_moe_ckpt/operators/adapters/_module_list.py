@@ -13,8 +13,9 @@ from torch import nn
 from lightning_moe_ckpt.operators._children import child_slots
 from lightning_moe_ckpt.operators._layers import MoELayerSpec, whole_slice
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators._popularity_taps import ProbabilityTap
 from lightning_moe_ckpt.operators._taps import RowsTap
-from lightning_moe_ckpt.operators.adapters._routers import find_block, find_top_k, is_shared
+from lightning_moe_ckpt.operators.adapters._routers import find_block, find_router_module, find_top_k, is_shared
 
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
 
@@ -33,6 +34,7 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
     if found is None:
         return None
     block_fqn, router = found
+    gate = find_router_module(root, block_fqn, len(slots))
     modules = {expert: f"{fqn}.{key}" if fqn else key for expert, key in experts.items()}
     return MoELayerSpec(
         fqn=block_fqn,
@@ -43,6 +45,7 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
         top_k=find_top_k(container, root.get_submodule(block_fqn), *_children(root, block_fqn)),
         holders="expert_data" if len(modules) < len(slots) else "world",
         count=RowsTap(modules),
+        probabilities=ProbabilityTap(gate) if gate is not None else None,
     )
 
 

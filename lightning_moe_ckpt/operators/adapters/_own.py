@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators._popularity_taps import CapacityTap, ProbabilityTap
 from lightning_moe_ckpt.operators._taps import AttributeTap
 from lightning_moe_ckpt.operators.adapters._routers import find_top_k
 
 _COUNTER, _DROPS = "tokens_per_expert", "drops_per_expert"
+_PROBS = "probabilities"
 _Params = Mapping[str, nn.Parameter] | Iterable[nn.Parameter | tuple[str, nn.Parameter]]
 
 
@@ -40,7 +42,8 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
     """The layer's spec, or `None` if it lacks one of the attributes.
 
     `num_experts` counts over all ranks, `local_expert_ids` gives the global index of each row of the stacked expert
-    parameters, `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts.
+    parameters, `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts, a submodule `probabilities`
+    (optional) emits the gate's probabilities `[T, E]`, and `capacity(num_tokens)` (optional) says what an expert can take.
     """
     if not all(hasattr(module, name) for name in _ATTRIBUTES):
         return None
@@ -56,8 +59,14 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
         top_k=find_top_k(module, *module.children()),
         holders="expert_data" if len(local) < layer.num_experts else "world",
         count=_follow(fqn, module, _COUNTER),
+        probabilities=ProbabilityTap(_child(fqn, _PROBS), "none") if _PROBS in dict(module.named_children()) else None,
+        capacity=CapacityTap(fqn),
         dropped=_follow(fqn, module, _DROPS),
     )
+
+
+def _child(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
 
 
 def _follow(fqn: str, module: nn.Module, attribute: str) -> AttributeTap | None:

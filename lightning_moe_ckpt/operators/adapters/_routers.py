@@ -46,6 +46,14 @@ def find_block(
     return None
 
 
+def find_router_module(root: nn.Module, block_fqn: str, num_experts: int) -> str | None:
+    """The block's only module that emits one value per expert; `None` if the router is a bare parameter, or several."""
+    prefix = f"{block_fqn}." if block_fqn else ""
+    slots = child_slots(root.get_submodule(block_fqn)).items()
+    found = [n for n, child in slots if child is not None and _is_router_name(n) and _emits(child, num_experts)]
+    return f"{prefix}{found[0]}" if len(found) == 1 else None
+
+
 def is_shared(fqn: str) -> bool:
     """Whether a module is one of the experts every token visits; their wrapper may carry the name."""
     return any("shared" in part.lower() for part in fqn.split(".")[-2:])

@@ -11,8 +11,9 @@ from torch import nn
 from lightning_moe_ckpt.operators._children import own_parameters
 from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators._popularity_taps import CapacityTap, ProbabilityTap
 from lightning_moe_ckpt.operators._taps import IndexTap
-from lightning_moe_ckpt.operators.adapters._routers import find_block, find_top_k, is_shared
+from lightning_moe_ckpt.operators.adapters._routers import find_block, find_router_module, find_top_k, is_shared
 
 
 def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: ParameterIndex) -> MoELayerSpec | None:
@@ -27,6 +28,7 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
     params = {index.name(p): p for p in own_parameters(experts).values()}
     block = root.get_submodule(block_fqn)
     ids = tuple(range(num_experts))
+    gate = find_router_module(root, block_fqn, num_experts)
     return MoELayerSpec(
         fqn=block_fqn,
         num_experts=num_experts,
@@ -35,6 +37,9 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
         router=router,
         top_k=find_top_k(experts, block, *block.children()),
         count=IndexTap(fqn),
+        probabilities=ProbabilityTap(gate) if gate is not None else None,
+        # Rows of stacked experts are not copied into buffers of a fixed size: nothing is dropped.
+        capacity=CapacityTap(fqn),
     )
 
 
