@@ -113,9 +113,12 @@ def find_score(values_TE: Tensor, emitted: Sequence[Tensor]) -> str:
 
 
 def _unlike(score_TK: Tensor, weight_TK: Tensor) -> float:
-    """How far weights are from the scores themselves, or from what their normalisation over the chosen gives."""
-    relative = score_TK / score_TK.sum(-1, keepdim=True), weight_TK / weight_TK.sum(-1, keepdim=True)
-    return min(float((score_TK - weight_TK).abs().mean()), float((relative[0] - relative[1]).abs().mean()))
+    """How far weights are from the scores times one factor, or times a factor per token: normalised over the chosen."""
+    factor_TK = weight_TK / score_TK.clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = float((factor_TK / factor_TK.mean() - 1).abs().mean())
+    if score_TK.shape[-1] == 1:
+        return scaled  # a factor per token would explain anything
+    return min(scaled, float((factor_TK / factor_TK.mean(-1, keepdim=True) - 1).abs().mean()))
 
 
 def _capacity(module: nn.Module, num_tokens: int, num_experts: int) -> Tensor:

@@ -210,14 +210,16 @@ def test_dropped_tokens_are_a_share_of_all_routed(tmp_path: Path) -> None:
     assert dropped > 0
 
 
-def planned(folder: Path, *others: Callback) -> list[int]:
-    """Counts with which the planner would plan next."""
-    seen: list[int] = []
+def planned(folder: Path, *others: Callback) -> list[float]:
+    """Popularity with which the planner would plan next."""
+    seen: list[float] = []
 
     class Peek(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
             if trainer.global_step == 5 and own._run is not None:
-                seen.extend(own._run.life._counter.read_and_reset().tolist())
+                meter = own._run.life._planner._meter
+                assert meter is not None
+                seen.extend(meter.value().tolist())
 
     own = SparseCheckpoint(str(folder / "run"), window=2)
     fit(folder, *others, Peek(), own)
