@@ -45,8 +45,8 @@ class Popularity:
     """Whether each step's counts are divided by what the expert could take in that step; where nothing is dropped,
     that is all tokens."""
     reorder_every_n_steps: int = 100
-    """Steps between two looks at the order, which happen at multiples of it. A new order holds from the next window
-    but one; fewer steps than a window has make no sense."""
+    """Steps between two looks at the order, which happen at multiples of it. A new order holds from the window after
+    the next, so it is out of date before it holds if there are fewer steps between looks than in a window."""
     reorder_threshold: float = 0.10
     """Relative change of an expert's share that counts as one."""
     reorder_fraction: float = 0.25

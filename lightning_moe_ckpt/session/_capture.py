@@ -137,12 +137,14 @@ class CaptureSession:
             use: puts a plan in force, if it may change here.
         """
         assert self._layout is not None
-        following = self._following() if use is not None else None
-        inputs = self._reordering.inputs() if self._reordering is not None else []
+        # In replay the plan stays, so looks at the order wait: else the next one would overtake a plan made before.
+        reordering = self._reordering if use is not None else None
+        following = self._following(reordering)
+        inputs = reordering.inputs() if reordering is not None else []
         with self._stalls.measure("exchange"):
             votes = self._exchange.gather([*self._votes(following), *inputs])
-        if self._reordering is not None:
-            self._reordering.agreed([vote[_VOTES:] for vote in votes])
+        if reordering is not None:
+            reordering.agreed([vote[_VOTES:] for vote in votes])
         self._settle_last(spoiled=any(vote[3] for vote in votes))
         self._grow_journal(max(vote[2] for vote in votes))
         if following is not None and use is not None:
@@ -244,10 +246,10 @@ class CaptureSession:
 
     # -- private
 
-    def _following(self) -> WindowLayout | None:
+    def _following(self, reordering: Reordering | None) -> WindowLayout | None:
         """The plan in another order that holds from here on; the same on all ranks."""
         with self._stalls.measure("plan"):
-            return self._reordering.take_next() if self._reordering is not None else None
+            return reordering.take_next() if reordering is not None else None
 
     def _votes(self, following: WindowLayout | None) -> list[int]:
         """What this rank tells the others before a window: `_VOTES` integers."""

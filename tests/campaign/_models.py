@@ -289,6 +289,34 @@ def _avoid_last_expert(router: Any, args: tuple[Any, ...], output: tuple[Tensor,
     return logits_TE, top_TK / top_TK.sum(-1, keepdim=True), index_TK
 
 
+class Shift(nn.Module):
+    """Steers tokens to a few experts, others after every few forwards: a skewed router whose taste changes."""
+
+    forwards: Tensor
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self._every = every
+
+    @override
+    def forward(self, gate: nn.Module, args: tuple[Any, ...], logits_TE: Tensor) -> Tensor:
+        if gate.training:
+            self.forwards += 1
+        num_experts = logits_TE.shape[-1]
+        favourite = (self.forwards - 1).clamp(min=0) // self._every * 5 % num_experts
+        distance_E = (torch.arange(num_experts) - favourite) % num_experts
+        return logits_TE - 0.5 * distance_E.to(logits_TE.dtype)
+
+
+def _shift(module: nn.Module, every: int) -> None:
+    for name, gate in list(module.named_modules()):
+        if name.endswith("gate"):
+            moe = module.get_submodule(name.rpartition(".")[0])
+            moe.shift = Shift(every)
+            gate.register_forward_hook(moe.shift)
+
+
 def build(
     name: str,
     *,
@@ -299,8 +327,13 @@ def build(
     never_routed: bool = False,
     recompute: str = "",
     bias: str = "buffer",
+    shift_every: int = 0,
 ) -> nn.Module:
     """A model by name: `lists`, `batch_norm`, `tied`, `mixtral`, `stacked`, `counting`, `biased` or `dense`."""
+    if shift_every:
+        module = build(name, num_experts=num_experts, dropout=dropout, never_routed=never_routed)
+        _shift(module, shift_every)
+        return module
     options: dict[str, Any] = {"gate_fp32": gate_fp32, "noisy": noisy, "never_routed": never_routed}
     if name == "mixtral":
         return TinyMixtral(never_routed=never_routed)

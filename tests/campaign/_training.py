@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from campaign._data import make_loader, make_validation_loader
 from campaign._models import BiasedMoE, Counting, build
+from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.testing._lives import Fit, Life
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]
@@ -36,6 +37,7 @@ class Checkpointing:
     window: int | Literal["auto"] = 3
     budget_nbytes: int | None = None
     order: Literal["popularity", "fixed", "back_to_front"] = "fixed"
+    popularity: Popularity | None = None
     schedule: Schedule | None = None
     keep: int = 2
 
@@ -45,6 +47,8 @@ class Checkpointing:
         if self.policy == "dense":
             return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep)
         options: dict[str, Any] = {"window": self.window, "budget_nbytes": self.budget_nbytes, "order": self.order}
+        if self.popularity is not None:
+            options["popularity"] = self.popularity
         if self.schedule is not None:
             options["schedule"] = [list(slot) for slot in self.schedule]
         return callbacks.SparseCheckpoint(url, keep=self.keep, **options)
