@@ -62,19 +62,19 @@ def plans(life: LifeResult, rank: int = 0) -> list[str]:
 
 
 def follows(lives: Sequence[LifeResult], undisturbed: list[str]) -> bool:
-    """Whether every life followed a stretch of the plans of the undisturbed run, up to the end.
-
-    A plan made so late that the run ends before its window starts, which is a step or two later after a restart, may
-    be missing.
-    """
+    """Whether every life followed a stretch of the plans of the undisturbed run."""
     for life in lives:
         followed = plans(life)
-        if followed[0] not in undisturbed:
-            return False
-        start = undisturbed.index(followed[0])
+        start = undisturbed.index(followed[0]) if followed[0] in undisturbed else 0
         if followed != undisturbed[start : start + len(followed)]:
             return False
-    return plans(lives[-1])[-1] in undisturbed[-2:]
+    return True
+
+
+def alone(campaigns: Campaigns, setup: Setup) -> LifeResult:
+    """A run without kills, an epoch longer: windows start at other steps after a restart, so a plan may start later."""
+    (life,) = campaigns.run(replace(setup, epochs=setup.epochs + 1))
+    return life
 
 
 def orders(life: LifeResult) -> set[tuple[frozenset[str], ...]]:
@@ -100,12 +100,11 @@ def test_a_resumed_run_follows_the_plans_of_the_undisturbed_run(campaigns: Campa
     tokens were counted once, whether they were seen once, twice, or again in replay.
     """
     setup = VARIANTS[name]
-    (alone,) = campaigns.check(setup)
-    undisturbed = plans(alone)
-    assert len(undisturbed) >= 3, alone.log()
-    assert len(orders(alone)) >= 2, "it is not only the counts that change"
+    longer = alone(campaigns, setup)
+    assert len(orders(longer)) >= 2, "it is not only the counts that change"
     lives = campaigns.check(setup, kill(11), Kill(phase="batch_end", batches=2), kill(17))
-    assert follows(lives, undisturbed), [undisturbed, *map(plans, lives)]
+    assert follows(lives, plans(longer)), [plans(longer), *map(plans, lives)]
+    assert len({each for life in lives for each in plans(life)}) >= 3, "the order changes in mid-run"
     assert all(plans(life, rank) == plans(life) for life in lives for rank in range(setup.world_size))
 
 
@@ -116,21 +115,20 @@ def _restore_nothing(meter: Any, state: Any) -> bool:
 def test_without_the_journal_other_plans_are_followed(campaigns: Campaigns) -> None:
     """The ablation: the comparison of plans can fail."""
     setup = VARIANTS["soft, decayed"]
-    (alone,) = campaigns.run(setup)
     forgetful = Seam(
         module="lightning_moe_ckpt.session._popularity",
         attribute="PopularityMeter.restore",
         replacement=_restore_nothing,
     )
     lives = campaigns.run(setup, kill(11), seams=[forgetful])
-    assert not follows(lives, plans(alone))
+    assert not follows(lives, plans(alone(campaigns, setup)))
 
 
 def test_thresholds_that_nothing_exceeds_keep_the_first_order(campaigns: Campaigns) -> None:
     """The user's, not the paper's."""
     setup = shifting(Popularity(reorder_every_n_steps=5, reorder_threshold=1e9, reorder_fraction=1.0), epochs=1)
-    (alone,) = campaigns.run(setup)
-    assert len(plans(alone)) == 1
+    (life,) = campaigns.run(setup)
+    assert len(plans(life)) == 1
 
 
 def test_another_measure_starts_anew(campaigns: Campaigns) -> None:
