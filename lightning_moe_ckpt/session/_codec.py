@@ -20,8 +20,14 @@ The JSON is `[version, node]`. A node is null, true, false, a string, an integer
     c    Counter: pairs                           td   timedelta: days, seconds, microseconds
     x    defaultdict: name of its factory, pairs
 
+Array bytes of 512 or more that equal earlier ones are stored once: the node of a tensor or array ends with one more
+integer then, the position of the earlier ones among those that are stored. (A journal holds the random state of
+several moments between which often nothing was drawn.)
+
 Invariant: one value has one encoding, and `decode` encodes what it read once more and compares the bytes. Duplicate
 keys, other spellings of a number, sets in another order and spare bytes therefore all fail in the same place.
+
+The encoder writes text as it goes: lists for a tree would, at every step, count towards the next garbage collection.
 
 Not kept: that two places hold the same object, the memory layout of arrays, the device of a tensor (it returns on CPU).
 """
@@ -32,8 +38,9 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +65,8 @@ from lightning_moe_ckpt.session._codec_leaves import (
 _VERSION = 1
 _LENGTHS = struct.Struct("<QQ")
 _MAX_DEPTH = 64
+_SHARED_NBYTES = 512
+"""Smallest array that is looked for among earlier ones."""
 _NATIVE_PATH = type(Path())
 _ENUMS: dict[str, type[Enum]] = {}
 
@@ -129,17 +138,18 @@ class _Encoder:
         self._collect = collect
         self._devices = iter(devices) if devices is not None else None
         self._arrays: list[memoryview | bytes] = []
+        self._stored: dict[bytes, int] = {}
         self._place: list[tuple[str, object]] = []
         self._open: list[int] = []
 
     def encode(self, value: object) -> bytes:
-        text = _dumps([_VERSION, self.node(value)]).encode("ascii")
+        text = f"[{_VERSION},{self.node(value)}]".encode("ascii")
         lengths = _LENGTHS.pack(len(text), sum(len(array) for array in self._arrays))
         return b"".join([lengths, text, *self._arrays])
 
-    def node(self, value: Any) -> Node:
+    def node(self, value: Any) -> str:
         kind = type(value)
-        leaf = LEAF_WRITERS.get(kind)
+        leaf = _LEAF_TEXTS.get(kind)
         if leaf is not None:
             return leaf(value)
         writer = _WRITERS.get(kind)
@@ -151,39 +161,49 @@ class _Encoder:
             return self._numpy_scalar(value)
         return self.refuse(f"{kind.__module__}.{kind.__qualname__} is not a type that can be stored exactly")
 
-    def items(self, values: Iterable[Any]) -> list[Node]:
-        return [self._part("[{}]", index, item) for index, item in enumerate(values)]
+    def items(self, tag: str, values: Iterable[Any]) -> str:
+        return _tagged(tag, [self._part("[{}]", index, item) for index, item in enumerate(values)])
 
-    def pairs(self, mapping: Mapping[Any, Any]) -> list[Node]:
-        return [[self.key(key), self._part("[{!r:.80}]", key, item)] for key, item in mapping.items()]
+    def pairs(self, tag: str, mapping: Mapping[Any, Any]) -> str:
+        return _tagged(
+            tag, [f"[{self.key(key)},{self._part('[{!r:.80}]', key, item)}]" for key, item in mapping.items()]
+        )
 
-    def key(self, value: Any) -> Node:
+    def key(self, value: Any) -> str:
         """Node of a dict key or set element. Tensors are hashed by identity, so they could not be found again."""
+        if type(value) is str:
+            return _text_of_str(value)
         if _is_key(value):
             return self._part("[key {!r:.80}]", value, value)
         return self.refuse(f"{type(value).__qualname__} cannot be a key or the element of a set")
 
-    def array(self, content: memoryview | bytes) -> None:
+    def array(self, content: memoryview | bytes) -> str:
+        """Store bytes; returns the end of their node."""
+        if len(content) >= _SHARED_NBYTES:
+            position = self._stored.setdefault(bytes(content), len(self._arrays))
+            if position < len(self._arrays):
+                return f",{position}]"
         self._arrays.append(content)
+        return "]"
 
     def device(self, tensor: Tensor) -> str:
         return str(tensor.device) if self._devices is None else next(self._devices)
 
-    def refuse(self, reason: str) -> Node:
+    def refuse(self, reason: str) -> str:
         place = "".join(template.format(key) for template, key in self._place)
         line = f"`value{place}`: {reason}"
         if not self._collect:
             raise CodecError(f"{line}. Keep plain values or tensors there, or leave it out of the state.")
         self.refused.append(line)
-        return None
+        return "null"
 
-    def _part(self, template: str, key: object, value: Any) -> Node:
+    def _part(self, template: str, key: object, value: Any) -> str:
         self._place.append((template, key))  # turned into text only for a refusal
         node = self.node(value)
         self._place.pop()
         return node
 
-    def _enter(self, writer: Callable[[_Encoder, Any], Node], value: Any) -> Node:
+    def _enter(self, writer: Callable[[_Encoder, Any], str], value: Any) -> str:
         if id(value) in self._open:
             return self.refuse("contains itself")
         if len(self._open) >= _MAX_DEPTH:
@@ -193,16 +213,16 @@ class _Encoder:
         self._open.pop()
         return node
 
-    def _enum(self, member: Enum) -> Node:
+    def _enum(self, member: Enum) -> str:
         name = _enum_name(type(member))
         if _ENUMS.get(name) is not type(member):
             return self.refuse(f"enum {name} is not registered")
-        return ["E", name, self._part(".value", None, member.value)]
+        return _tagged("E", [_quoted(name), self._part(".value", None, member.value)])
 
-    def _numpy_scalar(self, value: np.generic) -> Node:
+    def _numpy_scalar(self, value: np.generic) -> str:
         if not is_plain(value.dtype) or value.dtype.type is not type(value):
             return self.refuse(f"numpy scalar of {value.dtype}, which is not a plain number")
-        return ["N", value.dtype.str, value.tobytes().hex()]
+        return _tagged("N", [_quoted(value.dtype.str), _quoted(value.tobytes().hex())])
 
 
 class _Decoder:
@@ -212,6 +232,7 @@ class _Decoder:
         self.devices: list[str] = []
         self._view = view
         self._arrays = view[:0]
+        self._taken: list[memoryview] = []
 
     def decode(self) -> Any:
         text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._view)
@@ -237,11 +258,18 @@ class _Decoder:
     def pairs(self, nodes: list[Node]) -> Iterator[tuple[Any, Any]]:
         return ((self.value(key), self.value(item)) for key, item in nodes)
 
-    def take(self, nbytes: int) -> memoryview:
-        """The next array; checked before anything of that size is allocated."""
+    def take(self, nbytes: int, earlier: Sequence[int]) -> memoryview:
+        """The next array, or an earlier one; checked before anything of that size is allocated."""
+        if earlier:
+            (position,) = earlier
+            taken = self._taken[position]
+            if len(taken) != nbytes:
+                raise ValueError("an array refers to bytes of another length")
+            return taken
         if not 0 <= nbytes <= len(self._arrays):
             raise ValueError("an array is larger than the bytes that are there")
         taken, self._arrays = self._arrays[:nbytes], self._arrays[nbytes:]
+        self._taken.append(taken)
         return taken
 
 
@@ -270,53 +298,79 @@ def _is_key(value: object) -> bool:
 _KEY_TYPES = {*LEAF_WRITERS, _NATIVE_PATH, torch.dtype}
 
 
-def _write_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> Node:
-    tag = "e" if type(value) is set else "z"
-    return [tag, *sorted((encoder.key(item) for item in value), key=_dumps)]
+def _tagged(tag: str, texts: Sequence[str]) -> str:
+    return f'["{tag}",{",".join(texts)}]' if texts else f'["{tag}"]'
 
 
-def _write_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> Node:
+def _text_of_int(value: int) -> str:
+    return str(value) if -(2**63) <= value < 2**63 else _dumps(LEAF_WRITERS[int](value))
+
+
+def _text_of_str(value: str) -> str:
+    return _quoted(value) if value.isascii() else _dumps(LEAF_WRITERS[str](value))
+
+
+def _text_of_leaf(writer: Callable[[Any], Node]) -> Callable[[Any], str]:
+    return lambda value: _dumps(writer(value))
+
+
+_LEAF_TEXTS: dict[type, Callable[[Any], str]] = {
+    **{kind: _text_of_leaf(writer) for kind, writer in LEAF_WRITERS.items()},
+    type(None): lambda value: "null",  # noqa: ARG005  # the value is None
+    bool: lambda value: "true" if value else "false",
+    int: _text_of_int,
+    str: _text_of_str,
+}
+"""Most of a journal, so written without `json`."""
+
+
+def _write_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> str:
+    return _tagged("e" if type(value) is set else "z", sorted(encoder.key(item) for item in value))
+
+
+def _write_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> str:
     name = getattr(value.default_factory, "__name__", None)
     if FACTORIES.get(name, encoder) is not value.default_factory:
         return encoder.refuse(f"defaultdict of {value.default_factory!r:.80}, which is not a builtin type")
-    return ["x", name, *encoder.pairs(value)]
+    pairs = encoder.pairs("x", value).removeprefix('["x"')
+    return f'["x",{_dumps(name)}{pairs}'
 
 
-def _write_torch_dtype(encoder: _Encoder, value: torch.dtype) -> Node:
+def _write_torch_dtype(encoder: _Encoder, value: torch.dtype) -> str:
     if value not in TORCH_NAMES:
         return encoder.refuse(f"{value} is not a supported dtype")
-    return ["dt", TORCH_NAMES[value]]
+    return _tagged("dt", [_quoted(TORCH_NAMES[value])])
 
 
-def _write_tensor(encoder: _Encoder, value: Tensor) -> Node:
+def _write_tensor(encoder: _Encoder, value: Tensor) -> str:
     reason = tensor_refusal(value)
     if reason is not None:
         return encoder.refuse(reason)
-    encoder.array(tensor_content(value))
-    return ["T", TORCH_NAMES[value.dtype], list(value.shape), encoder.device(value)]
+    end = encoder.array(tensor_content(value))
+    return f'["T","{TORCH_NAMES[value.dtype]}",{_dumps(list(value.shape))},{_quoted(encoder.device(value))}{end}'
 
 
-def _write_array(encoder: _Encoder, value: np.ndarray[Any, Any]) -> Node:
+def _write_array(encoder: _Encoder, value: np.ndarray[Any, Any]) -> str:
     if not is_plain(value.dtype):
         return encoder.refuse(f"numpy array of {value.dtype}, which is not a plain number")
-    encoder.array(value.tobytes())
-    return ["A", value.dtype.str, list(value.shape)]
+    end = encoder.array(value.tobytes())
+    return f'["A",{_quoted(value.dtype.str)},{_dumps(list(value.shape))}{end}'
 
 
 def _read_tensor(decoder: _Decoder, args: list[Node]) -> Tensor:
-    name, shape, device = args
+    name, shape, device, *earlier = args
     decoder.devices.append(str(torch.device(device)))
     dtype = TORCH_DTYPES[name]
-    content = decoder.take(math.prod(shape) * dtype.itemsize)
+    content = decoder.take(math.prod(shape) * dtype.itemsize, earlier)
     tensor = torch.empty(shape, dtype=dtype)
     tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(content, np.uint8)
     return tensor
 
 
 def _read_array(decoder: _Decoder, args: list[Node]) -> np.ndarray[Any, Any]:
-    name, shape = args
+    name, shape, *earlier = args
     dtype = NUMPY_DTYPES[name]
-    content = decoder.take(math.prod(shape) * dtype.itemsize)
+    content = decoder.take(math.prod(shape) * dtype.itemsize, earlier)
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
     return array
@@ -329,16 +383,16 @@ def _read_enum(decoder: _Decoder, args: list[Node]) -> Enum:
     return _ENUMS[name](decoder.value(node))
 
 
-_WRITERS: dict[type, Callable[[_Encoder, Any], Node]] = {
-    list: lambda encoder, value: ["l", *encoder.items(value)],
-    tuple: lambda encoder, value: ["t", *encoder.items(value)],
+_WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
+    list: lambda encoder, value: encoder.items("l", value),
+    tuple: lambda encoder, value: encoder.items("t", value),
     set: _write_set,
     frozenset: _write_set,
-    dict: lambda encoder, value: ["d", *encoder.pairs(value)],
-    OrderedDict: lambda encoder, value: ["o", *encoder.pairs(value)],
-    Counter: lambda encoder, value: ["c", *encoder.pairs(value)],
+    dict: lambda encoder, value: encoder.pairs("d", value),
+    OrderedDict: lambda encoder, value: encoder.pairs("o", value),
+    Counter: lambda encoder, value: encoder.pairs("c", value),
     defaultdict: _write_defaultdict,
-    _NATIVE_PATH: lambda encoder, value: ["p", encoder.node(str(value))],
+    _NATIVE_PATH: lambda encoder, value: _tagged("p", [encoder.node(str(value))]),
     torch.dtype: _write_torch_dtype,
     Tensor: _write_tensor,
     np.ndarray: _write_array,

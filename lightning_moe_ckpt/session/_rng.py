@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,11 +26,9 @@ def capture_rng(generators: Mapping[str, torch.Generator] | None = None) -> RngS
     Args:
         generators: those the user made, by a name that is the same in every life of the run.
     """
-    version, words, gauss = random.getstate()
     state: RngState = {
         "torch": torch.get_rng_state(),
-        # Words as one array: 625 integers would cost the journal more than everything else in it.
-        "python": (version, np.array(words, dtype=np.uint32), gauss),
+        "python": _python_state(*random.getstate()),
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  # the global state is what user code draws from
         "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
     }
@@ -38,6 +37,17 @@ def capture_rng(generators: Mapping[str, torch.Generator] | None = None) -> RngS
         state["cuda"] = torch.cuda.get_rng_state_all()
         state["cuda_current"] = torch.cuda.current_device()
     return state
+
+
+@lru_cache(maxsize=1)
+def _python_state(version: int, words: tuple[int, ...], gauss: float | None) -> tuple[Any, ...]:
+    """As one array: 625 integers would cost the journal more than everything else in it.
+
+    Most programs draw nothing from Python's generator between two moments; the array is shared then, so nobody may write to it.
+    """
+    array = np.array(words, dtype=np.uint32)
+    array.flags.writeable = False
+    return (version, array, gauss)
 
 
 def restore_rng(state: RngState, generators: Mapping[str, torch.Generator] | None = None) -> None:

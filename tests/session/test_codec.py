@@ -380,3 +380,40 @@ def test_scheduler_and_optimizer_states_are_accepted() -> None:
     ]
     state = {"optimizer": optimizer.state_dict(), "schedulers": [s.state_dict() for s in schedulers]}
     assert same(decode(encode(state)), state)
+
+
+def test_equal_large_arrays_are_stored_once() -> None:
+    """Tensors and arrays alike, and only if every byte is equal; each comes back in memory of its own."""
+    words = np.arange(600, dtype=np.uint32)
+    other = words.copy()
+    other[-1] += 1
+    value: list[Any] = [
+        words,
+        torch.from_numpy(words.view(np.uint8).copy()),
+        other,
+        words.copy(),
+        words[:100],
+        words[:100],
+    ]
+    data = encode(value)
+    assert len(data) < 2 * words.nbytes + 2 * 400 + 300
+    found = decode(data)
+    for want, got in zip(value, found, strict=True):
+        assert type(got) is type(want)
+        assert got.dtype == want.dtype
+        assert got.tolist() == want.tolist()
+    found[0][0] = 7
+    assert found[3][0] == found[1][0] == 0
+
+
+@pytest.mark.parametrize("spoil", [b",1]]", b",9]]", b',"0"]]', b"]]"])
+def test_a_reference_to_other_bytes_is_corrupt(spoil: bytes) -> None:
+    """Of another length, to nothing, of another type, or left out."""
+    data = encode(
+        [torch.zeros(600, dtype=torch.uint8), torch.ones(512, dtype=torch.uint8), torch.zeros(600, dtype=torch.uint8)]
+    )
+    text, arrays = data[16:-1112], data[-1112:]
+    assert text.endswith(b",0]]]")
+    text = text.removesuffix(b",0]]]") + spoil + b"]"
+    with pytest.raises(Corrupt):
+        decode(struct.pack("<QQ", len(text), len(arrays)) + text + arrays)
