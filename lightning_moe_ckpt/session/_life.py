@@ -376,7 +376,9 @@ class Life:
         assert self._worker is not None
         with self._stalls.measure("dense"):
             committed = self._committed
-            layout = dense_layout(self._view, self._groups, 2 * len(encode(journal)))
+            # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
+            journal_nbytes = max(2 * len(encode(journal)), self._planner.journal_nbytes)
+            layout = dense_layout(self._view, self._groups, journal_nbytes)
             slot = layout.slots[0]
             writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
             ticket = writer.start()

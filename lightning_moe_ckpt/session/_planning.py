@@ -266,6 +266,11 @@ class Planner:
         """Whether a restored plan is what this policy would go on with."""
         return bool(layout.record["config"] == self._policy.config())
 
+    @property
+    def journal_nbytes(self) -> int:
+        """Capacity of a journal record, from the journals seen so far."""
+        return self._journal_nbytes
+
     def journal_needs(self, nbytes: int) -> None:
         """A journal of `nbytes` was seen; records reserve twice that."""
         self._journal_nbytes = max(self._journal_nbytes, -(-2 * nbytes // _PAGE) * _PAGE)

@@ -85,11 +85,15 @@ class Campaigns:
 
     def check_stages(self, *setups: Setup) -> list[LifeResult]:
         """Each life runs the next setup to its end; the last must end as if it had been alone."""
-        whole, folder = setups[-1], self._folder()
-        fit = partial(train_in_stages, setups)
-        lives = self._warm.call(run_lives, fit, **_arguments(whole, folder), kills=[None] * (len(setups) - 1))
-        _require_same_end(self.reference(whole), lives, [])
+        lives = self.run_stages(*setups)
+        _require_same_end(self.reference(setups[-1]), lives, [])
         return lives
+
+    def run_stages(self, *setups: Setup) -> list[LifeResult]:
+        """Each life runs the next setup to its end."""
+        fit = partial(train_in_stages, setups)
+        kills = [None] * (len(setups) - 1)
+        return self._warm.call(run_lives, fit, **_arguments(setups[-1], self._folder()), kills=kills)
 
     def remove_rings(self) -> None:
         """Remove what runs that never finished have left in shared memory."""

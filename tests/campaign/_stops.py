@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import optim
+from typing_extensions import override
+
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Fit, Life, LifeResult
+from lightning_moe_ckpt.testing._lives import Fit, Life, LifeResult, record_differences
+from lightning_moe_ckpt.testing._lives_end import differences
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
 
@@ -33,6 +41,60 @@ def _train_and_look(setup: Setup, life: Life) -> Mapping[str, Any]:
         left += [f"shared memory {name}" for name in _rings(life)]
         left += [f"wakeup descriptor {descriptor}"] if (descriptor := signal.set_wakeup_fd(-1)) != -1 else []
         _path(life.workdir, life.index, life.rank).write_text(json.dumps({"left": left, "ended": ended}))
+
+
+class UserError(Exception):
+    """What user code raises."""
+
+
+def twice(setup: Setup) -> Fit:
+    """A fit that is ended by the user's own exception, and another in the same process.
+
+    The exception is raised by a handler of SIGUSR2, so that a scripted signal places it.
+    """
+    return partial(_fit_twice, setup)
+
+
+def _fit_twice(setup: Setup, life: Life) -> Mapping[str, Any]:
+    error = UserError("a mistake in the model")
+
+    def raise_it(*_: object) -> None:
+        raise error
+
+    signal.signal(signal.SIGUSR2, raise_it)
+    with pytest.raises(UserError) as raised:
+        _train_and_look(setup, life)
+    assert raised.value is error
+    return train(setup, replace(life, kill=None))
+
+
+class SecondSignal(Callback):
+    """Repeats SIGTERM in the step in which it came."""
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: optim.Optimizer
+    ) -> None:
+        if trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Repeating(Setup):
+    """A run whose first life gets the signal twice."""
+
+    @override
+    def callbacks(self, life: Life) -> Sequence[Callback]:
+        return [SecondSignal()] if life.kill is not None else []
+
+
+def require_same_training(reference: Sequence[LifeResult], lives: Sequence[LifeResult]) -> None:
+    """Every batch and the end are those of the reference; epochs that were cut by a stop are not compared."""
+    for rank in range(lives[-1].world_size):
+        found = differences(reference[-1].end(rank), lives[-1].end(rank))
+        wanted = [line for line in reference[-1].records(rank) if line["kind"] != "epoch"]
+        given = [[line for line in life.records(rank) if line["kind"] != "epoch"] for life in lives]
+        assert not (found + record_differences(wanted, given))
+        assert lives[-1].records(rank, "epoch")[-1] == reference[-1].records(rank, "epoch")[-1]
 
 
 def _handlers() -> dict[str, Any]:
