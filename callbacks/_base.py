@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
+from lightning_moe_ckpt._lightning_files import LightningResume
 from lightning_moe_ckpt._lightning_stops import name_status
 from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
@@ -72,6 +73,7 @@ class CheckpointCallback(Checkpoint):
         self.storage_options, self.freeze_heap = storage_options, freeze_heap
         self._run: FitRun | None = None
         self._report: Report | None = None
+        self._lightning_resume: LightningResume | None = None
 
     def _policy(self) -> WindowPolicy:
         """What is taken when."""
@@ -117,6 +119,8 @@ class CheckpointCallback(Checkpoint):
                 f"Found {type(self).__name__} and {type(others[0]).__name__} in one Trainer; they would both resume it. "
                 "Keep one of them."
             )
+        if stage == "fit":
+            self._lightning_resume = LightningResume(trainer)
         if stage == "fit" and not any(isinstance(c, Replay) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
             trainer.callbacks = [Replay(self._begin), *callbacks]  # type: ignore[attr-defined]
@@ -158,7 +162,10 @@ class CheckpointCallback(Checkpoint):
         )
         own = (CheckpointCallback, Replay)
         self._run = FitRun(config, self._policy(), trainer, module, own_callbacks=own, stop_grace=self.stop_grace)
-        self._run.begin()
+        resumed = self._run.begin()
+        if self._lightning_resume is not None:
+            self._lightning_resume.decide(resumed=resumed)
+            self._lightning_resume = None
         return self._run
 
     def _close(self, trainer: Trainer) -> None:

@@ -12,17 +12,27 @@ In a resumed process the same moments come by again, and each is given the state
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_moe_ckpt import _lightning, _lightning_metrics
+from lightning_moe_ckpt import _lightning, _lightning_files, _lightning_metrics
 from lightning_moe_ckpt.callbacks._extras import Extras, copied, require_storable
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 from lightning_moe_ckpt.session import RngState, capture_rng, restore_rng
 
 Start = dict[str, Any]
+
+
+class Part(Protocol):
+    """More state that belongs to a boundary."""
+
+    def take(self) -> dict[str, Any]:
+        """The state, of types that the journal stores."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from it; every callback has its own state already."""
 
 
 class BoundaryRecorder:
@@ -32,9 +42,17 @@ class BoundaryRecorder:
         trainer: the trainer whose loops are tapped.
         module: the module it trains.
         skip_callbacks: callbacks whose state is not part of the journal (our own).
+        parts: what else belongs to a boundary, by a name of its own.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, skip_callbacks: tuple[type[Callback], ...]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        skip_callbacks: tuple[type[Callback], ...],
+        parts: Mapping[str, Part],
+    ) -> None:
+        self._parts = parts
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
         self._epoch: RngState | None = None
@@ -161,6 +179,7 @@ class BoundaryRecorder:
             "module": self._extras.take_module(self._module),
             "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),
             "metrics": copied(_lightning_metrics.take_metrics(trainer, self._module)),
+            "parts": {name: part.take() for name, part in self._parts.items()},
             "should_stop": _lightning.should_stop(trainer),
             "seed": _lightning.take_seed(),
         }
@@ -182,9 +201,9 @@ class BoundaryRecorder:
         load_groups_state(trainer.optimizers[0], start["param_groups"])  # schedulers may write an initial rate on load
         if start["precision"]:
             trainer.precision_plugin.load_state_dict(start["precision"])
-        for callback in self._callbacks():
-            if callback.state_key in start["callbacks"]:
-                callback.load_state_dict(copied(start["callbacks"][callback.state_key]))
+        self._resume_callbacks(start["callbacks"])
+        for name, part in self._parts.items():
+            part.restore(copied(start["parts"][name]))
         if start["module"]:
             self._module.on_load_checkpoint(copied(start["module"]))
         datamodule = _lightning.datamodule_of(trainer)
@@ -196,6 +215,13 @@ class BoundaryRecorder:
         # Ranks may have looked at their clocks at different moments.
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(start["should_stop"], all=True)
         self._resume_loops(start)
+
+    def _resume_callbacks(self, states: Mapping[str, Any]) -> None:
+        for callback in self._callbacks():
+            if callback.state_key in states:
+                state = copied(states[callback.state_key])
+                _lightning_files.keep_folder(callback, state, self._trainer)
+                callback.load_state_dict(state)
 
     def _resume_loops(self, start: Start) -> None:
         loops = copied(start["loops"])

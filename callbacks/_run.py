@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt import _lightning, _lightning_files
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
 from lightning_moe_ckpt.callbacks._stops import Stops
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -69,11 +69,11 @@ class FitRun:
             may_skip=_lightning.may_toggle_requires_grad(trainer),
             extra=_lightning.checkpoint_extra(trainer, module),
         )
-        self._recorder = BoundaryRecorder(trainer, module, own_callbacks)
+        self._files = _lightning_files.CheckpointFiles(trainer)
+        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, {"files": self._files})
         self._ended = False
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
-        self._hold: _lightning.NoLightningCheckpoints | None = None
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
         self._found: float | None = None
@@ -88,7 +88,8 @@ class FitRun:
         """Adds up the time of the hooks below."""
         return self.life.clock
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
+        """Open the run; whether it goes on from an earlier life."""
         start = self.life.begin()
         if start is not None:
             self._recorder.resume(start)
@@ -96,11 +97,13 @@ class FitRun:
             if not self._recorder.next_batch_begun(start):
                 self.life.waive_settling()  # hooks before the next batch have not run: they will, once
         if self.life.replaying:
-            self._hold = _lightning.NoLightningCheckpoints(self._trainer, self._held)
+            self._files.hold()
+        return start is not None
 
     def close(self) -> None:
         """Give everything back, after a normal end or an exception."""
-        self._release()
+        if not self.life.replaying:  # else the weights stay half frozen, whoever wants to save them now
+            self._files.remove()
         self._clip.remove()
         self._taps.remove()
         try:
@@ -145,8 +148,10 @@ class FitRun:
         if not self._stepped:
             return
         self._step = self._trainer.global_step
-        if self.life.replaying and self.life.replayed(self._step, self._losses):
-            self._release()
+        if self.life.replaying:
+            self.life.replayed(self._step, self._losses)
+        if not self.life.replaying:
+            self._files.dense()
         losses, self._losses = self._losses, []
         outcome = {
             "step": self._step,
@@ -225,14 +230,6 @@ class FitRun:
     def _stepped(self) -> bool:
         """Whether the batch that ends now ended with an optimizer step."""
         return self._trainer.global_step != self._step
-
-    def _held(self) -> None:
-        log.info("a Lightning checkpoint was not written: some operators are still frozen in replay")
-
-    def _release(self) -> None:
-        if self._hold is not None:
-            self._hold.release()
-            self._hold = None
 
 
 def _groups_of(strategy: Strategy) -> ParallelGroups:

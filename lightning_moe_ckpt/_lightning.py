@@ -408,25 +408,6 @@ def inexact_reasons(trainer: Trainer, module: LightningModule) -> list[str]:
     return reasons
 
 
-class NoLightningCheckpoints:
-    """While operators are frozen, `.ckpt` files would hold half-frozen weights: saving and removing do nothing."""
-
-    def __init__(self, trainer: Trainer, on_hold: Callable[[], None]) -> None:
-        self._strategy = trainer.strategy
-        self._on_hold = on_hold
-        self._trainer = trainer
-        trainer.save_checkpoint = self._hold  # type: ignore[method-assign]
-        trainer.strategy.remove_checkpoint = self._hold  # type: ignore[method-assign]
-
-    def _hold(self, *args: object, **kwargs: object) -> None:
-        self._on_hold()
-
-    def release(self) -> None:
-        """Let checkpoints be written and removed again."""
-        self._trainer.__dict__.pop("save_checkpoint", None)
-        self._strategy.__dict__.pop("remove_checkpoint", None)
-
-
 def autocast_dtype(trainer: Trainer) -> torch.dtype | None:
     """Low precision that forward casts to, `None` if parameters are consumed as they are."""
     precision = trainer.precision

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -33,6 +34,7 @@ Phase = Literal[
     "epoch_end",
     "random_time",
     "storage",
+    "ckpt_file",
 ]
 
 
@@ -55,7 +57,9 @@ class Kill:
     seconds: float = 0.0
     """For `random_time`: how long after `on_train_start`."""
     operation: int = 0
-    """For `storage`: which operation of this life, counted from 0, among those that match `verb`."""
+    """For `storage`: which operation of this life, counted from 0, among those that match `verb`.
+    For `ckpt_file`: which file of this step that Lightning writes, counted from 0; half of it lies under its final name
+    then, as a copy between file systems leaves it."""
     verb: str = ""
     """For `storage`: only operations count whose method name and key, with a space between, match this regular
     expression somewhere, e.g. `^(put|create|delete) ` for those that change anything."""
@@ -132,6 +136,22 @@ class Killer(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._kill.phase == "forward":
             pl_module.training_step = self._dying(trainer, pl_module.training_step)  # type: ignore[method-assign]
+        if self._kill.phase == "ckpt_file":
+            files = trainer.strategy.checkpoint_io
+            files.save_checkpoint = self._tearing(trainer, files.save_checkpoint)  # type: ignore[method-assign]
+
+    def _tearing(self, trainer: Trainer, save: Callable[..., Any]) -> Callable[..., Any]:
+        written: dict[int, int] = {}
+
+        def save_or_tear(checkpoint: Any, path: Any, *args: Any, **options: Any) -> None:
+            number = written.setdefault(trainer.global_step, 0)
+            written[trainer.global_step] += 1
+            save(checkpoint, path, *args, **options)
+            if number == self._kill.operation and self._place.due(trainer, "ckpt_file"):
+                os.truncate(path, Path(path).stat().st_size // 2)
+                self._strike()
+
+        return save_or_tear
 
     def _dying(self, trainer: Trainer, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def step_then_die(*args: Any, **kwargs: Any) -> Any:

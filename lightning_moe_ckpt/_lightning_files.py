@@ -1,0 +1,194 @@
+"""The `.ckpt` files that Lightning writes beside our checkpoints, in a run that is killed and resumed.
+
+A killed run leaves files of steps that are going to be trained again, and may leave one half written. In the resumed
+run such a file must not count as existing, or `ModelCheckpoint` would avoid its name; while operators are frozen no file may
+be written, since it would hold half-frozen weights; and a torn file must not stay until it happens to be due again.
+So every rank keeps a list of what the run has written up to this boundary, which is part of the step journal.
+
+Like `_lightning`, a place that touches private attributes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+log = logging.getLogger(__name__)
+
+FilesState = dict[str, Any]
+
+_UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+"""What `ModelCheckpoint` decides by or writes, and does not load from its `state_dict`; a version of Lightning may lack the last one."""
+
+
+class CheckpointFiles:
+    """Follows what one trainer writes, until `remove`.
+
+    Args:
+        trainer: in `on_fit_start`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._strategy = trainer, trainer.strategy
+        before = getattr(trainer.__dict__.get("save_checkpoint"), "__self__", None)
+        if isinstance(before, CheckpointFiles):
+            before.remove()  # an earlier fit ended in replay
+        self._held = self._told = self._resumed = self._suspects = False
+        self._saved: dict[str, bool] = {}
+        """Files of this run by path, and whether they hold weights only."""
+        self._foreign = {path for each in self._model_checkpoints() for path in _listed(each)}
+        self._save, self._delete = trainer.save_checkpoint, trainer.strategy.remove_checkpoint
+        trainer.save_checkpoint = self._on_save  # type: ignore[method-assign]
+        trainer.strategy.remove_checkpoint = self._on_delete  # type: ignore[method-assign]
+        for each in self._model_checkpoints():
+            each.file_exists = self._exists(each.file_exists)  # type: ignore[assignment, method-assign]
+
+    def hold(self) -> None:
+        """From now on files are neither written nor removed: operators are frozen."""
+        self._held = True
+
+    def dense(self) -> None:
+        """A step has ended and every operator is active; on all ranks."""
+        self._held = False
+        if self._suspects:
+            self._suspects = False
+            self._repair()
+
+    def remove(self) -> None:
+        """Give the trainer its own methods back."""
+        self._trainer.__dict__.pop("save_checkpoint", None)
+        self._strategy.__dict__.pop("remove_checkpoint", None)
+        for each in self._model_checkpoints():
+            each.__dict__.pop("file_exists", None)
+
+    def take(self) -> FilesState:
+        """What the run has written by now, and what `ModelCheckpoint` does not put into its own state."""
+        return {
+            "saved": dict(self._saved),
+            "foreign": sorted(self._foreign),
+            "callbacks": {
+                each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
+                for each in self._model_checkpoints()
+            },
+        }
+
+    def restore(self, state: FilesState) -> None:
+        """Continue from what `take` gave; call after the callbacks have loaded their states."""
+        self._resumed = self._suspects = True
+        self._saved, self._foreign = dict(state["saved"]), set(state["foreign"])
+        for each in self._model_checkpoints():
+            for name, value in state["callbacks"].get(each.state_key, {}).items():
+                setattr(each, name, value)
+
+    # -- private
+
+    def _repair(self) -> None:
+        """Write files anew that the killed run left half written.
+
+        It was killed while it replaced a file by a newer one. The old content is lost; the file gets that of here.
+        """
+        torn = [path for path in self._saved if _torn(path)] if self._trainer.is_global_zero else []
+        for path in self._strategy.broadcast(torn):
+            log.warning("%s was left half written by the run that was killed; it is written anew", path)
+            self._save(path, self._saved[path])
+
+    def _model_checkpoints(self) -> list[ModelCheckpoint]:
+        callbacks: Iterable[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return [each for each in callbacks if isinstance(each, ModelCheckpoint)]
+
+    def _on_save(self, filepath: Any, weights_only: bool | None = None, *args: Any, **options: Any) -> None:
+        self._saved[os.fspath(filepath)] = bool(weights_only)
+        if not self._holds():
+            self._save(filepath, weights_only, *args, **options)
+
+    def _on_delete(self, filepath: Any) -> None:
+        self._saved.pop(os.fspath(filepath), None)
+        if not self._holds():
+            self._delete(filepath)
+
+    def _holds(self) -> bool:
+        if self._held and not self._told:
+            self._told = True
+            log.info("Lightning's checkpoints are neither written nor removed while operators are frozen in replay")
+        return self._held
+
+    def _exists(self, original: Callable[[Any, Trainer], bool]) -> Callable[[Any, Trainer], bool]:
+        def exists(filepath: Any, trainer: Trainer) -> bool:
+            if not self._resumed:
+                return original(filepath, trainer)
+            path = os.fspath(filepath)
+            return bool(self._strategy.reduce_boolean_decision(path in self._saved or path in self._foreign, all=False))
+
+        return exists
+
+
+def keep_folder(callback: Callback, state: dict[str, Any], trainer: Trainer) -> None:
+    """Let a `ModelCheckpoint` that was given no folder write on into the one that the run had.
+
+    By default the folder is that of the logger, which is a new one in every process.
+    """
+    if not isinstance(callback, ModelCheckpoint) or "dirpath" not in state:
+        return
+    here, callback.dirpath = callback.dirpath, None
+    implied = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+    callback.dirpath = state["dirpath"] if os.fspath(implied) == here else here
+
+
+class LightningResume:
+    """Lightning's own way to resume gives way to ours, where ours has something to resume from.
+
+    `ckpt_path`, or the file that `OnExceptionCheckpoint` makes Lightning look for, is older than our newest step, and may be
+    torn. Whether ours has something is known only after Lightning has read it.
+
+    Args:
+        trainer: in `setup`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._connector = trainer._checkpoint_connector
+        self._read = self._connector.resume_start
+        self._error: Exception | None = None
+        self._connector.resume_start = self._start  # type: ignore[method-assign]
+
+    def _start(self, *args: Any, **options: Any) -> None:
+        del self._connector.resume_start
+        try:
+            self._read(*args, **options)
+        except Exception as error:  # noqa: BLE001  # whatever a torn file gives; raised again unless we resume
+            self._error = error
+
+    def decide(self, *, resumed: bool) -> None:
+        """Call before Lightning restores loops and optimizers.
+
+        Raises:
+            Exception: what reading the file gave, if nothing else is resumed from.
+        """
+        if not resumed:
+            if self._error is not None:
+                raise self._error
+            return
+        if self._connector._ckpt_path:
+            log.info("%s is not loaded: this run resumes from a later step", self._connector._ckpt_path)
+            self._connector._ckpt_path = None
+            self._connector._loaded_checkpoint = {}
+
+
+def _listed(callback: ModelCheckpoint) -> list[str]:
+    """Checkpoint files in its folder; on the first rank, as only that one touches files."""
+    folder = callback.dirpath
+    if folder is None or not callback._fs.exists(folder):
+        return []
+    names = [os.fspath(path).rpartition("/")[2] for path in callback._fs.ls(folder, detail=False)]
+    return [f"{folder}/{name}" for name in names if name.endswith(callback.FILE_EXTENSION)]
+
+
+def _torn(path: str) -> bool:
+    """Whether a file on a local disk is there but lacks its end, where the zip format keeps its directory."""
+    return Path(path).is_file() and not zipfile.is_zipfile(path)
