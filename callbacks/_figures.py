@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from lightning_moe_ckpt.metrics import (
@@ -26,7 +28,7 @@ class CheckpointFigures:
     """
 
     def __init__(self, report: Report, step: int) -> None:
-        self._before, self._step = report, step
+        self._before, self._step, self._clock = report, step, time.perf_counter()
         # The monitor exchanges what it needs by itself: metrics would, one by one.
         self._stall_per_step, self._stall_share = StallPerStep(sync_on_compute=False), StallShare(sync_on_compute=False)
         self._captured = CapturedPerStep(sync_on_compute=False)
@@ -51,9 +53,11 @@ class CheckpointFigures:
             step: boundary that training has reached.
             ranks_R3: `own` of every rank.
         """
+        clock = time.perf_counter()
+        seconds, self._clock = clock - self._clock, clock
         before, self._before = self._before, now
         steps, self._step = step - self._step, step
-        values = {**self._stalls(before, now, steps), **self._rates(ranks_R3, steps, now.seconds - before.seconds)}
+        values = {**self._stalls(before, now, steps), **self._rates(ranks_R3, steps, seconds)}
         self._window.update(now.window, now.window_position)
         self._generations.update(step, now.generations)
         place = self._window.compute()

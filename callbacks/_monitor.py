@@ -40,7 +40,8 @@ class ExpertLoadMonitor(Callback):
       all ranks;
     * `moe/window` and `moe/window_position`: steps per window, and how many of the window under way are taken;
     * `moe/generation/<tier>` and `moe/lag_steps/<tier>`: the newest generation that is whole in a tier (`storage`), and
-      how many steps training is ahead of it; `moe/generations_complete` and `moe/generations_committed`: how many;
+      how many steps training is ahead of it, less than none in replay; `moe/generations_complete` and
+      `moe/generations_committed`: how many;
     * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. While steps are repeated, every one
       has a row, and the progress bar shows `replay=3/6`.
 

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ NEEDED_BY_LIVES = [
     "lightning_moe_ckpt.moe",
     "lightning_moe_ckpt.strategy",
     "lightning.pytorch.strategies",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.switch_transformers.modeling_switch_transformers",
+    "torch.utils.tensorboard",
+    *(["litgpt.model"] if find_spec("litgpt") else []),
 ]
 """What a fork should find imported; a life takes a tenth of the time that importing these does."""
 

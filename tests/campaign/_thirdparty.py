@@ -1,0 +1,270 @@
+"""Models and callbacks that others wrote, as they are, in a run that is described like every other campaign."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import sys
+import termios
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    RichModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor, nn
+from typing_extensions import override
+
+from campaign._data import SEQUENCE, VOCABULARY
+from campaign._models import MODEL_DIM, NUM_EXPERTS
+from campaign._training import Module, Setup, _loaders, _precision, _quiet, _strategy
+from lightning_moe_ckpt.testing._lives import Fit, Life
+
+Library = Literal["litgpt_moe", "litgpt_dense", "mixtral", "switch", "gpt2"]
+Bar = Literal["none", "tqdm", "rich"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThirdParty(Setup):
+    """A run of somebody else's model, beside somebody else's callbacks."""
+
+    library: Library
+    recompute: bool = False
+    """Whether activations are checkpointed, by the library's own switch."""
+    companions: bool = False
+    """Whether Lightning's own callbacks and loggers take part."""
+    bar: Bar = "none"
+    averaging: bool = False
+    """Whether weights are averaged by `StochasticWeightAveraging` from the second epoch on."""
+
+    @property
+    @override
+    def fit(self) -> Fit:
+        return partial(train, self)
+
+
+class _Logits(nn.Module):
+    """A language model as the campaigns call it: logits, and no balancing loss."""
+
+    def __init__(self, model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self._logits = model, logits
+
+    @override
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        logits_BSV = self._logits(self.model, tokens_BS)
+        return logits_BSV, logits_BSV.new_zeros(())
+
+
+def build(library: Library, *, recompute: bool) -> nn.Module:
+    """A tiny model with random weights."""
+    if library.startswith("litgpt"):
+        return _Logits(_litgpt(moe=library == "litgpt_moe"), lambda model, tokens_BS: model(tokens_BS))
+    model = {"mixtral": _mixtral, "switch": _switch, "gpt2": _gpt2}[library]()
+    if recompute:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the name that users know is about to go
+            model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+    if library == "switch":
+        return _Logits(model, lambda model, t: model(input_ids=t, decoder_input_ids=t.flip(1), use_cache=False).logits)
+    return _Logits(model, lambda model, tokens_BS: model(input_ids=tokens_BS, use_cache=False).logits)
+
+
+def _litgpt(*, moe: bool) -> Any:
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    shape = {"n_layer": 2, "n_embd": MODEL_DIM, "n_head": 2, "block_size": SEQUENCE, "intermediate_size": 2 * MODEL_DIM}
+    words = {"vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY}
+    if not moe:
+        return GPT(Config(**shape, **words))
+    experts = {"mlp_class_name": "LLaMAMoE", "n_expert": NUM_EXPERTS, "n_expert_per_token": 2}
+    return GPT(Config(**shape, **words, **experts, norm_class_name="RMSNorm", bias=False))
+
+
+def _mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=MODEL_DIM,
+        intermediate_size=2 * MODEL_DIM,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=2,
+        max_position_embeddings=SEQUENCE,
+        attention_dropout=0.1,
+        router_jitter_noise=0.1,
+    )
+    return MixtralForCausalLM(config)
+
+
+def _switch() -> Any:
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    config = SwitchTransformersConfig(
+        vocab_size=VOCABULARY,
+        d_model=MODEL_DIM,
+        d_kv=8,
+        d_ff=2 * MODEL_DIM,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_heads=2,
+        num_experts=NUM_EXPERTS,
+        expert_capacity=16,
+        router_jitter_noise=0.1,
+        relative_attention_num_buckets=4,
+    )
+    return SwitchTransformersForConditionalGeneration(config)
+
+
+def _gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        n_embd=MODEL_DIM,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+class ThirdPartyModule(Module):
+    """The campaigns' module around the library's model."""
+
+    def __init__(self, setup: ThirdParty, life: Life) -> None:
+        super().__init__(setup, life)
+        self._third_party = setup
+        if setup.averaging:  # it copies the model before `configure_model`
+            self.configure_model()
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build(self._third_party.library, recompute=self._third_party.recompute)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self._third_party.companions:
+            self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+def train(setup: ThirdParty, life: Life) -> Mapping[str, Any]:
+    """Run `setup` in this process, from wherever its checkpoint callback finds it."""
+    _quiet()
+    seed_everything(life.seed, verbose=False)
+    callbacks, loggers = _companions(setup, life)
+    own = () if setup.checkpointing is None else (setup.checkpointing.make(life.url),)
+    with _terminal(life.workdir / f"life{life.index}.terminal") if setup.bar != "none" else contextlib.nullcontext():
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=life.world_size,
+            strategy=_strategy(setup, life),
+            max_epochs=setup.epochs,
+            gradient_clip_val=setup.clip,
+            val_check_interval=setup.validate_every,
+            limit_val_batches=1.0 if setup.validate_every else 0,
+            num_sanity_val_steps=0,
+            logger=loggers,
+            log_every_n_steps=1,
+            enable_progress_bar=setup.bar != "none",
+            enable_model_summary=any(isinstance(each, RichModelSummary) for each in callbacks),
+            callbacks=life.callbacks(*callbacks, *own),
+            **_precision(setup),
+        )
+        trainer.fit(ThirdPartyModule(setup, life), *_loaders(setup, life.world_size))
+    for timer in [each for each in callbacks if isinstance(each, Timer)]:
+        before = timer.time_elapsed() - ((timer.end_time() or 0.0) - (timer.start_time() or 0.0))
+        (life.workdir / f"life{life.index}.timer").write_text(str(before))
+    return {}
+
+
+def _companions(setup: ThirdParty, life: Life) -> tuple[list[Callback], Any]:
+    callbacks: list[Callback] = []
+    if setup.bar != "none":
+        callbacks.append(RichProgressBar() if setup.bar == "rich" else TQDMProgressBar())
+    if setup.averaging:
+        callbacks.append(StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2))
+    if not setup.companions:
+        return callbacks, False
+    callbacks += [
+        RichModelSummary(max_depth=3),
+        DeviceStatsMonitor(cpu_stats=True),
+        LearningRateMonitor("step", log_momentum=True),
+        GradientAccumulationScheduler({0: 2, 1: 1}),
+        Timer({"hours": 1}, interval="step"),
+        ThroughputMonitor(batch_size_fn=len_of, length_fn=lengths_of, window_size=2),
+    ]
+    if setup.checkpointing is not None:
+        from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
+
+        callbacks.append(ExpertLoadMonitor(every_n_steps=1))
+    folder = str(life.workdir)
+    version = f"life{life.index}"
+    return callbacks, [CSVLogger(folder, "csv", version), TensorBoardLogger(folder, "tensorboard", version)]
+
+
+def len_of(batch: list[Tensor]) -> int:
+    """Sequences of a batch."""
+    return len(batch[0])
+
+
+def lengths_of(batch: list[Tensor]) -> int:
+    """Tokens of a batch."""
+    return batch[0].numel()
+
+
+@contextlib.contextmanager
+def _terminal(path: Path) -> Iterator[None]:
+    """Let standard output and error be a wide terminal, and write to `path` what it was sent."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 400, 0, 0))
+    kept = os.dup(1), os.dup(2)
+    reader = threading.Thread(target=_copy, args=(ours, path), daemon=True)
+    reader.start()
+    for descriptor in (1, 2):
+        os.dup2(theirs, descriptor)
+    os.close(theirs)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, was in zip((1, 2), kept, strict=True):
+            os.dup2(was, descriptor)  # the last end of the terminal on our side closes, which ends the reader
+            os.close(was)
+        reader.join(10)
+
+
+def _copy(descriptor: int, path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):  # a terminal without writers is an error
+        while chunk := os.read(descriptor, 2**16):
+            file.write(chunk)
