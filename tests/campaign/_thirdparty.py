@@ -10,13 +10,13 @@ import sys
 import termios
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     GradientAccumulationScheduler,
@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from campaign._data import SEQUENCE, VOCABULARY
 from campaign._models import MODEL_DIM, NUM_EXPERTS
-from campaign._training import Module, Setup, _loaders, _precision, _quiet, _strategy
+from campaign._training import Module, Setup, train
 from lightning_moe_ckpt.testing._lives import Fit, Life
 
 Library = Literal["litgpt_moe", "litgpt_dense", "mixtral", "switch", "gpt2"]
@@ -57,7 +57,41 @@ class ThirdParty(Setup):
     @property
     @override
     def fit(self) -> Fit:
-        return partial(train, self)
+        return partial(train_in_terminal, self)
+
+    @override
+    def make_module(self, life: Life) -> Module:
+        return ThirdPartyModule(self, life)
+
+    @override
+    def callbacks(self, life: Life) -> Sequence[Callback]:
+        callbacks: list[Callback] = []
+        if self.bar != "none":
+            callbacks.append(RichProgressBar() if self.bar == "rich" else TQDMProgressBar())
+        if self.averaging:
+            callbacks.append(StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2))
+        return [*callbacks, *_companions(monitored=self.checkpointing is not None)] if self.companions else callbacks
+
+    @override
+    def trainer_options(self, life: Life) -> dict[str, Any]:
+        folder, version = str(life.workdir), f"life{life.index}"
+        loggers = [CSVLogger(folder, "csv", version), TensorBoardLogger(folder, "tensorboard", version)]
+        return {
+            **super().trainer_options(life),
+            "accumulate_grad_batches": 1,
+            "logger": loggers if self.companions else False,
+            "log_every_n_steps": 1,
+            "enable_progress_bar": self.bar != "none",
+            "enable_model_summary": self.companions,
+        }
+
+    @override
+    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for timer in [each for each in callbacks if isinstance(each, Timer)]:
+            before = timer.time_elapsed() - ((timer.end_time() or 0.0) - (timer.start_time() or 0.0))
+            (life.workdir / f"life{life.index}.timer").write_text(str(before))  # differs from run to run
+        return {}
 
 
 class _Logits(nn.Module):
@@ -177,59 +211,25 @@ class ThirdPartyModule(Module):
         return loss
 
 
-def train(setup: ThirdParty, life: Life) -> Mapping[str, Any]:
-    """Run `setup` in this process, from wherever its checkpoint callback finds it."""
-    _quiet()
-    seed_everything(life.seed, verbose=False)
-    callbacks, loggers = _companions(setup, life)
-    own = () if setup.checkpointing is None else (setup.checkpointing.make(life.url),)
-    with _terminal(life.workdir / f"life{life.index}.terminal") if setup.bar != "none" else contextlib.nullcontext():
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=life.world_size,
-            strategy=_strategy(setup, life),
-            max_epochs=setup.epochs,
-            gradient_clip_val=setup.clip,
-            val_check_interval=setup.validate_every,
-            limit_val_batches=1.0 if setup.validate_every else 0,
-            num_sanity_val_steps=0,
-            logger=loggers,
-            log_every_n_steps=1,
-            enable_progress_bar=setup.bar != "none",
-            enable_model_summary=any(isinstance(each, RichModelSummary) for each in callbacks),
-            callbacks=life.callbacks(*callbacks, *own),
-            **_precision(setup),
-        )
-        trainer.fit(ThirdPartyModule(setup, life), *_loaders(setup, life.world_size))
-    for timer in [each for each in callbacks if isinstance(each, Timer)]:
-        before = timer.time_elapsed() - ((timer.end_time() or 0.0) - (timer.start_time() or 0.0))
-        (life.workdir / f"life{life.index}.timer").write_text(str(before))
-    return {}
+def train_in_terminal(setup: ThirdParty, life: Life) -> Mapping[str, Any]:
+    """Run `setup` in this process, before a terminal if it has a progress bar."""
+    path = life.workdir / f"life{life.index}.terminal"
+    with _terminal(path) if setup.bar != "none" else contextlib.nullcontext():
+        return train(setup, life)
 
 
-def _companions(setup: ThirdParty, life: Life) -> tuple[list[Callback], Any]:
-    callbacks: list[Callback] = []
-    if setup.bar != "none":
-        callbacks.append(RichProgressBar() if setup.bar == "rich" else TQDMProgressBar())
-    if setup.averaging:
-        callbacks.append(StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2))
-    if not setup.companions:
-        return callbacks, False
-    callbacks += [
+def _companions(*, monitored: bool) -> list[Callback]:
+    from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
+
+    return [
         RichModelSummary(max_depth=3),
         DeviceStatsMonitor(cpu_stats=True),
         LearningRateMonitor("step", log_momentum=True),
         GradientAccumulationScheduler({0: 2, 1: 1}),
         Timer({"hours": 1}, interval="step"),
         ThroughputMonitor(batch_size_fn=len_of, length_fn=lengths_of, window_size=2),
+        *([ExpertLoadMonitor(every_n_steps=1)] if monitored else []),
     ]
-    if setup.checkpointing is not None:
-        from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
-
-        callbacks.append(ExpertLoadMonitor(every_n_steps=1))
-    folder = str(life.workdir)
-    version = f"life{life.index}"
-    return callbacks, [CSVLogger(folder, "csv", version), TensorBoardLogger(folder, "tensorboard", version)]
 
 
 def len_of(batch: list[Tensor]) -> int:
