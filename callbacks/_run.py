@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning, _lightning_files
@@ -51,6 +52,11 @@ class FitRun:
             raise ConfigurationError(
                 f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
                 "Put all parameters into one optimizer with several param groups."
+            )
+        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
+                "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
             )
         for reason in _lightning.inexact_reasons(trainer, module):
             log.warning("this run cannot be reproduced bit for bit: %s", reason)

@@ -26,6 +26,10 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
+    def __reduce__(self) -> tuple[type[Lane], tuple[()]]:
+        """Copies and pickles, as of a Trainer or of a callback that knows it, are new lanes without work."""
+        return Lane, ()
+
     def submit(self, work: Work, device: torch.device) -> Future[Tensor]:
         """Queue `work`, which reads and writes memory that the caller leaves alone until the future is done.
 

@@ -170,7 +170,6 @@ class MoEStrategy(DDPStrategy):
         self._remove_taps()
         if self.reducer is not None:
             self.reducer.close()
-            self.reducer = None  # it holds a thread, and a Trainer may be pickled once training has ended
         super().teardown()
         # The process groups stay: `trainer.save_checkpoint` after `fit` still needs every rank's experts.
         set_current_groups(None)

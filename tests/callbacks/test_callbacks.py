@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -368,3 +369,9 @@ def test_a_resumed_life_goes_on_deleting(tmp_path: Path) -> None:
     fit(checkpoint, Patient(), steps=10)
     kept = sorted(int(path.name) for path in (tmp_path / "snap").iterdir() if any(path.rglob("_COMMITTED")))
     assert kept == [9, 10]
+
+
+def test_averaging_that_swaps_the_scheduler_is_refused_at_start(tmp_path: Path) -> None:
+    """Not found out by the first run that resumes with other learning rates."""
+    with pytest.raises(ConfigurationError, match="Use WeightAveraging"):
+        fit(SparseCheckpoint(str(tmp_path)), StochasticWeightAveraging(1e-3), steps=4)

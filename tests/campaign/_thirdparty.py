@@ -23,7 +23,6 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     RichModelSummary,
     RichProgressBar,
-    StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
@@ -51,8 +50,6 @@ class ThirdParty(Setup):
     companions: bool = False
     """Whether Lightning's own callbacks and loggers take part."""
     bar: Bar = "none"
-    averaging: bool = False
-    """Whether weights are averaged by `StochasticWeightAveraging` from the second epoch on."""
 
     @property
     @override
@@ -68,8 +65,6 @@ class ThirdParty(Setup):
         callbacks: list[Callback] = []
         if self.bar != "none":
             callbacks.append(RichProgressBar() if self.bar == "rich" else TQDMProgressBar())
-        if self.averaging:
-            callbacks.append(StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2))
         return [*callbacks, *_companions(monitored=self.checkpointing is not None)] if self.companions else callbacks
 
     @override
@@ -195,8 +190,6 @@ class ThirdPartyModule(Module):
     def __init__(self, setup: ThirdParty, life: Life) -> None:
         super().__init__(setup, life)
         self._third_party = setup
-        if setup.averaging:  # it copies the model before `configure_model`
-            self.configure_model()
 
     @override
     def configure_model(self) -> None:
