@@ -348,7 +348,7 @@ class Planner:
         """Over all ranks, for the first plan of this life; zeros where nothing is measured."""
         if self._meter is None:
             return [0.0] * self._view.operators.num_experts
-        total: list[float] = sum_in_order(self._exchange.gather_tensor(self._meter.value().cpu())).tolist()
+        total: list[float] = sum_in_order(self._exchange.gather_tensor(self._meter.newest().cpu())).tolist()
         return total
 
     def _budget(self) -> int:

@@ -89,6 +89,12 @@ class PopularityMeter:
             self._fold()
         return self._value_E
 
+    def newest(self) -> Tensor:
+        """What a plan may be made of outside the looks: `value`, or the look just held if that has reset it."""
+        if self._held and self._config.half_life_steps is None:
+            return self._held[-1]
+        return self.value()
+
     def state(self) -> dict[str, Any]:
         """What a later life needs to go on from this boundary; tensors may be on the device."""
         return {"measure": self._measure, "value": self.value().clone(), "held": list(self._held)}

@@ -317,7 +317,18 @@ def _shift(module: nn.Module, every: int) -> None:
             gate.register_forward_hook(moe.shift)
 
 
-def build(
+def build(name: str, *, shift_every: int = 0, **options: Any) -> nn.Module:
+    """A model by name: `lists`, `batch_norm`, `tied`, `mixtral`, `stacked`, `counting`, `biased` or `dense`.
+
+    See `Shift` for `shift_every`, `_build` for other options.
+    """
+    module = _build(name, **options)
+    if shift_every:
+        _shift(module, shift_every)
+    return module
+
+
+def _build(
     name: str,
     *,
     num_experts: int = NUM_EXPERTS,
@@ -327,13 +338,7 @@ def build(
     never_routed: bool = False,
     recompute: str = "",
     bias: str = "buffer",
-    shift_every: int = 0,
 ) -> nn.Module:
-    """A model by name: `lists`, `batch_norm`, `tied`, `mixtral`, `stacked`, `counting`, `biased` or `dense`."""
-    if shift_every:
-        module = build(name, num_experts=num_experts, dropout=dropout, never_routed=never_routed)
-        _shift(module, shift_every)
-        return module
     options: dict[str, Any] = {"gate_fp32": gate_fp32, "noisy": noisy, "never_routed": never_routed}
     if name == "mixtral":
         return TinyMixtral(never_routed=never_routed)

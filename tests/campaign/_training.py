@@ -272,7 +272,7 @@ def _warm_up_and_cosine(step: int) -> float:
 
 def train(setup: Setup, life: Life) -> Mapping[str, Any]:
     """Run `setup` in this process, from wherever its checkpoint callback finds it."""
-    _quiet()
+    quiet()
     seed_everything(life.seed, verbose=False)
     own = [] if setup.checkpointing is None else [setup.checkpointing.make(life.url)]
     module = setup.make_module(life)
@@ -310,7 +310,7 @@ def _strategy(setup: Setup, life: Life) -> Any:
     )
 
 
-def _quiet() -> None:
+def quiet() -> None:
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata calls what torch deprecates
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ def qwen2_moe() -> nn.Module:
     return transformers.Qwen2MoeForCausalLM(
         transformers.Qwen2MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
     )
+
+
+def olmoe() -> nn.Module:
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON, num_experts=4))
 
 
 def deepseek_v3() -> nn.Module:
@@ -79,9 +84,16 @@ def switch() -> nn.Module:
     )
 
 
+def qwen3_moe() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=8)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "mixtral": (mixtral, "gate", 2),
     "qwen2_moe": (qwen2_moe, "gate", 2),
+    "qwen3_moe": (qwen3_moe, "gate", 2),
+    "olmoe": (olmoe, "gate", 2),
     "deepseek_v3": (deepseek_v3, "gate", 1),
     "gpt_oss": (gpt_oss, "router", 2),
     "switch": (switch, "router", 2),
@@ -150,6 +162,56 @@ def test_counts_are_what_the_router_chose(family: tuple[nn.Module, str, int]) ->
     assert torch.equal(counter.read_and_reset(), want)
     assert want.max() > want.min()
     assert not counter.read_and_reset().any()
+
+
+SIGMOID = {"deepseek_v3"}
+"""Families whose routers score experts by sigmoid; the others take a softmax over all experts."""
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_soft_and_hard_counts_are_those_of_every_family(name: str, use_reentrant: bool | None) -> None:
+    """Router probabilities to the last bit, choices exactly, with gradient checkpointing, accumulation and evaluation."""
+    build, router, _ = FAMILIES[name]
+    torch.manual_seed(0)
+    model = build()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if use_reentrant is not None:
+        checkpointed: Any = model
+        checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        checkpointed.enable_input_require_grads()
+    operators = discover(model)
+    hard = torch.zeros(operators.num_experts, dtype=torch.int64)
+    soft = torch.zeros(operators.num_experts, dtype=torch.float64)
+    by_hand = True
+
+    def add(at: slice, module: nn.Module, args: object, out: tuple[Tensor, ...]) -> None:
+        if by_hand:
+            logits_TE = next(t for t in out if t.is_floating_point() and t.shape[-1] == 4).detach().reshape(-1, 4)
+            hard[at] += chosen(out, 4)
+            soft[at] += (logits_TE.sigmoid() if name in SIGMOID else logits_TE.softmax(-1)).sum(0, dtype=torch.float64)
+
+    for i, layer in enumerate(operators.layers):
+        hook = partial(add, slice(4 * i, 4 * i + 4))
+        model.get_submodule(f"{layer.fqn}.{router}").register_forward_hook(hook)
+    counters = LoadCounter(operators, model), LoadCounter(operators, model, "probabilities")
+    for counter in counters:
+        assert counter.uncounted == ()
+        counter.install()
+    for _ in range(2):
+        tokens = torch.randint(1, 64, (2, 8))
+        by_hand = True
+        loss = model(input_ids=tokens, labels=tokens).loss
+        by_hand = False
+        loss.backward()
+        model.eval()(input_ids=tokens, labels=tokens)
+        model.train()
+    assert torch.equal(counters[0].read_and_reset(), hard)
+    assert torch.equal(counters[1].read_and_reset(), soft)
+    assert hard.sum() > 0
+    assert len(set(soft.tolist())) == len(soft)
 
 
 def test_tied_embeddings_are_one_operator() -> None:
