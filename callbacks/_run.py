@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
-from lightning_moe_ckpt import _lightning, _lightning_files
+from lightning_moe_ckpt import _lightning, _lightning_files, _lightning_logs
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
 from lightning_moe_ckpt.callbacks._stops import Stops
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -76,7 +76,8 @@ class FitRun:
             extra=_lightning.checkpoint_extra(trainer, module),
         )
         self._files = _lightning_files.CheckpointFiles(trainer)
-        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, {"files": self._files})
+        self._logs = _lightning_logs.LogFolders(trainer)
+        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, {"files": self._files, "logs": self._logs})
         self._ended = False
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
@@ -110,6 +111,7 @@ class FitRun:
         """Give everything back, after a normal end or an exception."""
         if not self.life.replaying:  # else the weights stay half frozen, whoever wants to save them now
             self._files.remove()
+        self._logs.remove()
         self._clip.remove()
         self._taps.remove()
         try:

@@ -1,0 +1,214 @@
+"""Log files of a run that is killed and resumed: one folder, and each row once.
+
+A resumed run trains some steps again and would log them again; and Lightning gives every process a new log folder, or, if
+the folder is fixed, `CSVLogger` deletes what an earlier process wrote. So the step journal names the folder of the run; a
+resumed run goes on in it, reads what is there, and drops what it would write a second time. What is already there was
+written by steps that are trained again bit for bit, so it has the same values.
+
+This holds for `CSVLogger` and `TensorBoardLogger` on a local disk. Both are flushed after every row, and a SIGKILL loses
+nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
+
+Like `_lightning`, a place that touches private attributes.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+log = logging.getLogger(__name__)
+
+Counts: TypeAlias = "Counter[tuple[int, str]]"
+"""How often a key was logged under a step."""
+
+KEPT = "metrics.kept.csv"
+"""Second name (hard link) of a `metrics.csv`, which survives that `CSVLogger` deletes the first one when it starts."""
+
+
+class LogFolders:
+    """Lets the log files of one trainer go on where the run left them, until `remove`.
+
+    Args:
+        trainer: in `on_fit_start`: its loggers have opened their folders, and have written nothing.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._logs = [_Log(logger) for logger in trainer.loggers if isinstance(logger, (CSVLogger, TensorBoardLogger))]
+
+    def take(self) -> dict[str, Any]:
+        """The folders, and what was logged under the newest step."""
+        return {"logs": [log.take() for log in self._logs]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on in the folders of the run."""
+        if len(state["logs"]) != len(self._logs):
+            log.warning("this run has other loggers than before: rows of steps that are trained again appear twice")
+            return
+        for each, taken in zip(self._logs, state["logs"], strict=True):
+            each.restore(taken, owner=self._trainer.is_global_zero)
+
+    def remove(self) -> None:
+        """Give the loggers their own methods back."""
+        for each in self._logs:
+            each.remove()
+
+
+class _Log:
+    """One logger and its folder."""
+
+    def __init__(self, logger: CSVLogger | TensorBoardLogger) -> None:
+        self._logger = logger
+        self._there: Counts = Counter()
+        """What is in the folder and will be logged again."""
+        self._newest: dict[str, Any] = {"step": -1, "keys": {}}
+        self._kept: Path | None = None
+        self._log, self._save = logger.log_metrics, logger.save
+        logger.log_metrics = self._log_once  # type: ignore[method-assign]
+        if isinstance(logger, CSVLogger):
+            logger.save = self._save_and_keep  # type: ignore[method-assign]
+
+    def take(self) -> dict[str, Any]:
+        return {"version": self._logger.version, "step": self._newest["step"], "keys": dict(self._newest["keys"])}
+
+    def restore(self, taken: Mapping[str, Any], *, owner: bool) -> None:
+        logger, before = self._logger, Path(self._logger.log_dir)
+        self._newest = {"step": taken["step"], "keys": dict(taken["keys"])}
+        moves = logger.version != taken["version"]
+        if moves and owner and logger._experiment is not None:
+            _leave(logger, before)
+        logger._version = taken["version"]
+        if not owner:
+            return
+        folder = Path(logger.log_dir)
+        self._there = _go_on_csv(logger, folder) if isinstance(logger, CSVLogger) else _events_in(folder)
+        # What was logged under the same step before this boundary will not be logged again.
+        self._there.subtract({(taken["step"], key): number for key, number in taken["keys"].items()})
+        log.info(
+            "log rows go on in %s; it has rows up to step %d", folder, max((s for s, _ in self._there), default=-1)
+        )
+
+    def remove(self) -> None:
+        self._logger.__dict__.pop("log_metrics", None)
+        self._logger.__dict__.pop("save", None)
+
+    def _log_once(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if step is None:
+            self._log(metrics, step)  # type: ignore[arg-type]
+            return
+        if step != self._newest["step"]:
+            self._newest = {"step": step, "keys": {}}
+        fresh = {key: value for key, value in metrics.items() if self._is_fresh(step, key)}
+        if fresh:
+            self._log(fresh, step)
+
+    def _is_fresh(self, step: int, key: str) -> bool:
+        prefix = self._logger._prefix
+        name = f"{prefix}{self._logger.LOGGER_JOIN_CHAR}{key}" if prefix else key
+        self._newest["keys"][name] = self._newest["keys"].get(name, 0) + 1
+        if self._there[step, name] > 0:
+            self._there[step, name] -= 1
+            return False
+        return True
+
+    def _save_and_keep(self) -> None:
+        self._save()
+        folder = Path(self._logger.log_dir)
+        if self._kept is None and (folder / "metrics.csv").is_file():
+            self._kept = folder / KEPT
+            _keep(folder)
+
+
+def _leave(logger: CSVLogger | TensorBoardLogger, folder: Path) -> None:
+    """Close the folder that Lightning made for this process, and remove it if nothing is in it."""
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.close()
+        for path in folder.glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+            path.unlink()
+    logger._experiment = None
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _keep(folder: Path) -> None:
+    """Give the file its second name."""
+    (folder / KEPT).unlink(missing_ok=True)
+    try:
+        os.link(folder / "metrics.csv", folder / KEPT)
+    except OSError as error:
+        log.warning("rows in %s will be lost when this run resumes in the same folder: %s", folder, error)
+
+
+def _go_on_csv(logger: CSVLogger, folder: Path) -> Counts:
+    """Let the logger append to the rows of earlier lives; what they are."""
+    path, kept = folder / "metrics.csv", folder / KEPT
+    if path.is_file():
+        _keep(folder)  # opening the folder deletes the file
+    logger._experiment = None
+    writer: Any = logger.experiment
+    writer._rewrite_with_new_header = lambda names: _rewrite(folder, names)
+    if not kept.is_file():
+        return Counter()
+    _cut_torn_row(kept)
+    kept.replace(path)
+    _keep(folder)
+    names, rows = _read(path)
+    writer.metrics_keys = names
+    return Counter((int(row["step"]), name) for row in rows for name in names if name != "step" and row[name])
+
+
+def _cut_torn_row(path: Path) -> None:
+    """The last line has its end only if it was written whole."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        _replace(path, whole)
+
+
+def _rewrite(folder: Path, names: list[str]) -> None:
+    """Widen the table, as Lightning does, but in one stroke: a kill in between must not lose it."""
+    path = folder / "metrics.csv"
+    _, rows = _read(path)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, fieldnames=names)
+        table.writeheader()
+        table.writerows(rows)
+    temporary.replace(path)
+    _keep(folder)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        table = csv.DictReader(file)
+        return list(table.fieldnames or []), list(table)
+
+
+def _events_in(folder: Path) -> Counts:
+    """Scalars in the event files of a folder; a file ends where the killed process had got to."""
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    except ImportError:
+        log.warning("without the package tensorboard, %s cannot be read: some rows may appear twice", folder)
+        return Counter()
+    loader: Callable[[str], Any] = EventFileLoader
+    return Counter(
+        (event.step, value.tag)
+        for path in sorted(folder.glob("events.out.tfevents.*"))
+        for event in loader(str(path)).Load()
+        for value in event.summary.value
+    )
