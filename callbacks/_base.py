@@ -133,9 +133,9 @@ class CheckpointCallback(Checkpoint):
             self._run.before_optimizer_step(optimizer)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
-            self._run.end()
+            self._run.fit_end()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

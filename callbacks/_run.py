@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
-from lightning_moe_ckpt import _lightning, _lightning_files, _lightning_logs
+from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_files, _lightning_logs
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
 from lightning_moe_ckpt.callbacks._stops import Stops
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -74,6 +74,7 @@ class FitRun:
             autocast_dtype=_lightning.autocast_dtype(trainer),
             may_skip=_lightning.may_toggle_requires_grad(trainer),
             extra=_lightning.checkpoint_extra(trainer, module),
+            averages=_lightning_averages.averages_of(trainer),
         )
         self._files = _lightning_files.CheckpointFiles(trainer)
         self._logs = _lightning_logs.LogFolders(trainer)
@@ -89,6 +90,7 @@ class FitRun:
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.unlink_shared_memory
         )
         self._validated = False
+        self._trained = False
 
     @property
     def clock(self) -> HookClock:
@@ -187,6 +189,7 @@ class FitRun:
 
     @clocked
     def batch_start(self) -> None:
+        self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start()
         validated, self._validated = self._validated, False
@@ -224,8 +227,13 @@ class FitRun:
 
     @clocked
     def end(self) -> None:
+        """Training has ended. First of all hooks: one may put averaged weights in the place of those to go on with."""
         if not self._ended:
             self.life.end(self._step, self._recorder.take_end())
+
+    def fit_end(self) -> None:
+        if not self._trained:
+            _lightning_averages.finish_with_averages(self._trainer, self._module)
 
     def after_run(self) -> None:
         """Training has ended by itself; whoever sent a signal still wants this process to end."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.session import is_average
 from lightning_moe_ckpt.storage import (
     RangedBackend,
     RankMarker,
@@ -73,7 +74,7 @@ class Assembler:
                     _add(self._parameters, record.fqn, segment, record)
         first = self._segments[0]
         # Ranks keep their own buffers; an export has room for one.
-        self._buffers = {record.fqn: record for record in first.records if record.kind == BUFFER}
+        self._buffers = {record.fqn: record for record in first.records if _is_buffer(record)}
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
@@ -102,7 +103,7 @@ class Assembler:
         absent: set[str] = set()
         for segment in self._segments:
             for record in segment.records:
-                if record.kind == "full" and record.state_key not in {PARAM, PRESENT}:
+                if record.kind == "full" and _is_state(record):
                     name = f"{record.fqn}/{record.state_key}"
                     if record.present:
                         _add(found, name, segment, record)
@@ -168,3 +169,11 @@ def _add(found: dict[str, _Tensor], name: str, segment: SegmentEntry, record: Re
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _is_buffer(record: RecordEntry) -> bool:
+    return record.kind == BUFFER and not is_average(record.fqn)
+
+
+def _is_state(record: RecordEntry) -> bool:
+    return record.state_key not in {PARAM, PRESENT} and not is_average(record.state_key)

@@ -1,5 +1,7 @@
 """One run's checkpointing life: snapshot, seal, persist, commit, restore, replay."""
 
+from lightning_moe_ckpt.session._averages import Averages as Averages
+from lightning_moe_ckpt.session._averages import is_average as is_average
 from lightning_moe_ckpt.session._codec import refusals as refusals
 from lightning_moe_ckpt.session._codec import register_enum as register_enum
 from lightning_moe_ckpt.session._description import read_extra as read_extra

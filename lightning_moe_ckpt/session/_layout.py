@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import RecordPiece, assign_writers
+from lightning_moe_ckpt.session._averages import Averages
 from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, TensorSpec, dtype_code
 
 REGIONS = ("world", "expert_data")
@@ -72,6 +73,7 @@ class StateView:
         operators: what was found in it.
         schema: the optimizer's state.
         compute_dtypes: precision of COMPUTE by parameter; a parameter not named keeps its own.
+        averages: running averages of the module; that of a parameter belongs to its operator.
     """
 
     def __init__(
@@ -80,14 +82,16 @@ class StateView:
         operators: OperatorSet,
         schema: StateSchema,
         compute_dtypes: Mapping[str, torch.dtype],
+        averages: Averages | None = None,
     ) -> None:
         self.module, self.operators, self.schema = module, operators, schema
         self.params = dict(module.named_parameters())
+        self.averages = averages if averages is not None else Averages([], consumed=False)
         # By owner, since a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
         self._buffer_owners = {
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, _ in module.named_buffers()
-        }
+        } | self.averages.buffer_owners()
         self.compute_dtypes = dict(compute_dtypes)
 
     @property
@@ -103,37 +107,54 @@ class StateView:
 
     def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
         """The same live state, cut into other operators and stored at other precisions."""
-        return StateView(self.module, operators, self.schema, compute_dtypes)
+        return StateView(self.module, operators, self.schema, compute_dtypes, self.averages)
+
+    def assuming(self, *, averages_consumed: bool) -> StateView:
+        """The same live state under a plan whose maker did, or did not, run forward on averages."""
+        averages = self.averages.assuming(consumed=averages_consumed)
+        return StateView(self.module, self.operators, self.schema, self.compute_dtypes, averages)
 
     def fields(self, part: Part) -> Iterator[Field]:
         """Tensors of one part, in the order in which they are stored."""
-        param = self.params[part.piece.fqn]
+        fqn = part.piece.fqn
+        param = self.params[fqn]
         if part.kind is RecordKind.COMPUTE:
-            yield Field(part, PARAM, self.compute_dtypes.get(part.piece.fqn, param.dtype), per_element=True)
+            yield Field(part, PARAM, self.compute_dtypes.get(fqn, param.dtype), per_element=True)
+            for key, average in self.averages.consumed_of(fqn).items():
+                yield Field(part, key, self.compute_dtypes.get(fqn, average.dtype), per_element=True)
             return
         yield Field(part, PRESENT, torch.uint8, per_element=False)
         yield Field(part, PARAM, param.dtype, per_element=True)
         for entry in self.schema.entries(param):
             yield Field(part, entry.key, entry.dtype, per_element=entry.per_element)
+        for key, average in self.averages.of(fqn).items():
+            yield Field(part, key, average.dtype, per_element=True)
 
-    def states(self, params: Iterable[torch.nn.Parameter]) -> list[Tensor]:
-        """The optimizer state there is of these parameters."""
-        return [tensor for param in params for tensor in self.schema.tensors(param)]
+    def is_state(self, field: Field) -> bool:
+        """Whether a field is part of the optimizer's state, of which there may be none yet."""
+        return field.key not in (PARAM, PRESENT) and field.key not in self.averages.names
+
+    def states(self, fqns: Iterable[str]) -> list[Tensor]:
+        """What there is of these parameters beside themselves: optimizer state, and averages."""
+        return [
+            tensor
+            for fqn in fqns
+            for tensor in (*self.schema.tensors(self.params[fqn]), *self.averages.of(fqn).values())
+        ]
 
     def base(self, field: Field) -> Tensor | None:
-        """The parameter or state tensor a field is a slice of."""
+        """The parameter, average or state tensor a field is a slice of."""
         param = self.params[field.part.piece.fqn]
+        if field.key in self.averages.names:
+            return self.averages.of(field.part.piece.fqn)[field.key]
         return param if field.key == PARAM else self.schema.get_state(param, field.key)
 
     def live(self, field: Field) -> Tensor | None:
         """The live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
-        param = self.params[field.part.piece.fqn]
-        if field.key == PARAM:
-            return param.detach().view(-1)[field.part.piece.start : field.part.piece.stop]
-        state = self.schema.get_state(param, field.key)
-        if state is None:
+        base = self.base(field)
+        if base is None:
             return None
-        flat = state.detach().view(-1)
+        flat = base.detach().view(-1)
         return flat[field.part.piece.start : field.part.piece.stop] if field.per_element else flat
 
     def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
@@ -144,9 +165,10 @@ class StateView:
         """Bytes that a record of `kind` takes per element of the parameter."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
-            return self.compute_dtypes.get(fqn, param.dtype).itemsize
+            tensors = [param, *self.averages.consumed_of(fqn).values()]
+            return sum(self.compute_dtypes.get(fqn, each.dtype).itemsize for each in tensors)
         state = sum(e.dtype.itemsize for e in self.schema.entries(param) if e.per_element)
-        return param.element_size() + state
+        return param.element_size() + state + sum(each.element_size() for each in self.averages.of(fqn).values())
 
 
 def region_parts(
@@ -207,8 +229,7 @@ class SlotLayout:
 
     def _entry(self, field: Field, buffer: Tensor) -> RecordEntry:
         part, span = field.part, self.segment.spans[field.name]
-        is_state = field.key not in (PARAM, PRESENT)
-        present = not is_state or bool(self.segment.view(buffer, f"{part.prefix}/{PRESENT}").item())
+        present = not self.view.is_state(field) or bool(self.segment.view(buffer, f"{part.prefix}/{PRESENT}").item())
         return RecordEntry(
             name=field.name,
             operator=part.operator,

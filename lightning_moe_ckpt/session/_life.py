@@ -22,6 +22,7 @@ from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.session._averages import Averages
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._description import describe
@@ -81,6 +82,7 @@ class Life:
         autocast_dtype: low precision of forward under autocast, `None` without.
         may_skip: whether `requires_grad` may be toggled in replay.
         extra: what the trainer adds to checkpoints of its own, for exports; what cannot be stored is left out.
+        averages: running averages of the module that callbacks keep.
     """
 
     def __init__(
@@ -94,11 +96,12 @@ class Life:
         autocast_dtype: torch.dtype | None,
         may_skip: bool,
         extra: Mapping[str, object] | None = None,
+        averages: Averages | None = None,
     ) -> None:
         self._extra = dict(extra or {})
         self._config, self._policy, self._groups, self._may_skip = config, policy, groups, may_skip
         self._operators = discover(module, ep_size=groups.ep_size)
-        self._view = StateView(module, self._operators, schema, {})
+        self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
         self._planner = Planner(
             policy,

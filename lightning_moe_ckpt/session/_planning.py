@@ -40,7 +40,7 @@ from lightning_moe_ckpt.session._reordering import Reordering
 
 PlanRecord = dict[str, Any]
 """JSON values, equal on all ranks: `config`, `order`, `plan`, `popularity`, `compute_dtypes`, `budget_nbytes`,
-`split_nbytes`, `interval`."""
+`split_nbytes`, `averages_consumed`, `interval`."""
 
 MEASURED_STEPS = 3
 """Steps of a life before budgets and compute precisions are known."""
@@ -166,6 +166,7 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
         IdentityMismatch: the plan is for other operators.
     """
     dtypes = {fqn: getattr(torch, name) for fqn, name in record["compute_dtypes"].items()}
+    view = view.assuming(averages_consumed=record["averages_consumed"])
     view = view.replanned(_split_operators(view, groups, record["split_nbytes"]), dtypes)
     try:
         positions_plan = Plan.from_json(record["plan"])
@@ -192,7 +193,7 @@ def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -
     items = _items(view, groups, popularity, "fixed")
     plan = DenseWindows(every_n_steps=1).plan(items, 0)
     config = DenseWindows(every_n_steps=1).config()
-    record = _record(config, "fixed", plan, popularity=popularity, dtypes={}, budget=0, limit=0)
+    record = _record(config, "fixed", plan, popularity=popularity, dtypes={}, budget=0, limit=0, averages=False)
     return lay_out(record, view, groups, journal_nbytes)
 
 
@@ -340,8 +341,10 @@ class Planner:
         items = _named_items(view, self._groups) if named else _items(view, self._groups, popularity, order)
         plan = self._policy.plan(items, budget)
         names = {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()}
-        config = self._policy.config()
-        record = _record(config, order, plan, popularity=popularity, dtypes=names, budget=budget, limit=limit)
+        config, averages = self._policy.config(), self._view.averages.consumed
+        record = _record(
+            config, order, plan, popularity=popularity, dtypes=names, budget=budget, limit=limit, averages=averages
+        )
         return lay_out(record, self._view, self._groups, self._journal_nbytes)
 
     def _global_popularity(self) -> list[float]:
@@ -405,6 +408,7 @@ def _record(
     dtypes: Mapping[str, str],
     budget: int,
     limit: int,
+    averages: bool,
 ) -> PlanRecord:
     return {
         "config": dict(config),
@@ -414,6 +418,7 @@ def _record(
         "compute_dtypes": dict(dtypes),
         "budget_nbytes": budget,
         "split_nbytes": limit,
+        "averages_consumed": averages,
         "interval": plan.interval_steps,
     }
 

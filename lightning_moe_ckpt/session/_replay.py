@@ -159,7 +159,7 @@ class Replay:
                 self._load_region(layout, segment, region, writer)
         fqns = dict.fromkeys(part.piece.fqn for parts in layout.parts.values() for part in parts)
         params = [self._view.params[fqn] for fqn in fqns]
-        self._loaded = [*params, *self._view.states(params)]
+        self._loaded = [*params, *self._view.states(fqns)]
         self._versions = versions(self._loaded)
 
     def _load_region(self, layout: SlotLayout, segment: Tensor, region: str, writer: int) -> None:
@@ -195,7 +195,7 @@ class Replay:
             else:
                 schema.drop_state(param)
             return
-        if field.key != "param" and not present[field.part.prefix]:
+        if self._view.is_state(field) and not present[field.part.prefix]:
             return
         live = self._view.live(field)
         if live is not None:

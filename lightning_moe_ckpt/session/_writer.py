@@ -36,7 +36,8 @@ class SegmentWriter:
     def __init__(self, layout: SlotLayout, view_U8: Tensor, engine: CopyEngine) -> None:
         self.layout, self.view, self._engine = layout, view_U8, engine
         layout.segment.write_header(view_U8)
-        self._params = [layout.view.params[fqn] for fqn in dict.fromkeys(f.part.piece.fqn for f in layout.own)]
+        self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for f in layout.own))
+        self._params = [layout.view.params[fqn] for fqn in self._fqns]
         self._bases: list[Tensor] = []
         self._addresses: list[int] = []
         self._owners: list[int] = []
@@ -94,7 +95,7 @@ class SegmentWriter:
         return SealedSegment(step=step, view=view, records=self._records, ticket=ticket)
 
     def _refresh(self) -> None:
-        bases = [*self._params, *self.layout.view.states(self._params)]
+        bases = [*self._params, *self.layout.view.states(self._fqns)]
         # A parameter keeps its identity when its memory is swapped (`param.data = ...`), state is replaced whole.
         addresses = [param.data_ptr() for param in self._params]
         same = len(bases) == len(self._bases) and all(map(is_, bases, self._bases))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +23,7 @@ from campaign._data import make_loader, make_validation_loader
 from campaign._models import BiasedMoE, Counting, build
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.testing._lives import Fit, Life
+from lightning_moe_ckpt.testing._lives_end import digest
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]
 Scheduler = Literal["none", "cosine", "epoch", "plateau"]
@@ -84,6 +86,8 @@ class Setup:
     expert_parallel: int = 1
     strategy: Literal["moe", "moe_fast", "ddp"] = "moe"
     world_size: int = 1
+    averaged: Literal["ema", "mean", "both"] | None = None
+    """Running averages of the weights, by Lightning's callbacks; validation runs on them."""
     balanced_by: Literal["module", "callback"] | None = None
     """Who moves the router bias of the model `biased` after each batch."""
     bucket_nbytes: tuple[int, ...] = (2**25,)
@@ -100,7 +104,8 @@ class Setup:
 
     def callbacks(self, life: Life) -> Sequence[Callback]:
         """The user's own callbacks, besides the one that takes checkpoints."""
-        return [Balancing()] if self.balanced_by == "callback" else []
+        balancing: list[Callback] = [Balancing()] if self.balanced_by == "callback" else []
+        return [*balancing, *make_averaging(self.averaged)]
 
     def loaders(self, life: Life) -> tuple[Any, Any]:
         """Training and validation data."""
@@ -131,7 +136,8 @@ class Setup:
 
     def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
         """What else must be equal at the end, besides the state of training; JSON."""
-        return {}
+        kept = [each for each in trainer.callbacks if isinstance(each, KeepsWeights)]  # type: ignore[attr-defined]
+        return {"before the end": kept[0].weights} if kept and kept[0].weights else {}
 
     def with_options(self, **options: Any) -> Setup:
         return replace(self, options=(*self.options, *options.items()))
@@ -224,6 +230,44 @@ class Balancing(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         balance(pl_module)
+
+
+class KeepsWeights(Callback):
+    """Remembers digests of the weights and averages at the end of training, before averages take the weights' place."""
+
+    def __init__(self, averaging: Sequence[WeightAveraging]) -> None:
+        self._averaging = averaging
+        self.weights: list[str] = []
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        models = [pl_module, *(each._average_model for each in self._averaging)]
+        self.weights = [digest([*model.parameters(), *model.buffers()]) for model in models if model is not None]
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.weights:  # the run was found finished
+            self.on_train_end(trainer, pl_module)
+
+
+def make_averaging(kind: Literal["ema", "mean", "both"] | None) -> list[Callback]:
+    """Lightning's callbacks, one that averages every step and buffers too, one that averages every other step."""
+    if kind is None:
+        return []
+    averaging: list[WeightAveraging] = []
+    if kind in {"ema", "both"}:
+        averaging.append(EMAWeightAveraging(decay=0.8))
+    if kind in {"mean", "both"}:
+        averaging.append(EveryOther(use_buffers=False))
+    return [KeepsWeights(averaging), *averaging]
+
+
+class EveryOther(WeightAveraging):
+    """The plain mean of the weights after steps 4, 6, 8..."""
+
+    @override
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx >= 3 and step_idx % 2 == 1
 
 
 def overflow_one_expert(module: LightningModule, expert: int = 1) -> None:
