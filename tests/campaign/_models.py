@@ -342,14 +342,15 @@ def _build(
     options: dict[str, Any] = {"gate_fp32": gate_fp32, "noisy": noisy, "never_routed": never_routed}
     if name == "mixtral":
         return TinyMixtral(never_routed=never_routed)
-    if name == "stacked":
-        return Residual(StackedMoE(num_experts, **options), dropout=dropout, recompute=recompute)
     if name == "dense":
         return TiedGPT(lambda: _DenseMLP(dropout), num_blocks=4)
-    if name == "biased":
-        return Residual(BiasedMoE(num_experts, bias=bias, dropout=dropout, **options), dropout=dropout)
     if name == "tied":
         return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, **options))
-    moe = ListMoE(num_experts, dropout=dropout, **options)
+    if name == "stacked":
+        moe: nn.Module = StackedMoE(num_experts, **options)
+    elif name == "biased":
+        moe = BiasedMoE(num_experts, bias=bias, dropout=dropout, **options)
+    else:
+        moe = ListMoE(num_experts, dropout=dropout, **options)
     model = Residual(moe, dropout=dropout, batch_norm=name == "batch_norm", recompute=recompute)
     return Counting(model) if name == "counting" else model
