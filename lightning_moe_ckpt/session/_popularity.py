@@ -141,7 +141,8 @@ def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
 
 def _require(counter: LoadCounter, wanted: str, what: str, instead: str, field: str) -> None:
     if counter.uncounted:
+        layers = ", ".join(f"`{name or 'root'}`" for name in counter.uncounted)
         raise ConfigurationError(
-            f"`Popularity({wanted})`: {what} cannot be seen in {', '.join(f'`{n}`' for n in counter.uncounted)}. "
+            f"`Popularity({wanted})`: {what} cannot be seen in {layers}. "
             f"Use `{instead}`, or `register_adapter` with a `MoELayerSpec({field}=...)` that says where they are."
         )
