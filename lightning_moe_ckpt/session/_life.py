@@ -404,7 +404,8 @@ class Life:
     def unlink_shared_memory(self) -> None:
         """Leave no name behind in shared memory; from any thread, right before the process is ended."""
         if self._runs is not None:
-            unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
+            # Without a word: the thread that the process is ended over may hold the lock of the log.
+            (shared_directory() / shared_name(self._runs.run_id, self._groups.rank)).unlink(missing_ok=True)
 
     def drain(self, timeout: float) -> bool:
         """Wait until everything handed to storage is durable; seconds."""

@@ -12,6 +12,7 @@ from campaign._campaign import Campaigns
 from campaign._stops import Repeating, looking_around, require_clean, require_same_training, seconds_to_end, twice
 from campaign._training import Checkpointing, Setup
 from campaign._variants import Variant
+from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
 from lightning_moe_ckpt.testing._lives import LifeResult, Seam
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
@@ -80,6 +81,17 @@ def test_sigterm_in_the_sanity_check_leaves_before_the_first_step(campaigns: Cam
     (lives,) = check(campaigns, setup, [term("sanity_check")])
     assert lives[0].exit_codes == {0: STOPPED}
     assert lives[0].steps() == []
+
+
+def test_a_stop_in_mid_epoch_taken_for_the_end_of_one_is_noticed(campaigns: Campaigns) -> None:
+    """The comparison fails if the start half of the boundary is another one."""
+    end_of_epoch = Seam(
+        module="lightning_moe_ckpt.callbacks._recorder",
+        attribute="BoundaryRecorder.take_stopped",
+        replacement=BoundaryRecorder.take_end,
+    )
+    with pytest.raises(AssertionError, match="differences from the fault-free run"):
+        check(campaigns, SPARSE, [term("forward", step=5)], seams=[end_of_epoch])
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
