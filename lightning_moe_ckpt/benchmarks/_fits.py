@@ -23,10 +23,11 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.benchmarks._turns import HandOver
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, SparseCheckpoint
 from lightning_moe_ckpt.session import Report
 
-Variant = Literal["none", "sparse", "dense"]
+Variant = Literal["none", "sparse", "monitored", "dense"]
+"""`monitored` is `sparse` beside an `ExpertLoadMonitor` with a row every ten steps."""
 CheckpointCallback = DenseCheckpoint | SparseCheckpoint
 
 
@@ -94,6 +95,7 @@ def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[T
         hand_over: called at the end of every turn.
     """
     checkpoint = _checkpoint(variant, url, options)
+    own = [] if checkpoint is None else [checkpoint]
     torch.manual_seed(0)
     model = BenchModel(options.size)
     num_params = sum(parameter.numel() for parameter in model.parameters())
@@ -105,7 +107,7 @@ def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[T
             accelerator="cpu",
             devices=1,
             precision=options.precision,
-            callbacks=[turns] if checkpoint is None else [turns, checkpoint],
+            callbacks=[turns, *([ExpertLoadMonitor(every_n_steps=10)] if variant == "monitored" else []), *own],
             max_steps=options.total_steps,
             gradient_clip_val=1.0,
             logger=False,
@@ -197,7 +199,7 @@ def _gained(before: Report | None, after: Report | None, num_steps: int) -> tupl
 def _checkpoint(variant: Variant, url: str, options: FitOptions) -> CheckpointCallback | None:
     if variant == "dense":
         return DenseCheckpoint(url, every_n_steps=1, resume="never")
-    if variant == "sparse":
+    if variant in ("sparse", "monitored"):
         return SparseCheckpoint(url, window=options.window, resume="never")
     return None
 

@@ -1,6 +1,6 @@
-"""What checkpoints cost in training speed: no checkpoints, dense ones at every step, sparse ones.
+"""What checkpoints cost in training speed: no checkpoints, dense ones at every step, sparse ones without and with a monitor.
 
-Three fits of the same model take turns, in another order in each round. Ratios are taken within a round, where the
+Four fits of the same model take turns, in another order in each round. Ratios are taken within a round, where the
 variants met the same machine, and their median is reported. The first turn of a fit has a warm-up in which generation
 0 is written, the window planned, and the ring filled for the first time.
 
@@ -75,7 +75,7 @@ class OverheadBench(Benchmark[OverheadFigure]):
     """See the module."""
 
     name = "overhead"
-    summary = "training speed with sparse checkpoints, dense ones at every step, and none"
+    summary = "training speed with sparse checkpoints, a monitor beside them, dense ones at every step, and none"
 
     @override
     def add_options(self, parser: argparse.ArgumentParser) -> None:

@@ -126,9 +126,9 @@ def test_overhead_table_names_every_cause_of_stall(overhead: dict[str, OverheadF
 
 def test_variants_take_order() -> None:
     """Every round has each variant once, and each begins a round equally often."""
-    turns = list(_order(6))
+    turns = list(_order(2 * len(VARIANTS)))
     rounds = [turns[index : index + len(VARIANTS)] for index in range(0, len(turns), len(VARIANTS))]
-    assert [set(each) for each in rounds] == [set(VARIANTS)] * 6
+    assert [set(each) for each in rounds] == [set(VARIANTS)] * (2 * len(VARIANTS))
     assert Counter(each[0] for each in rounds) == dict.fromkeys(VARIANTS, 2)
 
 
