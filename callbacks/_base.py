@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_files import LightningResume
 from lightning_moe_ckpt._lightning_stops import name_status
+from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
@@ -42,6 +43,9 @@ class CheckpointCallback(Checkpoint):
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: passed to the storage backend.
+        batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
+            that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
+            at which the state is dense, not beyond.
         stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
             a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
             launcher: torchrun and SLURM kill after 30 s.
@@ -56,6 +60,7 @@ class CheckpointCallback(Checkpoint):
         keep: int = 2,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
+        batches: Batches = "reposition",
         stop_grace: timedelta = STOP_GRACE,
         freeze_heap: bool = True,
     ) -> None:
@@ -66,9 +71,11 @@ class CheckpointCallback(Checkpoint):
             )
         if resume not in ("auto", "must", "never"):
             raise ConfigurationError(f"`{type(self).__name__}(resume={resume!r})` must be 'auto', 'must' or 'never'.")
+        if batches not in ("reposition", "log"):
+            raise ConfigurationError(f"`{type(self).__name__}(batches={batches!r})` must be 'reposition' or 'log'.")
         if stop_grace < timedelta(0):
             raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
-        self.url, self.keep, self.resume = url, keep, resume
+        self.url, self.keep, self.resume, self.batches = url, keep, resume, batches
         self.stop_grace = stop_grace
         self.storage_options, self.freeze_heap = storage_options, freeze_heap
         self._run: FitRun | None = None
@@ -161,7 +168,9 @@ class CheckpointCallback(Checkpoint):
             freeze_heap=self.freeze_heap,
         )
         own = (CheckpointCallback, Replay)
-        self._run = FitRun(config, self._policy(), trainer, module, own_callbacks=own, stop_grace=self.stop_grace)
+        self._run = FitRun(
+            config, self._policy(), trainer, module, own_callbacks=own, stop_grace=self.stop_grace, batches=self.batches
+        )
         resumed = self._run.begin()
         if self._lightning_resume is not None:
             self._lightning_resume.decide(resumed=resumed)

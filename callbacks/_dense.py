@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
+from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session import DenseWindows, WindowPolicy
 
@@ -22,6 +23,9 @@ class DenseCheckpoint(CheckpointCallback):
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: passed to the storage backend.
+        batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
+            that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
+            at which the state is dense, not beyond.
         stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
             a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
             launcher: torchrun and SLURM kill after 30 s.
@@ -43,6 +47,7 @@ class DenseCheckpoint(CheckpointCallback):
         keep: int = 2,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
+        batches: Batches = "reposition",
         stop_grace: timedelta = STOP_GRACE,
         freeze_heap: bool = True,
     ) -> None:
@@ -51,6 +56,7 @@ class DenseCheckpoint(CheckpointCallback):
             keep=keep,
             resume=resume,
             storage_options=storage_options,
+            batches=batches,
             stop_grace=stop_grace,
             freeze_heap=freeze_heap,
         )

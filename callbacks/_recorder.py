@@ -238,7 +238,8 @@ class BoundaryRecorder:
         self._fetch, self._awaiting_first_fetch = random["last_fetch"], False
         _lightning.skip_batches(
             self._trainer,
-            self._resume["batches_done"],
+            # What is logged is replayed from the log; what follows cannot be reached by fetching either.
+            0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"],
             before_iter=self._restoring(random["iter"]),
             before_fetch=self._restoring(random["first_fetch"]),
             before_last_fetch=self._restoring(random["last_fetch"]),

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_files, _lightning_logs
+from lightning_moe_ckpt.callbacks._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
 from lightning_moe_ckpt.callbacks._stops import Stops
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -47,6 +48,7 @@ class FitRun:
         *,
         own_callbacks: tuple[type[Callback], ...],
         stop_grace: timedelta,
+        batches: Batches = "reposition",
     ) -> None:
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
@@ -78,7 +80,10 @@ class FitRun:
         )
         self._files = _lightning_files.CheckpointFiles(trainer)
         self._logs = _lightning_logs.LogFolders(trainer)
-        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, {"files": self._files, "logs": self._logs})
+        self._batches = BatchLog(trainer, batches, keep=policy.kind != "dense", original=self._original_batches)
+        self._recorder = BoundaryRecorder(
+            trainer, module, own_callbacks, {"files": self._files, "logs": self._logs, "batches": self._batches}
+        )
         self._ended = False
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
@@ -114,6 +119,7 @@ class FitRun:
         if not self.life.replaying:  # else the weights stay half frozen, whoever wants to save them now
             self._files.remove()
         self._logs.remove()
+        self._batches.remove()
         self._clip.remove()
         self._taps.remove()
         try:
@@ -169,9 +175,14 @@ class FitRun:
             "grad_norm": self._clip.last,
             "found_inf": self._found,
             "losses": losses,
+            "batches": self._batches.step_ended(),
         }
         self.life.boundary(self._step, outcome)
         self._recorder.want_start()
+
+    def _original_batches(self) -> Logged | None:
+        outcome = self.life.replay_outcome(self._step + 1)
+        return None if outcome is None else outcome["batches"]
 
     def _stop_if_agreed(self) -> None:
         if not self._stops.agreed():

@@ -146,6 +146,29 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
+class BatchTap:
+    """Sees, and may replace, each training batch as the loader gave it.
+
+    Args:
+        trainer: its precision plugin is the first to be given a batch.
+        fetched: takes a batch and returns the one to train on.
+    """
+
+    def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any]) -> None:
+        plugin = trainer.precision_plugin
+        convert = plugin.convert_input
+
+        def tapped(batch: Any) -> Any:
+            return convert(fetched(batch) if trainer.training else batch)
+
+        plugin.convert_input = tapped  # type: ignore[assignment, method-assign]
+        self._plugin = plugin
+
+    def remove(self) -> None:
+        """Give the precision plugin its own method back."""
+        self._plugin.__dict__.pop("convert_input", None)
+
+
 class FoundInf:
     """Reads, and in replay overwrites, what the gradient scaler found in the step at hand.
 

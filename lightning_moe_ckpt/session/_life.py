@@ -123,6 +123,7 @@ class Life:
         self._steps = self._replayed = self._mismatches = self._committed = self._persisted_nbytes = 0
         self._newest: dict[str, int] = {}
         self._restore_seconds = 0.0
+        self._outcome_nbytes = 0
         self._began: float | None = None
         self._last_window: int | None = None
 
@@ -276,6 +277,8 @@ class Life:
         if capture.generations_complete == 1:
             with self._stalls.measure("heap"):
                 self._heap.freeze()
+        if self._steps < 2:
+            self._outcome_nbytes = max(self._outcome_nbytes, len(encode(outcome)))
         self._steps += 1
         self._planner.stepped(step)
         if not capture.window_open:
@@ -325,7 +328,7 @@ class Life:
         self._began = self._began or time.perf_counter()
         if self._steps < 2:
             outcome = {"popularity": self._planner.state()}
-            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
+            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + self._outcome_nbytes)
         if fresh:
             self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
         capture.seal(start, step=step, disturbed=disturbed)

@@ -114,6 +114,8 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, (list, tuple)):
         for item in batch:
             yield from _leaves(item)
+    elif isinstance(batch, str):
+        yield torch.tensor(list(batch.encode()), dtype=torch.uint8)
     else:
         yield torch.tensor(batch)
 

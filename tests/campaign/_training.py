@@ -42,6 +42,7 @@ class Checkpointing:
     popularity: Popularity | None = None
     schedule: Schedule | None = None
     keep: int = 2
+    batches: Literal["reposition", "log"] = "reposition"
 
     def make(self, url: str) -> Callback:
         from lightning_moe_ckpt import callbacks
@@ -53,7 +54,7 @@ class Checkpointing:
             options["popularity"] = self.popularity
         if self.schedule is not None:
             options["schedule"] = [list(slot) for slot in self.schedule]
-        return callbacks.SparseCheckpoint(url, keep=self.keep, **options)
+        return callbacks.SparseCheckpoint(url, keep=self.keep, batches=self.batches, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
