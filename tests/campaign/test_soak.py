@@ -83,3 +83,12 @@ def test_every_dense_combination(campaigns: Campaigns, row: Row) -> None:
     """Every data path, killed at every step."""
     setup = dense_setup(row)
     campaigns.check_all(setup, one_kill_per_step(setup))
+    campaigns.check_all(setup, one_kill_per_step(setup))
+
+
+def test_loader_workers_forked_while_checkpoints_are_written_always_answer(campaigns: Campaigns) -> None:
+    """Copy, persist and reduction threads run while every epoch forks new workers: none may inherit a held lock."""
+    checkpointing = Checkpointing(policy="sparse", window=2)
+    setup = Setup(world_size=3, loader="stateful", workers=2, batches=2, epochs=60, checkpointing=checkpointing)
+    lives = campaigns.check(setup, timeout=600.0, patience=900.0)
+    assert len(lives[-1].steps()) == setup.steps
