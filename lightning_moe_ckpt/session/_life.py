@@ -123,7 +123,7 @@ class Life:
         self._steps = self._replayed = self._mismatches = self._committed = self._persisted_nbytes = 0
         self._newest: dict[str, int] = {}
         self._restore_seconds = 0.0
-        self._outcome_nbytes = 0
+        self._outcome: Journal = {}
         self._began: float | None = None
         self._last_window: int | None = None
 
@@ -277,9 +277,7 @@ class Life:
         if capture.generations_complete == 1:
             with self._stalls.measure("heap"):
                 self._heap.freeze()
-        if self._steps < 2:
-            self._outcome_nbytes = max(self._outcome_nbytes, len(encode(outcome)))
-        self._steps += 1
+        self._steps, self._outcome = self._steps + 1, outcome
         self._planner.stepped(step)
         if not capture.window_open:
             self._plan()
@@ -327,8 +325,8 @@ class Life:
         fresh = self._found is None and self._began is None
         self._began = self._began or time.perf_counter()
         if self._steps < 2:
-            outcome = {"popularity": self._planner.state()}
-            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + self._outcome_nbytes)
+            outcome = {**self._outcome, "popularity": self._planner.state()}
+            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
         if fresh:
             self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
         capture.seal(start, step=step, disturbed=disturbed)

@@ -82,7 +82,12 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize("name", RUNS)
+SOAKED = ("tensorboard_fixed", "csv_accumulating")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name in SOAKED else []) for name in RUNS]
+)
 def test_each_row_is_logged_once(campaigns: Campaigns, name: str) -> None:
     """In one folder, whether Lightning would have made a new one or emptied the old one."""
     campaigns.check_all(replace(RUNS[name], checkpointing=DENSE if "fixed" in name else SPARSE), KILLS)

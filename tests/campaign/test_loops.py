@@ -43,6 +43,7 @@ LOOPS: dict[str, Variant] = {
     "plateau_epoch": variant(plateau=("epoch", 2), epochs=4, batches=3, validate_every=3),
     "stream": variant(source="stream"),
     "stream_workers": variant(source="stream", workers=2),
+    "stream_ranks": variant(source="stream", workers=1, world_size=3),
     "endless": variant(("max_steps", 10), ("max_epochs", -1), ("check_val_every_n_epoch", None), source="endless"),
     "max_steps": variant(("max_steps", 8)),
 }
@@ -57,7 +58,20 @@ KILLS = [
 MORE_KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (4, 6, 7)]
 
 
-@pytest.mark.parametrize("name", LOOPS)
+SOAKED = {
+    "overfit",
+    "limit_train_int",
+    "limit_validation",
+    "reload",
+    "combined",
+    "stream",
+    "max_steps",
+    "validate_fraction",
+}
+"""Runs that differ little from others: only `make soak` has them."""
+
+
+@pytest.mark.parametrize("name", [name for name in LOOPS if name not in SOAKED])
 def test_killed_in_any_loop_the_run_ends_the_same(campaigns: Campaigns, name: str) -> None:
     """Batches, validations, schedulers and epochs go on as if nothing had happened."""
     campaigns.check_all(replace(LOOPS[name], checkpointing=SPARSE), KILLS)
