@@ -135,7 +135,7 @@ class Engine {
         queue_.pop_front();
       }
       Error error{};
-      bool failed = queue_copies(job, &error) != 0;
+      bool failed = guarded(&error, [&] { return queue_copies(job, &error); }) != 0;
       // Also after a failure: copies that were queued may still write, and nobody may go on before they have.
       failed |= backend_->record_end(failed ? &scratch_ : &error) != 0;
       reach(job.ticket, Stage::kSubmitted, failed ? error.message : nullptr);

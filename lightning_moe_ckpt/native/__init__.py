@@ -5,6 +5,7 @@ from lightning_moe_ckpt.native._adam_steps import AdamState as AdamState
 from lightning_moe_ckpt.native._adam_steps import AdamStep as AdamStep
 from lightning_moe_ckpt.native._bandwidth import measure_bandwidth as measure_bandwidth
 from lightning_moe_ckpt.native._compiled import CompiledCpuEngine as CompiledCpuEngine
+from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine as CompiledCudaEngine
 from lightning_moe_ckpt.native._compress import compress_gradients as compress_gradients
 from lightning_moe_ckpt.native._copies import Copy as Copy
 from lightning_moe_ckpt.native._copies import CopyList as CopyList

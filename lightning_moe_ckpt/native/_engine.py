@@ -10,6 +10,7 @@ and many small slices, not bandwidth.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._copies import Copy, CopyList
+
+log = logging.getLogger(__name__)
 
 
 class Ticket(ABC):
@@ -95,8 +98,24 @@ def create_engine(device: torch.device) -> CopyEngine:
         library = cpu()
         return CompiledCpuEngine(library) if library is not None else CpuCopyEngine()
     if device.type == "cuda":
-        return CudaCopyEngine(device)
+        return _compiled_cuda_engine(device) or CudaCopyEngine(device)
     raise ValueError(f"`create_engine(device={device})`: snapshots are taken from 'cpu' and 'cuda' devices only.")
+
+
+def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
+    from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
+    from lightning_moe_ckpt.native._library import NativeError, cuda
+
+    library = cuda()
+    if library is None:
+        return None
+    engine = CompiledCudaEngine(library, device)
+    try:
+        engine.start()
+    except NativeError as error:
+        log.warning("the compiled engine cannot use %s, snapshots go through torch: %s", device, error)
+        return None
+    return engine
 
 
 def copy_failed(num_copies: int, cause: BaseException) -> CheckpointError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -140,17 +140,19 @@ class PlannedCopies(CopyList):
         """Memory of the plan's own."""
 
 
-def slices_of(copies: CopyList, *, pinned: bool = False) -> np.ndarray[tuple[int], np.dtype[np.void]] | None:
+def slices_of(
+    copies: CopyList, space_of: Callable[[Tensor], Space] | None = None
+) -> np.ndarray[tuple[int], np.dtype[np.void]] | None:
     """The pairs as slices; `None` if one of them has no such form.
 
     Args:
         copies: what to copy.
-        pinned: host memory is registered with the device.
+        space_of: where the memory of a tensor is; unset if all of it is on the host.
     """
-    host = Space.PINNED if pinned else Space.PAGEABLE
     rows: list[_Row] = []
     for src, dst in copies.pairs():
-        found = _slice(src, dst, host)
+        spaces = (space_of(dst), space_of(src)) if space_of is not None else (Space.PAGEABLE, Space.PAGEABLE)
+        found = _slice(src, dst, spaces)
         if found is None:
             return None
         if found[2] and found[0] != found[1]:
@@ -164,13 +166,12 @@ def bfloat16_nan() -> int:
     return int(torch.full((64,), torch.nan).bfloat16().view(torch.int16)[0].item()) & 0xFFFF
 
 
-def _slice(src: Tensor, dst: Tensor, host: Space) -> _Row | None:
+def _slice(src: Tensor, dst: Tensor, spaces: tuple[Space, Space]) -> _Row | None:
     cast = Cast.BYTES if src.dtype is dst.dtype else _CASTS.get((src.dtype, dst.dtype))
     if cast is None or not (_is_plain(src) and _is_plain(dst)):
         return None
     src_size, dst_size = src.element_size(), dst.element_size()
     unit = src_size if cast is Cast.BYTES else 1
-    spaces = (Space.DEVICE if dst.is_cuda else host, Space.DEVICE if src.is_cuda else host)
     if src.is_contiguous() and dst.is_contiguous():
         return dst.data_ptr(), src.data_ptr(), src.numel() * unit, 1, 0, 0, cast, *spaces, 0
     form = _two_dimensions(src, dst)

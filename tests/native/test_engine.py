@@ -32,6 +32,7 @@ ENGINES = [
     pytest.param("cpu python", id="cpu-python"),
     pytest.param("cpu compiled", id="cpu-compiled"),
     pytest.param("cuda python", id="cuda-python", marks=pytest.mark.gpu),
+    pytest.param("cuda compiled", id="cuda-compiled", marks=pytest.mark.gpu),
 ]
 
 

@@ -1,0 +1,239 @@
+// The copy engine between a CUDA device and host memory.
+//
+// Rules, each of which was a bug somewhere:
+// * The side stream waits for an event that `submit` records on the training stream.
+// * Batches read their sources in stream order; under any weaker order a source may be read before that event.
+// * The worker relaxes its capture mode: otherwise it would break a graph that training captures meanwhile. `submit`
+//   refuses to run inside such a capture, where the event would become part of the graph.
+// * Copy engines ignore priority, kernels do not: the stream has the highest, since packing takes microseconds and a
+//   low one would wait for a gap in training. Pacing is the worker's, see engine.hpp.
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <stdexcept>
+
+#include "cuda_device.hpp"
+#include "cuda_error.hpp"
+#include "cuda_pack.hpp"
+#include "engine_abi.hpp"
+
+namespace moe_ckpt {
+namespace {
+
+void expect(cudaError_t code, const char* call) {
+  Error error{};
+  if (code != cudaSuccess && fail_cuda(&error, call, code)) throw std::runtime_error(error.message);
+}
+
+cudaEvent_t make_event() {
+  cudaEvent_t event = nullptr;
+  // Blocking: a thread that waits sleeps. Without timing, recording is cheap.
+  expect(cudaEventCreateWithFlags(&event, cudaEventBlockingSync | cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  return event;
+}
+
+class CudaBackend {
+ public:
+  struct Ready {
+    cudaEvent_t event = nullptr;
+  };
+
+  CudaBackend(int device, int depth) : device_(device) {
+    const DeviceGuard guard(device);
+    int least = 0, greatest = 0, driver = 0;
+    expect(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    expect(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreateWithPriority");
+    expect(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    has_batches_ = CUDART_VERSION >= 12080 && driver >= 12080;
+    end_ = make_event();
+    for (int slot = 0; slot < depth; ++slot) ends_of_chunks_.push_back(make_event());
+  }
+
+  ~CudaBackend() {
+    const DeviceGuard guard(device_);
+    for (const auto event : ends_of_chunks_) cudaEventDestroy(event);
+    for (const auto event : spare_) cudaEventDestroy(event);
+    if (end_) cudaEventDestroy(end_);
+    if (stream_) cudaStreamDestroy(stream_);
+    cudaGetLastError();
+  }
+
+  // Host memory that plans call pinned is registered by now; until then each copy is queued by itself.
+  void set_registered(bool registered) { registered_ = registered; }
+
+  int mark(void* stream, Ready* ready, Error* error) {
+    const DeviceGuard guard(device_);
+    const auto training = static_cast<cudaStream_t>(stream);
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    MOE_CUDA_CHECK(cudaStreamIsCapturing(training, &capture));
+    if (capture != cudaStreamCaptureStatusNone)
+      return fail(error, "a CUDA graph is being captured on this stream, and a snapshot must not become part of it: "
+                         "submit before or after the capture");
+    ready->event = take_event();
+    if (const cudaError_t code = cudaEventRecord(ready->event, training)) {
+      give_event(ready->event);
+      return fail_cuda(error, "cudaEventRecord", code);
+    }
+    return 0;
+  }
+
+  int begin(Ready ready, Error* error) {
+    bind();
+    const cudaError_t code = cudaStreamWaitEvent(stream_, ready.event, 0);
+    give_event(ready.event);  // the wait has taken note of this recording; the next one is none of its business
+    return code == cudaSuccess ? 0 : fail_cuda(error, "cudaStreamWaitEvent", code);
+  }
+
+  int copy(const Slice* slices, size_t count, const Plan&, Error* error) {
+    bool batch = has_batches_ && registered_ && count > 1;
+    for (size_t index = 0; index < count; ++index)
+      batch &= slices[index].dst_space != Space::kPageable && slices[index].src_space != Space::kPageable;
+    if (batch) {
+      const cudaError_t code = copy_batch(slices, count);
+      if (code == cudaSuccess) return 0;
+      if (code != cudaErrorNotSupported && code != cudaErrorCallRequiresNewerDriver)
+        return fail_cuda(error, "cudaMemcpyBatchAsync", code);
+      cudaGetLastError();
+      has_batches_ = false;
+    }
+    for (size_t index = 0; index < count; ++index)
+      MOE_CUDA_CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(slices[index].dst),
+                                     reinterpret_cast<const void*>(slices[index].src), slices[index].count,
+                                     cudaMemcpyDefault, stream_));
+    return 0;
+  }
+
+  int run_units(uint64_t units_on_device, const Slice*, size_t count, const Plan&, Error* error) {
+    MOE_CUDA_CHECK(launch_units(reinterpret_cast<const Slice*>(units_on_device), count, stream_));
+    return 0;
+  }
+
+  int record(size_t slot, Error* error) {
+    MOE_CUDA_CHECK(cudaEventRecord(ends_of_chunks_[slot], stream_));
+    return 0;
+  }
+  int sync(size_t slot, Error* error) {
+    MOE_CUDA_CHECK(cudaEventSynchronize(ends_of_chunks_[slot]));
+    return 0;
+  }
+  int record_end(Error* error) {
+    MOE_CUDA_CHECK(cudaEventRecord(end_, stream_));
+    return 0;
+  }
+  int sync_end(Error* error) {
+    MOE_CUDA_CHECK(cudaEventSynchronize(end_));
+    return 0;
+  }
+  int follow_end(void* stream, Error* error) {
+    const DeviceGuard guard(device_);
+    MOE_CUDA_CHECK(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), end_, 0));
+    return 0;
+  }
+
+ private:
+  void bind() {
+    if (bound_) return;
+    cudaSetDevice(device_);
+    auto mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    bound_ = true;
+  }
+
+  cudaError_t copy_batch(const Slice* slices, size_t count) {
+#if CUDART_VERSION >= 12080
+    destinations_.resize(count);
+    sources_.resize(count);
+    sizes_.resize(count);
+    for (size_t index = 0; index < count; ++index) {
+      destinations_[index] = reinterpret_cast<void*>(slices[index].dst);
+      sources_[index] = reinterpret_cast<void*>(slices[index].src);
+      sizes_[index] = slices[index].count;
+    }
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    size_t first = 0;
+#if CUDART_VERSION >= 13000
+    return cudaMemcpyBatchAsync(const_cast<const void**>(destinations_.data()),
+                                const_cast<const void**>(sources_.data()), sizes_.data(), count, &attributes, &first, 1,
+                                stream_);
+#else
+    size_t failed = 0;
+    return cudaMemcpyBatchAsync(destinations_.data(), sources_.data(), sizes_.data(), count, &attributes, &first, 1,
+                                &failed, stream_);
+#endif
+#else
+    return cudaErrorNotSupported;
+#endif
+  }
+
+  cudaEvent_t take_event() {
+    const std::lock_guard<std::mutex> lock(spare_mutex_);
+    if (spare_.empty()) return make_event();
+    const auto event = spare_.back();
+    spare_.pop_back();
+    return event;
+  }
+  void give_event(cudaEvent_t event) {
+    const std::lock_guard<std::mutex> lock(spare_mutex_);
+    spare_.push_back(event);
+  }
+
+  const int device_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t end_ = nullptr;
+  std::vector<cudaEvent_t> ends_of_chunks_;
+  std::mutex spare_mutex_;
+  std::vector<cudaEvent_t> spare_;
+  std::vector<void*> destinations_, sources_;
+  std::vector<size_t> sizes_;
+  std::atomic<bool> registered_{true};
+  bool has_batches_ = false, bound_ = false;
+};
+
+using CudaEngine = Engine<CudaBackend>;
+
+}  // namespace
+}  // namespace moe_ckpt
+
+using namespace moe_ckpt;
+
+MOE_DEFINE_ENGINE(cuda, CudaEngine)
+
+// What kernels work on: `pack`, then `unpack`. To be copied to the device and given back by address.
+MOE_API uint64_t moe_cuda_plan_num_units(void* plan) { return plan_of(plan)->pack.size() + plan_of(plan)->unpack.size(); }
+MOE_API void moe_cuda_plan_units(void* plan, Slice* units) {
+  const auto& found = *plan_of(plan);
+  std::copy(found.unpack.begin(), found.unpack.end(), std::copy(found.pack.begin(), found.pack.end(), units));
+}
+MOE_API void moe_cuda_plan_set_units(void* plan, uint64_t units_on_device) {
+  plan_of(plan)->units_on_device = units_on_device;
+}
+
+MOE_API int moe_cuda_engine_create(int32_t device, int32_t depth, void** engine, Error* error) {
+  return guarded(error, [&] {
+    *engine = new CudaEngine(std::make_unique<CudaBackend>(device, depth), depth);
+    return 0;
+  });
+}
+MOE_API void moe_cuda_engine_set_registered(void* engine, int32_t registered) {
+  static_cast<CudaEngine*>(engine)->backend().set_registered(registered != 0);
+}
+MOE_API int moe_cuda_engine_submit(void* engine, void* plan, void* stream, uint64_t* ticket, Error* error) {
+  return guarded(error, [&] { return static_cast<CudaEngine*>(engine)->submit(plan_of(plan), stream, ticket, error); });
+}
+// What `stream` gets from now on runs after the copies of `ticket`; waits until they are queued.
+MOE_API int moe_cuda_engine_fence(void* engine, uint64_t ticket, void* stream, Error* error) {
+  return guarded(error, [&] { return static_cast<CudaEngine*>(engine)->fence(ticket, stream, error); });
+}
+
+// One piece of host memory, from then on copied to and from at full speed by every context.
+MOE_API int moe_cuda_register(int32_t device, void* memory, uint64_t nbytes, Error* error) {
+  const DeviceGuard guard(device);
+  MOE_CUDA_CHECK(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable));
+  return 0;
+}
+MOE_API int moe_cuda_unregister(void* memory, Error* error) {
+  MOE_CUDA_CHECK(cudaHostUnregister(memory));
+  return 0;
+}

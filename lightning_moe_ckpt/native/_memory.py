@@ -1,0 +1,152 @@
+"""Making host memory ready for copies before the first one needs it, without training noticing.
+
+Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later ones.
+So the pages are mapped ahead by a background thread, which changes no byte and so may run while the memory is in use.
+Where there are several memory nodes, pages are first told to come from the one next to the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import logging
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later; Python's mmap has no name for it."""
+_STEP_NBYTES = 64 * 2**20
+"""Bytes mapped by one call: how long stopping may take."""
+_MPOL_PREFERRED = 1
+_SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
+_NODES = Path("/sys/devices/system/node")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+class Preparation:
+    """A buffer that a background thread makes ready, step by step.
+
+    Args:
+        buffer: uint8 host memory; kept alive until `stop`.
+        node: memory node that its pages should come from; `None` leaves that to the kernel.
+        per_step: called on the thread for each range (address, bytes) after its pages are mapped.
+        done: called on the thread when everything is ready.
+        step_nbytes: bytes of a range, whole pages.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        *,
+        node: int | None = None,
+        per_step: Callable[[int, int], None] | None = None,
+        done: Callable[[], None] | None = None,
+        step_nbytes: int = _STEP_NBYTES,
+    ) -> None:
+        self._buffer: Tensor | None = buffer
+        self._node, self._per_step, self._done, self._step_nbytes = node, per_step, done, step_nbytes
+        self._stopped, self._pid = threading.Event(), os.getpid()
+        self.failure: Exception | None = None
+        """Why `per_step` gave up; the rest of the buffer is as it was."""
+        self._thread = threading.Thread(target=self._run, name="moe-ckpt-prepare", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until everything is ready, or `failure` is set."""
+        if self._pid == os.getpid():
+            self._thread.join()
+
+    def stop(self) -> None:
+        """End early, and let go of the buffer."""
+        self._stopped.set()
+        self.wait()
+        self._buffer = None
+
+    def _run(self) -> None:
+        try:
+            self._prepare()
+        except Exception as error:  # noqa: BLE001  # thread entry: the owner looks at `failure`
+            self.failure = error
+            log.warning("host memory could not be prepared, copies will be slower: %s", error)
+
+    def _prepare(self) -> None:
+        assert self._buffer is not None
+        base, nbytes = self._buffer.data_ptr(), self._buffer.nbytes
+        if self._node is not None:
+            prefer_node(base, nbytes, self._node)
+        for start in range(0, nbytes, self._step_nbytes):
+            if self._stopped.is_set():
+                return
+            size = min(self._step_nbytes, nbytes - start)
+            populate(base + start, size)
+            if self._per_step is not None:
+                self._per_step(base + start, size)
+        if self._done is not None:
+            self._done()
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Map all pages of a range for writing; no byte changes.
+
+    Returns:
+        Whether the kernel can do this (Linux 5.14). If not, pages are mapped one by one when they are first written.
+
+    Raises:
+        OSError: the range is not mapped memory, or there is no memory left.
+    """
+    start = address - address % mmap.PAGESIZE
+    code = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start), _MADV_POPULATE_WRITE)
+    number = ctypes.get_errno() if code else 0
+    if number not in (0, errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, f"mapping {nbytes} bytes ahead: {os.strerror(number)}")
+    return number == 0
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Let pages of a range that are not there yet come from memory node `node`, if it has room.
+
+    Returns:
+        Whether the kernel took the wish.
+    """
+    syscall = _SYSCALL_MBIND.get(platform.machine())
+    if syscall is None:
+        return False
+    mask = (ctypes.c_ulong * 16)()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask[node // bits] = 1 << node % bits
+    start = address - address % mmap.PAGESIZE
+    size = ctypes.c_ulong(address + nbytes - start)
+    limit = ctypes.c_ulong(bits * len(mask))
+    flags = ctypes.c_uint(0)
+    code = _libc().syscall(ctypes.c_long(syscall), ctypes.c_void_p(start), size, _MPOL_PREFERRED, mask, limit, flags)
+    if code != 0:
+        log.debug("mbind to node %d: %s", node, os.strerror(ctypes.get_errno()))
+    return bool(code == 0)
+
+
+def num_nodes() -> int:
+    """Memory nodes of this machine."""
+    return len(list(_NODES.glob("node[0-9]*"))) or 1
+
+
+def node_of_pci_device(bus_id: str) -> int | None:
+    """The memory node next to a device; `None` if there is one node only, or the firmware does not say."""
+    path = _PCI_DEVICES / bus_id.lower() / "numa_node"
+    if num_nodes() < 2 or not path.exists():
+        return None
+    node = int(path.read_text())
+    return node if node >= 0 else None
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)  # every call drops the interpreter lock

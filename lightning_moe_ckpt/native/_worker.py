@@ -1,0 +1,157 @@
+"""The thread behind a compiled engine, and tickets for what it was given.
+
+The library numbers what is submitted; a ticket asks it by number and keeps the memory alive meanwhile, because the
+library has addresses only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native._engine import Ticket, copy_failed
+from lightning_moe_ckpt.native._library import Library, NativeError, Part
+from lightning_moe_ckpt.native._plan import PlannedCopies
+
+_TIMED_OUT = 1
+
+
+class Worker:
+    """The thread behind an engine, of the process that made it.
+
+    Args:
+        library: a loaded part.
+        part: which one.
+        arguments: of the function that makes the engine.
+    """
+
+    def __init__(self, library: Library, part: Part, *arguments: int) -> None:
+        self._library, self._part, self._pid = library, part, os.getpid()
+        self.handle = ctypes.c_void_p()
+        self.call("create", *arguments, self.handle)
+        self.pending: deque[CompiledTicket] = deque()
+        free = getattr(library, f"moe_{part}_engine_free")
+        self._end = weakref.finalize(self, _finish, free, self.handle, self._pid, self.pending)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has the thread: a forked child has not."""
+        return self._pid == os.getpid()
+
+    def submit(self, copies: PlannedCopies, *stream: int) -> CompiledTicket:
+        """Queue a list that has a plan; behind the work of a stream, where there are streams."""
+        assert copies.plan is not None
+        while self.pending and self.pending[0].done:
+            self.pending.popleft()
+        number = ctypes.c_uint64()
+        self.call("submit", self.handle, copies.plan.handle, *stream, number)
+        ticket = CompiledTicket(self, number.value, copies)
+        self.pending.append(ticket)
+        return ticket
+
+    def wait(self, number: int, timeout: timedelta | None) -> bool:
+        """Whether the copies have arrived by then; raises `NativeError` if they failed."""
+        limit = -1 if timeout is None else timeout // timedelta(microseconds=1)
+        return self.call("wait", self.handle, number, limit) != _TIMED_OUT
+
+    def fileno(self) -> int:
+        """Readable when a ticket became done since it was last read (8 bytes), for `select` and event loops."""
+        return self.call("event_fd", self.handle)
+
+    def stop(self) -> None:
+        """Finish what was submitted and end the thread; tickets can be asked on."""
+        if self.is_ours:
+            self.call("stop", self.handle)
+            for ticket in self.pending:
+                assert ticket.done
+        self.pending.clear()
+
+    def call(self, name: str, *arguments: object) -> int:
+        """The library's function `engine_<name>`."""
+        return int(getattr(self._library, f"moe_{self._part}_engine_{name}")(*arguments) or 0)
+
+
+def _finish(free: Callable[..., Any], handle: ctypes.c_void_p, pid: int, pending: deque[CompiledTicket]) -> None:
+    """Also runs at interpreter exit. `pending` is an argument so that the sources live until the thread has ended."""
+    if pid == os.getpid():
+        free(handle)
+    pending.clear()
+
+
+class CompiledTicket(Ticket):
+    """A list waiting for, or done by, the compiled worker."""
+
+    def __init__(self, worker: Worker, number: int, copies: PlannedCopies) -> None:
+        self.worker, self.number = worker, number
+        self._copies: PlannedCopies | None = copies
+        self.num_copies = len(copies)
+        self._error: NativeError | None = None
+
+    @property
+    @override
+    def done(self) -> bool:
+        if self._copies is not None and self.worker.is_ours:
+            self._ask(timedelta(0))
+        return self._copies is None
+
+    @override
+    def fence(self) -> float:
+        if self.done:
+            self._raise_failure()
+            return 0.0
+        start = time.perf_counter()
+        self.wait()
+        return time.perf_counter() - start
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self._copies is not None:
+            if not self.worker.is_ours:
+                raise CheckpointError(
+                    "This snapshot was submitted before a fork; only the parent process can wait for it."
+                )
+            self._ask(timeout)
+        if self._copies is not None:
+            raise TimeoutError(f"A snapshot of {self.num_copies} slices is not done after {timeout}.")
+        self._raise_failure()
+
+    def _ask(self, timeout: timedelta | None) -> None:
+        """Wait, and let go of the sources if they have been read."""
+        try:
+            if self.worker.wait(self.number, timeout):
+                self._copies = None
+        except NativeError as error:
+            self._error, self._copies = error, None
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise copy_failed(self.num_copies, self._error) from self._error
+
+
+class FailedTicket(Ticket):
+    """A list that could not even be queued; told where failures are told."""
+
+    def __init__(self, num_copies: int, error: Exception) -> None:
+        self._num_copies, self._error = num_copies, error
+
+    @property
+    @override
+    def done(self) -> bool:
+        return True
+
+    @override
+    def fence(self) -> float:
+        raise copy_failed(self._num_copies, self._error) from self._error
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise copy_failed(self._num_copies, self._error) from self._error
