@@ -14,6 +14,7 @@ from lightning_moe_ckpt.native._cpu import CpuCopyEngine as CpuCopyEngine
 from lightning_moe_ckpt.native._cuda import CudaCopyEngine as CudaCopyEngine
 from lightning_moe_ckpt.native._engine import CopyEngine as CopyEngine
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
+from lightning_moe_ckpt.native._engine import copy_through as copy_through
 from lightning_moe_ckpt.native._engine import create_engine as create_engine
 from lightning_moe_ckpt.native._gradient import CompressedGradient as CompressedGradient
 from lightning_moe_ckpt.native._gradient import GradientCompression as GradientCompression

@@ -58,7 +58,10 @@ class CopyEngine(Protocol):
     """Where copies are submitted. Calls come from the training thread; `Ticket.wait` may come from any thread."""
 
     def register(self, buffer: Tensor) -> None:
-        """Prepare a host buffer as destination (page-lock it for CUDA). Slow; call it once per buffer at start."""
+        """Make a host buffer ready (page-lock it for CUDA). Slow; call it once per buffer, at start.
+
+        Compiled engines do so in the background. With CUDA the buffer stays in memory until `unregister` or `close`.
+        """
 
     def unregister(self, buffer: Tensor) -> None:
         """Undo `register`. No copy into `buffer` may be under way."""
@@ -100,6 +103,22 @@ def create_engine(device: torch.device) -> CopyEngine:
     if device.type == "cuda":
         return _compiled_cuda_engine(device) or CudaCopyEngine(device)
     raise ValueError(f"`create_engine(device={device})`: snapshots are taken from 'cpu' and 'cuda' devices only.")
+
+
+def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
+    """Copy into live tensors and return when all bytes have arrived, such as host memory into parameters.
+
+    Work queued on the current stream before runs before, and what is queued after sees the new values. Version counters
+    rise as with `copy_`: a compiled engine knows addresses only.
+
+    Raises:
+        CheckpointError: the copy failed; the destinations hold garbage.
+    """
+    ticket = engine.submit(copies)
+    engine.fence(ticket)
+    engine.wait(ticket)
+    for _, dst in copies:
+        torch.autograd.graph.increment_version(dst)
 
 
 def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:

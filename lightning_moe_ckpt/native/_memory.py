@@ -36,7 +36,7 @@ class Preparation:
     """A buffer that a background thread makes ready, step by step.
 
     Args:
-        buffer: uint8 host memory; kept alive until `stop`.
+        buffer: uint8 host memory; kept alive until the thread is through with it.
         node: memory node that its pages should come from; `None` leaves that to the kernel.
         per_step: called on the thread for each range (address, bytes) after its pages are mapped.
         done: called on the thread when everything is ready.
@@ -66,10 +66,9 @@ class Preparation:
             self._thread.join()
 
     def stop(self) -> None:
-        """End early, and let go of the buffer."""
+        """End early."""
         self._stopped.set()
         self.wait()
-        self._buffer = None
 
     def _run(self) -> None:
         try:
@@ -77,6 +76,8 @@ class Preparation:
         except Exception as error:  # noqa: BLE001  # thread entry: the owner looks at `failure`
             self.failure = error
             log.warning("host memory could not be prepared, copies will be slower: %s", error)
+        finally:
+            self._buffer = None
 
     def _prepare(self) -> None:
         assert self._buffer is not None

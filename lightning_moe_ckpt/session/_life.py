@@ -195,6 +195,7 @@ class Life:
             segments=found.segments,
             first_step=found.first_step,
             may_skip=self._may_skip,
+            engine=self._engine,
         )
         replay.load(found.first_step)
         replay.load_buffers()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe_ckpt.native import Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
@@ -39,6 +40,7 @@ class Replay:
         segments: this rank's segment of every slot, verified; released slot by slot.
         first_step: the boundary of slot 0.
         may_skip: whether `requires_grad` of frozen experts may be switched off (not under plain DDP).
+        engine: copies host memory into live tensors.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Replay:
         segments: Sequence[Tensor],
         first_step: int,
         may_skip: bool,
+        engine: CopyEngine,
     ) -> None:
-        self._view, self._groups = view, groups
+        self._view, self._groups, self._engine = view, groups, engine
         self._slots = list(slots)
         self._segments: list[Tensor | None] = list(segments)
         self._first, self._may_skip = first_step, may_skip
@@ -172,10 +175,11 @@ class Replay:
         source = _region_bytes(layout, segment, fields[0], nbytes) if own else torch.empty(nbytes, dtype=torch.uint8)
         source = self._broadcast(source, region, writer)
         present: dict[str, bool] = {}
+        copies: list[Copy] = []
         for field in fields:
             offset, size = spans[field.name]
-            # A copy, since a slice need not be aligned for its dtype once it left the segment.
-            self._load_field(field, source[offset : offset + size].clone().view(field.dtype), present)
+            copies += self._load_field(field, _typed(source[offset : offset + size], field.dtype), present)
+        copy_through(self._engine, copies)
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
         group = self._groups.group("expert_data" if region == "expert_data" else "world")
@@ -185,7 +189,8 @@ class Replay:
         dist.broadcast(on_device, src=writer, group=group)
         return on_device.cpu()
 
-    def _load_field(self, field: Field, value: Tensor, present: dict[str, bool]) -> None:
+    def _load_field(self, field: Field, value: Tensor, present: dict[str, bool]) -> list[Copy]:
+        """Make or drop optimizer state as the record says; what is to be copied where."""
         fqn, schema = field.part.piece.fqn, self._view.schema
         param = self._view.params[fqn]
         if field.key == PRESENT:
@@ -194,12 +199,17 @@ class Replay:
                 schema.ensure_state(param)
             else:
                 schema.drop_state(param)
+<<<<<<< HEAD
             return
         if self._view.is_state(field) and not present[field.part.prefix]:
             return
+=======
+            return []
+        if field.key != "param" and not present[field.part.prefix]:
+            return []
+>>>>>>> 74386df (Restores go through the copy engine: one list per writer, no copy of the bytes in between)
         live = self._view.live(field)
-        if live is not None:
-            live.copy_(value.to(live.device))
+        return [(value, live)] if live is not None else []
 
     def _freeze(self) -> None:
         """Freeze what no active operator shares; a parameter of which one slice is active has to take its steps."""
@@ -238,3 +248,9 @@ def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 def _shown(losses: list[Tensor]) -> str:
     return ", ".join(f"{loss.item():.9g}" for loss in losses)
+
+
+def _typed(slice_U8: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as elements; copied if the slice is not aligned for them once it left the segment."""
+    aligned = slice_U8.data_ptr() % dtype.itemsize == 0 and slice_U8.storage_offset() % dtype.itemsize == 0
+    return (slice_U8 if aligned else slice_U8.clone()).view(dtype)

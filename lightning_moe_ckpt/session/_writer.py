@@ -96,8 +96,8 @@ class SegmentWriter:
 
     def _refresh(self) -> None:
         bases = [*self._params, *self.layout.view.states(self._fqns)]
-        # A parameter keeps its identity when its memory is swapped (`param.data = ...`), state is replaced whole.
-        addresses = [param.data_ptr() for param in self._params]
+        # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
+        addresses = [base.data_ptr() for base in bases]
         same = len(bases) == len(self._bases) and all(map(is_, bases, self._bases))
         if self._copies is None or not same or addresses != self._addresses:
             self._bases, self._addresses = bases, addresses
