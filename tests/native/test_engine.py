@@ -22,6 +22,7 @@ from lightning_moe_ckpt.native import (
     CpuCopyEngine,
     CudaCopyEngine,
     copy_now,
+    copy_through,
     create_engine,
     explain,
     measure_bandwidth,
@@ -291,3 +292,12 @@ def test_devices_without_an_engine_are_refused() -> None:
     """Only what has been thought through is offered."""
     with pytest.raises(ValueError, match="meta"):
         create_engine(torch.device("meta"))
+
+
+def test_copies_into_live_tensors_are_seen_by_autograd(engine: CopyEngine, device: torch.device) -> None:
+    """A restore writes by address: without this, backward would use changed values without noticing."""
+    param = torch.nn.Parameter(torch.zeros(4, device=device))
+    before = param._version
+    copy_through(engine, [(torch.ones(4, dtype=torch.bfloat16), param.detach().view(-1))])
+    assert param.tolist() == [1.0] * 4
+    assert param._version > before

@@ -1,0 +1,116 @@
+"""Host memory is made ready in the background without a byte of it changing, and is given back at the end."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.native import CompiledCpuEngine, _library
+from lightning_moe_ckpt.native._memory import Preparation, node_of_pci_device, num_nodes, populate, prefer_node
+from lightning_moe_ckpt.session._ring import SegmentRing
+
+NBYTES = 64 * mmap.PAGESIZE
+
+
+def _mapped() -> Tensor:
+    """Pages that no one has touched."""
+    return torch.frombuffer(mmap.mmap(-1, NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def _resident_pages(memory: Tensor) -> int:
+    flags = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    code = libc.mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), flags)
+    assert code == 0, os.strerror(ctypes.get_errno())
+    return sum(flag & 1 for flag in flags)
+
+
+def _is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_populated_pages_are_there_and_hold_what_they_held() -> None:
+    """Old kernels cannot, and say so."""
+    memory = _mapped()
+    memory[5 * mmap.PAGESIZE] = 7
+    if not populate(memory.data_ptr(), memory.nbytes):
+        pytest.skip("MADV_POPULATE_WRITE needs Linux 5.14")
+    assert _resident_pages(memory) == 64
+    assert memory.sum() == 7
+
+
+def test_memory_that_is_not_mapped_is_an_error() -> None:
+    """A wrong address is our mistake, never silently nothing."""
+    memory = _mapped()
+    if not populate(memory.data_ptr(), memory.nbytes):
+        pytest.skip("MADV_POPULATE_WRITE needs Linux 5.14")
+    with pytest.raises(OSError, match="mapping 4096 bytes ahead"):
+        populate(mmap.PAGESIZE, 4096)
+
+
+def test_a_buffer_is_prepared_piece_by_piece() -> None:
+    """Every range is announced once its pages are there, in order; then the whole."""
+    memory, seen, finished = _mapped(), list[tuple[int, int]](), list[bool]()
+    base, step = memory.data_ptr(), 24 * mmap.PAGESIZE
+    preparation = Preparation(
+        memory, per_step=lambda *step: seen.append(step), done=lambda: finished.append(True), step_nbytes=step
+    )
+    preparation.wait()
+    assert seen == [(base, step), (base + step, step), (base + 2 * step, 16 * mmap.PAGESIZE)]
+    assert finished == [True]
+    assert preparation.failure is None
+
+
+def test_what_fails_is_kept_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Registration may hit a limit of locked memory: copies go on, slower, and the log says why."""
+
+    def refuse(address: int, nbytes: int) -> None:
+        raise RuntimeError("no more locked memory")
+
+    finished = list[bool]()
+    preparation = Preparation(_mapped(), per_step=refuse, done=lambda: finished.append(True))
+    preparation.wait()
+    assert str(preparation.failure) == "no more locked memory"
+    assert not finished
+    assert "copies will be slower: no more locked memory" in caplog.text
+
+
+def test_pages_may_be_wished_from_a_node() -> None:
+    """Node 0 exists everywhere; the kernel may lack the call."""
+    memory = _mapped()
+    assert isinstance(prefer_node(memory.data_ptr(), memory.nbytes, 0), bool)
+    memory.fill_(1)
+    assert memory.sum() == NBYTES
+    assert not prefer_node(memory.data_ptr(), memory.nbytes, 1000)
+    assert num_nodes() >= 1
+    assert node_of_pci_device("ffff:ff:1f.7") is None
+
+
+@pytest.mark.parametrize("explicitly", [True, False])
+def test_a_ring_is_given_back_whole(tmp_path: Path, explicitly: bool) -> None:
+    """After `close` nothing maps the file any more, whether the buffer was unregistered or not."""
+    library = _library.cpu()
+    if library is None:
+        pytest.skip(_library.status("cpu").reason)
+    engine = CompiledCpuEngine(library)
+    ring = SegmentRing.create("given-back.ring", slot_nbytes=2**20, num_slots=4, directory=tmp_path)
+    engine.register(ring.memory)
+    ring.begin_window(1)
+    slot = ring.acquire(1, 0)
+    engine.wait(engine.submit([(torch.ones(100, dtype=torch.uint8), slot.view[:100])]))
+    assert slot.view.sum() == 100
+    assert _is_mapped(ring.path)
+    if explicitly:
+        engine.unregister(ring.memory)
+    ring.close()
+    engine.close()
+    path = ring.path
+    del slot, ring
+    assert not _is_mapped(path)
+    assert not path.exists()
