@@ -199,15 +199,9 @@ class Replay:
                 schema.ensure_state(param)
             else:
                 schema.drop_state(param)
-<<<<<<< HEAD
-            return
+            return []
         if self._view.is_state(field) and not present[field.part.prefix]:
-            return
-=======
             return []
-        if field.key != "param" and not present[field.part.prefix]:
-            return []
->>>>>>> 74386df (Restores go through the copy engine: one list per writer, no copy of the bytes in between)
         live = self._view.live(field)
         return [(value, live)] if live is not None else []
 
