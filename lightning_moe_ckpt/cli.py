@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from lightning_moe_ckpt.benchmarks import Benchmark, Machine, OverheadBench, PlannerBench, ReductionBench
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection import add_commands
+from lightning_moe_ckpt.inspection import add_commands, add_doctor
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
@@ -97,4 +97,4 @@ def _measure(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> dict
         return {benchmark.name: benchmark.measure(args, show) for benchmark in chosen}
 
 
-_COMMANDS: tuple[Callable[[Commands], None], ...] = (add_commands, _declare_bench)
+_COMMANDS: tuple[Callable[[Commands], None], ...] = (add_commands, add_doctor, _declare_bench)

@@ -4,6 +4,7 @@ Needs neither the model nor Lightning nor the ranks that wrote it: coordinates i
 """
 
 from lightning_moe_ckpt.inspection._commands import add_commands as add_commands
+from lightning_moe_ckpt.inspection._doctor import add_doctor as add_doctor
 from lightning_moe_ckpt.inspection._export import Export as Export
 from lightning_moe_ckpt.inspection._export import ExportFormat as ExportFormat
 from lightning_moe_ckpt.inspection._export import ExportOptions as ExportOptions

@@ -12,6 +12,8 @@ from lightning_moe_ckpt.native._copies import CopyList as CopyList
 from lightning_moe_ckpt.native._copies import copy_now as copy_now
 from lightning_moe_ckpt.native._cpu import CpuCopyEngine as CpuCopyEngine
 from lightning_moe_ckpt.native._cuda import CudaCopyEngine as CudaCopyEngine
+from lightning_moe_ckpt.native._doctor import Finding as Finding
+from lightning_moe_ckpt.native._doctor import examine as examine
 from lightning_moe_ckpt.native._engine import CopyEngine as CopyEngine
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
 from lightning_moe_ckpt.native._engine import copy_through as copy_through

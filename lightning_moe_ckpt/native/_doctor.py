@@ -1,0 +1,165 @@
+"""What this machine and this installation offer to copies, and why something is missing.
+
+Each finding says what was found and, where it costs speed or space, what follows from it. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lightning_moe_ckpt.native._library import explain
+from lightning_moe_ckpt.native._memory import num_nodes, populate
+
+State = Literal["good", "slower", "absent"]
+_DRIVER = Path("/proc/driver/nvidia/version")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
+_SMALL_NBYTES = 2**30
+"""A ring of any real model needs more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    """`good`; `slower`: works with less speed or room; `absent`: not there, and what needs it runs otherwise."""
+    found: str
+    advice: str = ""
+    """What would change it; empty if nothing need change."""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; takes well under a second."""
+    return [
+        *_parts(),
+        _compiler(),
+        _cuda_compiler(),
+        _driver(),
+        _shared_memory(),
+        _locked_memory(),
+        _huge_pages(),
+        _nodes(),
+        _mapping_ahead(),
+    ]
+
+
+def _parts() -> list[Finding]:
+    rebuild = "install again with a compiler at hand; `pip install -v` shows what it says"
+    advice = {"cpu": rebuild, "cuda": "" if not torch.cuda.is_available() else rebuild}
+    return [
+        Finding(
+            name=f"compiled {part.part.upper()} part",
+            state="good" if part.active else "absent",
+            found=part.reason if part.active else f"not in use, torch does its work: {part.reason}",
+            advice="" if part.active or "MOE_CKPT_NATIVE=0" in part.reason else advice[part.part],
+        )
+        for part in explain()
+    ]
+
+
+def _compiler() -> Finding:
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        return Finding(
+            name="C++ compiler", state="absent", found="no g++, and CXX names none", advice="needed to build"
+        )
+    return Finding(name="C++ compiler", state="good", found=f"{path}, {_first_line([path, '--version'])}")
+
+
+def _cuda_compiler() -> Finding:
+    homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    found = [shutil.which("nvcc", path=str(home)) for home in homes]
+    found += [os.environ.get("NVCC"), shutil.which("nvcc")]
+    found += [str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)]
+    path = next((path for path in found if path), None)
+    if path is None:
+        return Finding(name="CUDA compiler", state="absent", found="no nvcc", advice="needed to build the CUDA part")
+    return Finding(name="CUDA compiler", state="good", found=path)
+
+
+def _first_line(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    return (done.stdout or done.stderr).partition("\n")[0]
+
+
+def _driver() -> Finding:
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if devices:
+        return Finding(name="CUDA devices", state="good", found=", ".join(devices))
+    if _DRIVER.exists():
+        return Finding(
+            name="CUDA devices",
+            state="absent",
+            found=f"{_DRIVER.read_text().partition(chr(10))[0]}; torch {torch.__version__} sees no device",
+            advice="install a torch built for this driver",
+        )
+    return Finding(name="CUDA devices", state="absent", found="no NVIDIA driver on this machine")
+
+
+def _shared_memory() -> Finding:
+    if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
+        return Finding(
+            name="shared memory",
+            state="slower",
+            found=f"{_SHARED_MEMORY} is not there or cannot be written; rings go to the temporary directory",
+            advice="mount a tmpfs there",
+        )
+    stats = os.statvfs(_SHARED_MEMORY)
+    size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+    return Finding(
+        name="shared memory",
+        state="good" if size >= _SMALL_NBYTES else "slower",
+        found=f"{free / 2**30:.1f} of {size / 2**30:.1f} GiB free in {_SHARED_MEMORY}",
+        advice="" if size >= _SMALL_NBYTES else "make it larger (docker: `--shm-size`)",
+    )
+
+
+def _locked_memory() -> Finding:
+    soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    short = "unlimited" not in (soft, hard) and torch.cuda.is_available()
+    return Finding(
+        name="locked memory",
+        state="slower" if short else "good",
+        found=f"{soft}, may be raised to {hard}",
+        advice="`ulimit -l unlimited`, should registering a ring fail" if short else "",
+    )
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value / 2**20:.0f} MiB"
+
+
+def _huge_pages() -> Finding:
+    path = _HUGE_PAGES / "shmem_enabled"
+    if not path.exists():
+        return Finding(name="huge pages", state="absent", found="the kernel has none for shared memory")
+    chosen = path.read_text().partition("[")[2].partition("]")[0]
+    state: State = "good" if chosen in ("always", "within_size", "advise") else "absent"
+    return Finding(name="huge pages", state=state, found=f"{chosen} for shared memory")
+
+
+def _nodes() -> Finding:
+    return Finding(name="memory nodes", state="good", found=str(num_nodes()))
+
+
+def _mapping_ahead() -> Finding:
+    memory = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
+    if populate(memory.data_ptr(), memory.nbytes):
+        return Finding(name="mapping ahead", state="good", found="MADV_POPULATE_WRITE works")
+    return Finding(
+        name="mapping ahead",
+        state="slower",
+        found="the kernel has no MADV_POPULATE_WRITE; the first copies into a ring are slow",
+        advice="Linux 5.14 or newer",
+    )

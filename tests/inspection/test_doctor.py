@@ -1,0 +1,65 @@
+"""`moe-ckpt doctor` says what is in use and why not, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.native import _doctor, _library, examine
+
+NAMES = [
+    *("compiled CPU part", "compiled CUDA part", "C++ compiler", "CUDA compiler", "CUDA devices"),
+    *("shared memory", "locked memory", "huge pages", "memory nodes", "mapping ahead"),
+]
+
+
+def test_json_holds_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    """One entry per thing that was looked at, each with what was found."""
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [each["name"] for each in findings] == NAMES
+    assert all(each["found"] and each["state"] in ("good", "slower", "absent") for each in findings)
+
+
+def test_table_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every name and state, and reasons in full."""
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in NAMES)
+
+
+def test_switched_off_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no advice to build what is there already."""
+    monkeypatch.setenv("MOE_CKPT_NATIVE", "0")
+    _library.status.cache_clear()
+    try:
+        part = examine()[0]
+    finally:
+        _library.status.cache_clear()
+    assert (part.state, part.advice) == ("absent", "")
+    assert "torch does its work: switched off by MOE_CKPT_NATIVE=0" in part.found
+
+
+def test_what_is_missing_comes_with_what_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler, no shared memory, a kernel that cannot map ahead."""
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setattr(_doctor, "_SHARED_MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr(_doctor, "_HUGE_PAGES", tmp_path)
+    monkeypatch.setattr(_doctor, "populate", lambda *_: False)
+    found = {each.name: each for each in examine()}
+    assert (found["C++ compiler"].state, found["C++ compiler"].advice) == ("absent", "needed to build")
+    assert found["shared memory"].advice == "mount a tmpfs there"
+    assert found["mapping ahead"].advice == "Linux 5.14 or newer"
+    assert found["huge pages"].state == "absent"
+
+
+def test_a_small_tmpfs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's default of 64 MB holds no ring."""
+    monkeypatch.setattr(_doctor, "_SMALL_NBYTES", 2**60)
+    found = {each.name: each for each in examine()}
+    if not _doctor._SHARED_MEMORY.is_dir():
+        pytest.skip("no /dev/shm")
+    assert "--shm-size" in found["shared memory"].advice
