@@ -16,7 +16,7 @@ SEGMENT = "snap/000000000000/e000001/rank00000.000000000000.safetensors"
 
 @pytest.fixture(scope="module")
 def example() -> list[str]:
-    """Every line of JSON in the example, in order: header, marker of two lines, manifest, two log entries."""
+    """Every line of JSON in the example, in order: header, marker of three lines, manifest, two log entries."""
     text = (importlib.resources.files("lightning_moe_ckpt") / "FORMAT.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", text.partition("## 8. Example")[2], flags=re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
