@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,11 +18,13 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_files import LightningResume
 from lightning_moe_ckpt._lightning_stops import name_status
+from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
 from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
+from lightning_moe_ckpt.storage import checked_url
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class CheckpointCallback(Checkpoint):
 
     def __init__(
         self,
-        url: str,
+        url: str | Path,
         *,
         keep: int = 2,
         resume: Resume = "auto",
@@ -65,17 +68,17 @@ class CheckpointCallback(Checkpoint):
         freeze_heap: bool = True,
     ) -> None:
         super().__init__()
-        if keep < 1:
+        require_count(self, "keep", keep, what="generations, of which one is resumed from")
+        require_choice(self, "resume", resume, ("auto", "must", "never"))
+        if not isinstance(storage_options, dict | None):
             raise ConfigurationError(
-                f"`{type(self).__name__}(keep={keep})` must be 1 or more: one generation to resume from."
+                f"`{type(self).__name__}(storage_options={storage_options!r})` must be a dict: arguments of the file "
+                "system of the URL."
             )
-        if resume not in ("auto", "must", "never"):
-            raise ConfigurationError(f"`{type(self).__name__}(resume={resume!r})` must be 'auto', 'must' or 'never'.")
-        if batches not in ("reposition", "log"):
-            raise ConfigurationError(f"`{type(self).__name__}(batches={batches!r})` must be 'reposition' or 'log'.")
+        require_choice(self, "batches", batches, ("reposition", "log"))
         if stop_grace < timedelta(0):
             raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
-        self.url, self.keep, self.resume, self.batches = url, keep, resume, batches
+        self.url, self.keep, self.resume, self.batches = checked_url(url), keep, resume, batches
         self.stop_grace = stop_grace
         self.storage_options, self.freeze_heap = storage_options, freeze_heap
         self._run: FitRun | None = None
@@ -126,6 +129,9 @@ class CheckpointCallback(Checkpoint):
                 f"Found {type(self).__name__} and {type(others[0]).__name__} in one Trainer; they would both resume it. "
                 "Keep one of them."
             )
+        if stage == "fit" and getattr(trainer, "fast_dev_run", False):
+            log.info("no checkpoints are taken or resumed from with `fast_dev_run`")
+            return
         if stage == "fit":
             self._lightning_resume = LightningResume(trainer)
         if stage == "fit" and not any(isinstance(c, Replay) for c in callbacks):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
+from lightning_moe_ckpt.callbacks._arguments import require_count
 from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
 from lightning_moe_ckpt.callbacks._batches import Batches
-from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session import DenseWindows, WindowPolicy
 
 
@@ -41,7 +42,7 @@ class DenseCheckpoint(CheckpointCallback):
 
     def __init__(
         self,
-        url: str,
+        url: str | Path,
         *,
         every_n_steps: int = 100,
         keep: int = 2,
@@ -60,8 +61,7 @@ class DenseCheckpoint(CheckpointCallback):
             stop_grace=stop_grace,
             freeze_heap=freeze_heap,
         )
-        if every_n_steps < 1:
-            raise ConfigurationError(f"`DenseCheckpoint(every_n_steps={every_n_steps})` must be 1 or more.")
+        require_count(self, "every_n_steps", every_n_steps, what="steps")
         self.every_n_steps = every_n_steps
 
     @override

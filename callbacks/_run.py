@@ -79,6 +79,13 @@ class FitRun:
             averages=_lightning_averages.averages_of(trainer),
         )
         self._files = _lightning_files.CheckpointFiles(trainer)
+        if 0 < trainer.max_steps < self.life.least_steps:
+            log.warning(
+                "checkpoints need %d steps and this fit ends at step %d: only its start and its end are stored, and what "
+                "fails in between starts again. Shorten the window or interval, or train longer.",
+                self.life.least_steps,
+                trainer.max_steps,
+            )
         self._logs = _lightning_logs.LogFolders(trainer)
         self._batches = BatchLog(trainer, batches, keep=policy.kind != "dense", original=self._original_batches)
         self._recorder = BoundaryRecorder(

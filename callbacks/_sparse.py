@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
 from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
 from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -58,7 +60,7 @@ class SparseCheckpoint(CheckpointCallback):
 
     def __init__(
         self,
-        url: str,
+        url: str | Path,
         *,
         window: int | Literal["auto"] = "auto",
         budget_nbytes: int | None = None,
@@ -84,20 +86,16 @@ class SparseCheckpoint(CheckpointCallback):
             stop_grace=stop_grace,
             freeze_heap=freeze_heap,
         )
-        if window != "auto" and window < 1:
-            raise ConfigurationError(f"`SparseCheckpoint(window={window})` must be 'auto' or 1 or more steps.")
+        require_count(self, "window", window, what="steps", also=["auto"])
+        require_count(self, "max_window", max_window, what="steps")
+        require_count(self, "budget_nbytes", budget_nbytes, what="bytes", also=[None])
         if window != "auto" and window > max_window:
             raise ConfigurationError(
                 f"`SparseCheckpoint(window={window}, max_window={max_window})`: the window exceeds its bound. Raise max_window."
             )
-        if budget_nbytes is not None and budget_nbytes < 1:
-            raise ConfigurationError(f"`SparseCheckpoint(budget_nbytes={budget_nbytes})` must be 1 or more bytes.")
-        if planner not in ("packed", "algorithm1"):
-            raise ConfigurationError(f"`SparseCheckpoint(planner={planner!r})` must be 'packed' or 'algorithm1'.")
-        if order not in ("popularity", "fixed", "back_to_front"):
-            raise ConfigurationError(
-                f"`SparseCheckpoint(order={order!r})` must be 'popularity', 'fixed' or 'back_to_front'."
-            )
+        require_choice(self, "planner", planner, ("packed", "algorithm1"))
+        require_choice(self, "order", order, ("popularity", "fixed", "back_to_front"))
+        require_choice(self, "over_budget", over_budget, ("stall", "dense"))
         if popularity is not None and (order != "popularity" or schedule is not None):
             raise ConfigurationError(
                 f"`SparseCheckpoint(popularity=..., order={order!r}, schedule={'...' if schedule else None})`: popularity "

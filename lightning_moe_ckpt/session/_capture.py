@@ -115,10 +115,15 @@ class CaptureSession:
         return 0 if self._window is None else len(self._window.segments)
 
     def use_layout(self, layout: WindowLayout) -> bool:
-        """Put a plan in force from the next window on; `False` if it does not fit the ring."""
+        """Put a plan in force from the next window on; `False` if it does not fit the ring. All ranks call it.
+
+        Raises:
+            ConfigurationError: on every rank, if the memory of one has no room for its first ring.
+        """
         assert self._window is None
         if self._ring is None:
-            self._ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
+            with self._exchange.together():
+                self._ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
         elif not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
             log.warning(
                 "a new plan needs %d segments of %d bytes, more than the ring has; the old plan stays in force",

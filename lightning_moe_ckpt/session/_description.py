@@ -40,6 +40,7 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
         unsaved=tuple(name for name, _ in owners if name not in stored),
         aliases={key: name for key, name in stored.items() if name is not None and name != key},
         foreign=tuple(key for key, name in stored.items() if name is None),
+        optimizer=type(schema.optimizer).__qualname__,
         param_groups=tuple(tuple(names.get(id(each), "") for each in group["params"]) for group in groups),
         hugging_face=tuple(_hugging_face(module)),
         extra=_encoded(extra),

@@ -6,11 +6,13 @@ the same on every rank. No pickle: `torch.distributed`'s object collectives woul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._codec import decode, encode
 
@@ -51,6 +53,23 @@ class Exchange:
     def all_agree(self, flag: bool) -> bool:
         """Whether every rank says yes."""
         return all(row[0] for row in self.gather([int(flag)]))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what can fail on one rank alone: all ranks fail if one does, so that none waits for it. Collective.
+
+        Raises:
+            ConfigurationError: on every rank, with the reasons of those that have one.
+        """
+        failed: CheckpointError | None = None
+        try:
+            yield
+        except CheckpointError as error:
+            failed = error
+        reasons = self.gather_values(None if failed is None else str(failed))
+        told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+        if told:
+            raise ConfigurationError(str(failed) if len(reasons) == 1 else " ".join(told)) from failed
 
     def broadcast(self, value: object) -> object:
         """The coordinator's value, on every rank."""

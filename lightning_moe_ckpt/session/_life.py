@@ -28,15 +28,16 @@ from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._heap import FrozenHeap
+from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_layout, dense_nbytes, lay_out
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report
-from lightning_moe_ckpt.session._restore import Found, Runs
+from lightning_moe_ckpt.session._restore import Found, Job, Runs
 from lightning_moe_ckpt.session._ring import SegmentRing
-from lightning_moe_ckpt.session._shm import shared_directory, shared_name, unlink_shared_file
+from lightning_moe_ckpt.session._shm import expect_room, shared_directory, shared_name, unlink_shared_file
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
@@ -98,9 +99,12 @@ class Life:
         extra: Mapping[str, object] | None = None,
         averages: Averages | None = None,
     ) -> None:
-        self._extra = dict(extra or {})
+        self._extra, self._autocast_dtype = dict(extra or {}), autocast_dtype
         self._config, self._policy, self._groups, self._may_skip = config, policy, groups, may_skip
         self._operators = discover(module, ep_size=groups.ep_size)
+        policy.check(self._operators.names)
+        self.least_steps = policy.least_steps(len(self._operators))
+        """Steps before the first generation after the start can be complete, as far as is known."""
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
         self._planner = Planner(
@@ -136,24 +140,22 @@ class Life:
             The start half of the boundary to continue from; `None` for a fresh start.
         """
         started = time.perf_counter()
-        fingerprint = f"{self._operators.fingerprint()}-{self._view.schema.fingerprint()}"
+        view = self._view
+        identity = Identity.of_job(self._operators, view.schema, self._groups, self._autocast_dtype)
         self._runs = Runs(self._config.url, self._config.storage_options, self._exchange, self._groups)
-        self._found = self._runs.open(resume=self._config.resume, fingerprint=fingerprint)
+        job = Job(identity=identity, operators=self._operators, schema=view.schema, params=view.params)
+        self._found = self._runs.open(resume=self._config.resume, job=job)
         # Until a tier adopts them: what an earlier life had in shared memory is of no use, whether we need a ring or not.
         unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
+        with self._exchange.together():  # how large a ring must be exactly is known with the first plan
+            expect_room(shared_directory(), RING_GENERATIONS * self._dense_nbytes)
         self._worker = PersistWorker(
             self._runs.store,
             rank=self._groups.rank,
             world_size=self._groups.world_size,
             keep=self._config.keep,
-            policy={
-                "policy": self._policy.kind,
-                "fingerprint": fingerprint,
-                "expert_parallel": self._groups.ep_size,
-            },
-            module=describe(self._view.module, self._view.schema, self._extra)
-            if self._exchange.is_coordinator
-            else None,
+            policy={"policy": self._policy.kind, **identity.policy()},
+            module=describe(view.module, view.schema, self._extra) if self._exchange.is_coordinator else None,
             commit_timeout=self._config.commit_timeout,
             on_durable=self._durable,
         )

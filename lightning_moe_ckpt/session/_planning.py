@@ -9,7 +9,9 @@ each generation as a small JSON value.
 from __future__ import annotations
 
 import json
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
@@ -38,6 +40,8 @@ from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayo
 from lightning_moe_ckpt.session._popularity import PopularityMeter, sum_in_order
 from lightning_moe_ckpt.session._reordering import Reordering
 
+log = logging.getLogger(__name__)
+
 PlanRecord = dict[str, Any]
 """JSON values, equal on all ranks: `config`, `order`, `plan`, `popularity`, `compute_dtypes`, `budget_nbytes`,
 `split_nbytes`, `averages_consumed`, `interval`."""
@@ -47,6 +51,9 @@ MEASURED_STEPS = 3
 
 BUDGET_SHARE = 0.8
 """Part of the measured bandwidth that a plan may use; the rest absorbs noise."""
+
+MAX_PIECES = 1024
+"""Into which one operator is cut at most."""
 
 _BANDWIDTH_NBYTES = 16 * 2**20
 
@@ -64,8 +71,14 @@ class WindowPolicy(Protocol):
     def measures(self) -> bool:
         """Whether a plan needs measured budgets."""
 
+    def least_steps(self, num_operators: int) -> int:
+        """Steps before the first generation after the start can be complete, as far as is known before a plan."""
+
     def config(self) -> dict[str, Any]:
         """Identifies the policy; a stored plan is adopted only under an equal one."""
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse what cannot be planned over operators of these names; called at start."""
 
     def plan(self, items: Sequence[PlanItem], budget_nbytes: int) -> WindowPlan:
         """Plan a window over `items`."""
@@ -83,9 +96,16 @@ class DenseWindows:
     kind: Literal["dense"] = "dense"
     measures: bool = False
 
+    def least_steps(self, num_operators: int) -> int:
+        """One cadence."""
+        return self.every_n_steps
+
     def config(self) -> dict[str, Any]:
         """See `WindowPolicy`; the cadence does not change what a window looks like."""
         return {"kind": self.kind}
+
+    def check(self, names: Sequence[str]) -> None:
+        """Anything goes."""
 
     def plan(self, items: Sequence[PlanItem], budget_nbytes: int) -> WindowPlan:
         """One slot."""
@@ -117,10 +137,31 @@ class SparseWindows:
         """Neither a window nor a budget nor a schedule was given."""
         return self.window is None and self.budget_nbytes is None and self.schedule is None
 
+    def least_steps(self, num_operators: int) -> int:
+        """One window; each step of it takes an operator at least."""
+        return min(self.window or 1, num_operators) if self.schedule is None else len(self.schedule)
+
     def config(self) -> dict[str, Any]:
         """See `WindowPolicy`."""
         config: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return config
+
+    def check(self, names: Sequence[str]) -> None:
+        """A schedule must name every operator once.
+
+        Raises:
+            ConfigurationError: the message names those that it does not, and those that it should not.
+        """
+        if self.schedule is None:
+            return
+        times = Counter(name for slot in self.schedule for name in slot)
+        missing = [name for name in names if name not in times]
+        wrong = sorted(name for name, count in times.items() if count > 1 or name not in set(names))
+        if missing or wrong:
+            raise ConfigurationError(
+                f"`SparseCheckpoint(schedule=...)` must name every operator once. Not named: {missing[:8] or 'none'}; "
+                f"unknown or repeated: {wrong[:8] or 'none'}. `moe-ckpt inspect` shows the names of a run."
+            )
 
     def plan(self, items: Sequence[PlanItem], budget_nbytes: int) -> WindowPlan:
         """By schedule, by window, or by budget."""
@@ -128,6 +169,9 @@ class SparseWindows:
             return self._by_schedule(items)
         if self.window is not None:
             return plan_for_window(items, self.window)
+        if budget_nbytes < (least := max(item.full_nbytes for item in items)):
+            log.warning("a budget of %d bytes is less than a piece of the model; it is %d now", budget_nbytes, least)
+            budget_nbytes = least
         return plan_window(
             items,
             budget_nbytes=budget_nbytes,
@@ -142,14 +186,7 @@ class SparseWindows:
 
     def _by_schedule(self, items: Sequence[PlanItem]) -> WindowPlan:
         assert self.schedule is not None
-        scheduled = [name for slot in self.schedule for name in slot]
-        known = [item.name for item in items]
-        if sorted(scheduled) != sorted(known):
-            raise ConfigurationError(
-                f"`SparseCheckpoint(schedule=...)` must name every operator once. Not named: "
-                f"{sorted(set(known) - set(scheduled))[:8]}; unknown or repeated: "
-                f"{sorted(set(scheduled) - set(known))[:8] or 'see repeats'}."
-            )
+        self.check([item.name for item in items])
         return WindowPlan(
             plan=Plan(self.schedule),
             planner=self.planner,
@@ -455,6 +492,9 @@ def _split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Ope
         if sizes[op.name][0] <= limit:
             cut.append(op)
         else:
-            nbytes = limit * _num_holders(op, groups)
-            cut += split(op, nbytes, lambda s: view.bytes_per_element(s.fqn, RecordKind.FULL))
+            widths = {s.fqn: view.bytes_per_element(s.fqn, RecordKind.FULL) for s in op.slices}
+            holders = _num_holders(op, groups)
+            # However small the budget: no piece is less than an element, and there are not countless many.
+            nbytes = max(limit * holders, *widths.values(), -(-sizes[op.name][0] * holders // MAX_PIECES), 1)
+            cut += split(op, nbytes, lambda s, widths=widths: widths[s.fqn])  # type: ignore[misc]
     return view.operators.with_operators(cut)

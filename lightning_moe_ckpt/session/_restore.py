@@ -16,9 +16,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch, NoUsableGeneration
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
+from lightning_moe_ckpt.operators import OperatorSet, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._identity import (
+    Facts,
+    Identity,
+    live_facts,
+    live_optimizer,
+    model_differences,
+    stored_facts,
+)
 from lightning_moe_ckpt.session._layout import JOURNAL, as_memoryview
 from lightning_moe_ckpt.storage import (
     Backend,
@@ -76,6 +85,16 @@ class Found:
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be resumed, as far as a run must have been written by the same."""
+
+    identity: Identity
+    operators: OperatorSet
+    schema: StateSchema
+    params: Mapping[str, Tensor]
+
+
 class Runs:
     """This rank's access to the run under a URL.
 
@@ -90,7 +109,9 @@ class Runs:
         self, url: str, storage_options: Mapping[str, Any] | None, exchange: Exchange, groups: ParallelGroups
     ) -> None:
         self._exchange, self._groups = exchange, groups
-        self._backend: Backend = open_backend(url, storage_options=storage_options)
+        with exchange.together():  # a package can be missing on one machine only
+            self._backend: Backend = open_backend(url, storage_options=storage_options)
+            _refuse_process_memory(self._backend.url, groups.world_size)
         self.store: RunStore
         self.epoch = 0
         self._reasons: list[str] = []
@@ -100,7 +121,7 @@ class Runs:
         """Identity of the run in storage."""
         return self.store.run_id
 
-    def open(self, *, resume: Resume, fingerprint: str) -> Found | None:
+    def open(self, *, resume: Resume, job: Job) -> Found | None:
         """Find what to resume from and open a new epoch.
 
         Raises:
@@ -109,7 +130,7 @@ class Runs:
         """
         self._open_store(resume)
         while True:
-            found = self._find(fingerprint)
+            found = self._find(job)
             if found is None and (self._reasons or resume == "must"):
                 raise NoUsableGeneration(self._no_generation(resume))
             if self._open_epoch(found.generation if found is not None else None):
@@ -151,12 +172,12 @@ class Runs:
             self._error = error
             return ("error", type(error).__name__, str(error))
 
-    def _find(self, fingerprint: str) -> Found | None:
+    def _find(self, job: Job) -> Found | None:
         self._reasons = []
         listed = self._attempt(self._list) if self._exchange.is_coordinator else None
         for stored in _as_list(_raised(self._exchange.broadcast(listed))):
             commit = Commit.from_bytes(stored, "commit of the coordinator")
-            self._check_identity(commit, fingerprint)
+            self._check_identity(commit, job)
             found = self._try(commit)
             if found is not None:
                 return found
@@ -170,15 +191,31 @@ class Runs:
         self._reasons += [f"{where}: {why}" for where, why in self.store.unreadable]
         return [commit.to_bytes() for commit in candidates]
 
-    def _check_identity(self, commit: Commit, fingerprint: str) -> None:
-        world = self._groups
-        found = (commit.policy["fingerprint"], commit.world_size, commit.policy["expert_parallel"])
-        if found != (fingerprint, world.world_size, world.ep_size):
-            raise IdentityMismatch(
-                f"{self._backend.url} was written by a run with model and optimizer {found[0]}, {found[1]} processes and "
-                f"expert_parallel={found[2]}; this run has {fingerprint}, {world.world_size} and {world.ep_size}. "
-                "Resume with the same, give another URL, or start anew with resume='never'."
-            )
+    def _check_identity(self, commit: Commit, job: Job) -> None:
+        stored = Identity.of_commit(commit)
+        if self._exchange.all_agree(job.identity == stored):
+            return
+        facts: Facts = {}
+        for each in self._exchange.gather_values(live_facts(job.operators)):
+            assert isinstance(each, dict)
+            facts |= each  # ranks may hold different experts
+        told = None
+        if self._exchange.is_coordinator:
+            told = self._attempt(lambda: self._differences(commit, job, facts))
+        differences = _raised(self._exchange.broadcast(told))
+        raise IdentityMismatch(
+            f"{self._backend.url} was written by a run that differs from this one: {differences}. Resume with what "
+            "wrote it, give another URL, or start anew with resume='never'. Weights alone are carried over by "
+            "`moe-ckpt export`. Nothing stored was lost."
+        )
+
+    def _differences(self, commit: Commit, job: Job, facts: Facts) -> str:
+        lines = list(job.identity.job_differences(Identity.of_commit(commit)))
+        if job.identity.fingerprint != commit.policy["fingerprint"]:
+            markers = [self.store.read_marker(commit, rank) for rank in range(commit.world_size)]
+            optimizer = live_optimizer(job.operators, job.schema, job.params)
+            lines += model_differences(stored_facts(markers), (facts, optimizer))
+        return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"
 
     def _try(self, commit: Commit) -> Found | None:
         """This commit with this rank's bytes, if every rank could read its own."""
@@ -224,6 +261,14 @@ class Runs:
         return (
             f"{self._backend.url} holds generations, but none can be restored:\n{lines}\n"
             "Repair one of them, or start anew with resume='never'."
+        )
+
+
+def _refuse_process_memory(url: str, world_size: int) -> None:
+    if url.startswith("memory:") and world_size > 1:
+        raise ConfigurationError(
+            f"`{url}` is the memory of one process, and this run has {world_size}: none would see what the others store. "
+            "Give a path or URL that all of them reach."
         )
 
 

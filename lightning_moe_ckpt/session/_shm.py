@@ -62,7 +62,7 @@ def create_shared_file(path: Path, nbytes: int) -> None:
         ConfigurationError: there is not enough room; the message says how many bytes are missing.
     """
     unlink_shared_file(path)
-    _expect_room(path, nbytes)
+    expect_room(path.parent, nbytes)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -70,7 +70,7 @@ def create_shared_file(path: Path, nbytes: int) -> None:
         path.unlink()
         if error.errno != errno.ENOSPC:
             raise
-        raise _no_room(path, nbytes, _free_nbytes(path.parent)) from error
+        raise _no_room(path.parent, nbytes, _free_nbytes(path.parent)) from error
     finally:
         os.close(descriptor)
 
@@ -95,10 +95,15 @@ def unlink_shared_file(path: Path) -> None:
     log.info("removed ring %s of %.1f MiB", path, nbytes / 2**20)
 
 
-def _expect_room(path: Path, nbytes: int) -> None:
-    free = _free_nbytes(path.parent)
+def expect_room(directory: Path, nbytes: int) -> None:
+    """Refuse a ring of `nbytes` in `directory` if there is less room than that.
+
+    Raises:
+        ConfigurationError: the message says how many bytes are missing.
+    """
+    free = _free_nbytes(directory)
     if free < nbytes:
-        raise _no_room(path, nbytes, free)
+        raise _no_room(directory, nbytes, free)
 
 
 def _free_nbytes(directory: Path) -> int:
@@ -106,8 +111,8 @@ def _free_nbytes(directory: Path) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def _no_room(path: Path, nbytes: int, free: int) -> ConfigurationError:
+def _no_room(directory: Path, nbytes: int, free: int) -> ConfigurationError:
     return ConfigurationError(
-        f"The ring of {nbytes} bytes does not fit into {path.parent}: {free} bytes are free, {nbytes - free} are missing. "
-        "Make that file system larger (docker: `--shm-size`), lower `max_window`, or give the ring another directory."
+        f"A ring of {nbytes} bytes does not fit into {directory}: {free} bytes are free, {nbytes - free} are missing. "
+        "Make that file system larger (docker: `--shm-size`), spread the model over more ranks, or lower `max_window`."
     )

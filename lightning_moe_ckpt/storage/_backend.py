@@ -16,6 +16,7 @@ from typing import Protocol
 
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, StorageError
 from lightning_moe_ckpt.storage._names import PROBE_PREFIX
+from lightning_moe_ckpt.storage._url import checked_url, scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +83,12 @@ def open_backend(url: str, *, storage_options: StorageOptions | None = None) -> 
         storage_options: passed to the fsspec file system; not accepted for paths.
 
     Raises:
-        ConfigurationError: the scheme is unknown, its package is missing, or the options do not fit.
+        ConfigurationError: it names no place, its scheme is unknown, its package is missing, or the options do not fit.
     """
     from lightning_moe_ckpt.storage._retry import Retrying
 
-    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
-    if "::" in url:
-        raise ConfigurationError(f"`{url}` chains file systems, whose caches hide failures. Name one store.")
-    factory = _FACTORIES.get(match[1].lower() if match else "file", _open_fsspec)
+    url = checked_url(url)
+    factory = _FACTORIES.get(scheme_of(url), _open_fsspec)
     return Retrying(factory(url, storage_options or {}))
 
 

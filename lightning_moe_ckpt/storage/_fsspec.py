@@ -179,8 +179,10 @@ def _file_system(url: str, storage_options: dict[str, object]) -> Any:
     try:
         return fsspec.filesystem(scheme, **storage_options)
     except ImportError as error:
-        remedy = known_implementations.get(scheme, {}).get("err", str(error))
-        raise ConfigurationError(f"`{url}` needs a package that is not installed: {remedy}.") from error
+        remedy = known_implementations.get(scheme, {}).get("err", str(error)).rstrip(".")
+        raise ConfigurationError(
+            f"`{url}` needs a package that is not installed in this environment. {remedy}, with pip, on every machine."
+        ) from error
     except ValueError as error:
         raise ConfigurationError(f"`{url}` cannot be opened: {error}. Name a path or a URL fsspec knows.") from error
     except TypeError as error:

@@ -43,6 +43,8 @@ class ModuleEntry:
     """Further names in its `state_dict` (tied weights), each with the name under which it is stored."""
     foreign: tuple[str, ...]
     """Names in its `state_dict` of what is neither a parameter nor a buffer, and not stored."""
+    optimizer: str
+    """Class of the optimizer."""
     param_groups: tuple[tuple[str, ...], ...]
     """Parameters of each group of the optimizer, in its order."""
     hugging_face: tuple[HuggingFaceEntry, ...]
@@ -92,6 +94,7 @@ def _read_module(value: object, where: str) -> ModuleEntry:
         unsaved=body.rows("unsaved", read_text),
         aliases={key: read_text(name, where) for key, name in body.plain("aliases").items()},
         foreign=body.rows("foreign", read_text),
+        optimizer=body.text("optimizer"),
         param_groups=body.rows("param_groups", _read_names),
         hugging_face=body.rows("hugging_face", _read_hugging_face),
         extra=body.text("extra"),

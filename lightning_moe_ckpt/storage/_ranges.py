@@ -17,6 +17,7 @@ from lightning_moe_ckpt.storage._backend import Backend, open_backend
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 from lightning_moe_ckpt.storage._posix import PosixBackend
 from lightning_moe_ckpt.storage._retry import Retrying
+from lightning_moe_ckpt.storage._url import scheme_of
 
 CHUNK_NBYTES = 4 * 2**20
 
@@ -66,8 +67,7 @@ def open_ranged(url: str, *, storage_options: Mapping[str, object] | None = None
         ConfigurationError: the scheme is unknown, its package is missing, or the options do not fit.
     """
     open_backend(url, storage_options=storage_options).close()  # for its judgement of URL and options
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
-    if scheme is None or scheme[1].lower() in {"file", "local"}:
+    if scheme_of(url) in {"file", "local"}:
         return _RangedRetrying(_RangedPosix(re.sub(r"^\w+://", "", url)))
     return _RangedRetrying(_RangedFsspec(url, storage_options=storage_options))
 

@@ -201,7 +201,12 @@ class RunStore:
             raise ValueError(f"`open_epoch({resumed})`: not one of the generations `candidates` returned.")
         if not coordination.open(resumed, read_catalog(self._backend)):
             return None
-        log.info("%s: epoch %d begins from %s", self.url, coordination.epoch, resumed or "nothing")
+        log.info(
+            "%s: epoch %d begins from %s; a process of an earlier start that still runs will find that out and stop",
+            self.url,
+            coordination.epoch,
+            resumed or "nothing",
+        )
         self._sweep_leftovers()
         return coordination.epoch
 

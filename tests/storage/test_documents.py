@@ -51,6 +51,7 @@ MODULE = ModuleEntry(
     unsaved=("rope",),
     aliases={"head.weight": "embed.weight"},
     foreign=("_extra_state",),
+    optimizer="AdamW",
     param_groups=(("embed.weight",), ()),
     hugging_face=(
         HuggingFaceEntry(prefix="hf", class_name="Tiny", config='{"a": NaN}', generation_config=None, tied=("head",)),
