@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.session import is_average
-from lightning_moe_ckpt.session import is_average
 from lightning_moe_ckpt.storage import (
     RangedBackend,
     RankMarker,

@@ -46,13 +46,14 @@ class LightningCheckpoint:
             **self._plain("on_save_checkpoint", start.get("module") or {}),
             **self._hyper_parameters(extra),
             **self._datamodule(extra, start),
-            "epoch": journal.get("outcome", {}).get("epoch", _epoch(start)),
+            "epoch": _epoch(start),
             "global_step": self._commit.generation.step,
             "pytorch-lightning_version": importlib.metadata.version("lightning"),
             "state_dict": OrderedDict(tensors),
         }
         if start:
-            content["loops"] = {"fit_loop": start["loops"], **extra.get("loops", {})}
+            progress = {key: value for key, value in start["loops"].items() if key != "settings"}
+            content["loops"] = {"fit_loop": progress, **extra.get("loops", {})}
             if not weights_only:
                 content |= self._training(extra, start)
         elif not weights_only:
