@@ -103,8 +103,7 @@ class Life:
         self._config, self._policy, self._groups, self._may_skip = config, policy, groups, may_skip
         self._operators = discover(module, ep_size=groups.ep_size)
         policy.check(self._operators.names)
-        self.least_steps = policy.least_steps(len(self._operators))
-        """Steps before the first generation after the start can be complete, as far as is known."""
+        self.least_steps = policy.least_steps(len(self._operators))  # before a generation after the start is complete
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
         self._planner = Planner(
@@ -140,10 +139,10 @@ class Life:
             The start half of the boundary to continue from; `None` for a fresh start.
         """
         started = time.perf_counter()
-        view = self._view
-        identity = Identity.of_job(self._operators, view.schema, self._groups, self._autocast_dtype)
+        view, operators = self._view, self._operators
+        identity = Identity.of_job(operators, view.schema, self._groups, self._autocast_dtype)
         self._runs = Runs(self._config.url, self._config.storage_options, self._exchange, self._groups)
-        job = Job(identity=identity, operators=self._operators, schema=view.schema, params=view.params)
+        job = Job(identity=identity, operators=operators, schema=view.schema, params=view.params)
         self._found = self._runs.open(resume=self._config.resume, job=job)
         # Until a tier adopts them: what an earlier life had in shared memory is of no use, whether we need a ring or not.
         unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
