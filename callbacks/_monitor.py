@@ -43,7 +43,7 @@ class ExpertLoadMonitor(Callback):
       how many steps training is ahead of it, less than none in replay; `moe/generations_complete` and
       `moe/generations_committed`: how many;
     * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. While steps are repeated, every one
-      has a row, and the progress bar shows `replay=3/6`.
+      has a row (unless the logger's file has one of that step already), and the progress bar shows `replay=3/6`.
 
     A resumed run counts from where it resumes.
 

@@ -69,7 +69,7 @@ class ThirdParty(Setup):
 
     @override
     def trainer_options(self, life: Life) -> dict[str, Any]:
-        folder, version = str(life.workdir), f"life{life.index}"
+        folder, version = str(life.workdir), "run"
         loggers = [CSVLogger(folder, "csv", version), TensorBoardLogger(folder, "tensorboard", version)]
         return {
             **super().trainer_options(life),

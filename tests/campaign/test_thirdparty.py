@@ -119,7 +119,7 @@ Rows = dict[str, dict[int, float]]
 def csv_rows(life: LifeResult) -> Rows:
     """Values by name and step, as the CSV logger wrote them."""
     found: Rows = {}
-    with (life.workdir / "csv" / f"life{life.index}" / "metrics.csv").open() as file:
+    with (life.workdir / "csv" / "run" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
             for name, value in row.items():
                 if name != "step" and value:
@@ -131,7 +131,7 @@ def events(life: LifeResult) -> Rows:
     """Values by name and step, as TensorBoard reads them back."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(life.workdir / "tensorboard" / f"life{life.index}"))
+    accumulator = EventAccumulator(str(life.workdir / "tensorboard" / "run"))
     accumulator.Reload()
     return {
         name: {event.step: event.value for event in accumulator.Scalars(name)} for name in accumulator.Tags()["scalars"]
@@ -161,4 +161,5 @@ def check_rows(rows: Rows, in_peace: Rows) -> None:
     ]:
         assert set(rows[name]) >= set(fresh), name
     for step, replaying in rows["moe/replaying"].items():
-        assert replaying == (step + 1 in REPLAYED)
+        # A row that the killed life has logged stays as it is.
+        assert replaying <= (step + 1 in REPLAYED)
