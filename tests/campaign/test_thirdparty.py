@@ -104,7 +104,7 @@ def check_terminal(lives: list[LifeResult]) -> None:
     shown = [re.findall(r"replay[=:] ?(\d/\d)", terminal(life)) for life in lives]
     assert shown[0] == []
     # A bar may leave out a frame on a busy machine; what it says of each step is tested without a terminal.
-    assert list(dict.fromkeys(shown[1])) in (["1/2", "2/2"], ["2/2"])
+    assert list(dict.fromkeys(shown[1])) in (["1/2", "2/2"], ["1/2"], ["2/2"])
 
 
 def terminal(life: LifeResult) -> str:
