@@ -79,13 +79,7 @@ class FitRun:
             averages=_lightning_averages.averages_of(trainer),
         )
         self._files = _lightning_files.CheckpointFiles(trainer)
-        if 0 < trainer.max_steps < self.life.least_steps:
-            log.warning(
-                "checkpoints need %d steps and this fit ends at step %d: only its start and its end are stored, and what "
-                "fails in between starts again. Shorten the window or interval, or train longer.",
-                self.life.least_steps,
-                trainer.max_steps,
-            )
+        _warn_if_short(trainer, self.life.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
         self._batches = BatchLog(trainer, batches, keep=policy.kind != "dense", original=self._original_batches)
         self._recorder = BoundaryRecorder(
@@ -264,6 +258,16 @@ class FitRun:
     def _stepped(self) -> bool:
         """Whether the batch that ends now ended with an optimizer step."""
         return self._trainer.global_step != self._step
+
+
+def _warn_if_short(trainer: Trainer, least_steps: int) -> None:
+    if 0 < trainer.max_steps < least_steps:
+        log.warning(
+            "checkpoints need %d steps and this fit ends at step %d: only its start and its end are stored, and what "
+            "fails in between starts again. Shorten the window or interval, or train longer.",
+            least_steps,
+            trainer.max_steps,
+        )
 
 
 def _groups_of(strategy: Strategy) -> ParallelGroups:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +40,9 @@ from lightning_moe_ckpt.session._ring import SegmentRing
 from lightning_moe_ckpt.session._shm import expect_room, shared_directory, shared_name, unlink_shared_file
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._writer import SegmentWriter
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import GenerationId, Resume
 
 log = logging.getLogger(__name__)
-
-Resume = Literal["auto", "must", "never"]
 
 STORAGE = "storage"
 """Name of the tier that survives everything; host and peer memory get theirs when they hold generations."""
@@ -99,11 +97,11 @@ class Life:
         extra: Mapping[str, object] | None = None,
         averages: Averages | None = None,
     ) -> None:
-        self._extra, self._autocast_dtype = dict(extra or {}), autocast_dtype
-        self._config, self._policy, self._groups, self._may_skip = config, policy, groups, may_skip
+        self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip
+        self._config, self._policy, self._groups = config, policy, groups
         self._operators = discover(module, ep_size=groups.ep_size)
         policy.check(self._operators.names)
-        self.least_steps = policy.least_steps(len(self._operators))  # before a generation after the start is complete
+        self.least_steps = policy.least_steps(len(self._operators))
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
         self._planner = Planner(
@@ -139,10 +137,10 @@ class Life:
             The start half of the boundary to continue from; `None` for a fresh start.
         """
         started = time.perf_counter()
-        view, operators = self._view, self._operators
-        identity = Identity.of_job(operators, view.schema, self._groups, self._autocast_dtype)
-        self._runs = Runs(self._config.url, self._config.storage_options, self._exchange, self._groups)
-        job = Job(identity=identity, operators=operators, schema=view.schema, params=view.params)
+        view, ops, groups = self._view, self._operators, self._groups
+        identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype)
+        self._runs = Runs(self._config.url, self._config.storage_options, self._exchange, groups)
+        job = Job(identity=identity, operators=ops, schema=view.schema, params=view.params)
         self._found = self._runs.open(resume=self._config.resume, job=job)
         # Until a tier adopts them: what an earlier life had in shared memory is of no use, whether we need a ring or not.
         unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
@@ -150,8 +148,8 @@ class Life:
             expect_room(shared_directory(), RING_GENERATIONS * self._dense_nbytes)
         self._worker = PersistWorker(
             self._runs.store,
-            rank=self._groups.rank,
-            world_size=self._groups.world_size,
+            rank=groups.rank,
+            world_size=groups.world_size,
             keep=self._config.keep,
             policy={"policy": self._policy.kind, **identity.policy()},
             module=describe(view.module, view.schema, self._extra) if self._exchange.is_coordinator else None,
