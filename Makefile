@@ -2,6 +2,7 @@
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
 #   make test   lint, types and every test but the long campaigns; the last line is pytest's summary
 #   make soak   the long campaigns of kills        make bench  throughput and planner figures
+#   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer
 # PYTHON picks the interpreter that .venv is made from; PYTEST_ARGS goes to pytest (-k name, -x, --durations=20).
 
 PYTHON ?= python3
@@ -15,8 +16,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One thread per process: a rank is a process here, and two ranks on two cores must not fight over them.
 export OMP_NUM_THREADS := 1
 
+library = $$($${CXX:-g++} -print-file-name=$(1))
+SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient.py adam.py)
+
 .DEFAULT_GOAL := test
-.PHONY: demo test lint soak bench clean distclean
+.PHONY: demo test lint soak bench sanitize clean distclean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -32,6 +36,18 @@ lint: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak -s $(PYTEST_ARGS)
+
+# The sanitizer's own library has to come first in the process. Python and torch never give all memory back, and torch
+# is not instrumented: leaks are not looked for, and races only where our code takes part (ext/sanitizers/thread.supp). A
+# forked child of a process with threads is beyond what sanitizers support.
+sanitize: $(STAMP)
+	$(BIN)/python ext/build_native.py --sanitize address --out build/address
+	LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/address \
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -p no:cacheprovider -k 'not forked' $(SANITIZED_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python ext/build_native.py --sanitize thread --out build/thread
+	LD_PRELOAD="$(call library,libtsan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/thread \
+	  TSAN_OPTIONS=suppressions=$(CURDIR)/ext/sanitizers/thread.supp:exitcode=66 \
+	  $(BIN)/pytest -p no:cacheprovider -k 'not forked' $(SANITIZED_TESTS) $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/moe-ckpt bench all

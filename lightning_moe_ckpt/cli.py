@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_moe_ckpt.benchmarks import Benchmark, Machine, OverheadBench, PlannerBench, ReductionBench
+from lightning_moe_ckpt.benchmarks import Benchmark, Machine, NativeBench, OverheadBench, PlannerBench, ReductionBench
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.inspection import add_commands, add_doctor
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Run = Callable[[argparse.Namespace], int]
 
 # The reduction forks, which is safe only as long as nothing else has run in this process.
-_BENCHMARKS: tuple[Benchmark[Any], ...] = (ReductionBench(), PlannerBench(), OverheadBench())
+_BENCHMARKS: tuple[Benchmark[Any], ...] = (ReductionBench(), PlannerBench(), OverheadBench(), NativeBench())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from lightning_moe_ckpt.benchmarks import Machine, OverheadBench, PlannerBench, ReductionBench
+from lightning_moe_ckpt.benchmarks import Machine, NativeBench, OverheadBench, PlannerBench, ReductionBench
+from lightning_moe_ckpt.benchmarks._native import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.cli import main
@@ -30,6 +31,7 @@ TINY = [
     *("--operators", "1300", "--runs", "2"),
     *("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     *TINY_FITS,
+    *("--slices", "50", "--repeats", "1", "--megabytes", "1"),
 ]
 
 
@@ -157,3 +159,15 @@ def test_a_failed_command_says_why_and_exits_with_one(tmp_path: Path) -> None:
     status, out, err = _run(["bench", "overhead", *TINY_FITS, "--url", f"file://{tmp_path}/file"])
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith("moe-ckpt: ")
+
+
+def test_native_figures_stand_beside_those_of_torch(document: dict[str, Any]) -> None:
+    """Small slices three ways; what cannot be run here has no value and says why."""
+    figures = [NativeFigure(**row) for row in document["native"]]
+    small = [figure for figure in figures if "50 slices of 256 bytes" in figure.what]
+    assert [figure.how for figure in small] == ["torch, loop of copy_", "torch, _foreach_copy_", "compiled engine"]
+    assert all(figure.value is None or figure.value > 0 for figure in figures)
+    goals = [figure for figure in figures if figure.what.startswith("G")]
+    assert len(goals) == 3
+    assert all(figure.value is not None or "not run on a GPU: " in figure.note for figure in goals)
+    assert "slices/s" in _shown(NativeBench().table(figures))
