@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+# S3 servers for the tests, apart because they pin other versions.
+SERVERS := $(VENV)/servers
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One thread per process: a rank is a process here, and two ranks on two cores must not fight over them.
@@ -25,7 +27,7 @@ SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint
+test: lint $(SERVERS)/.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 # `callbacks` is checked as lightning_moe_ckpt/callbacks, a link: under both names it would be two modules.
@@ -34,7 +36,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict lightning_moe_ckpt tests examples
 
-soak: $(STAMP)
+soak: $(STAMP) $(SERVERS)/.stamp
 	$(BIN)/pytest -m soak -s $(PYTEST_ARGS)
 
 # The sanitizer's own library has to come first in the process. Python and torch never give all memory back, and torch
@@ -68,4 +70,9 @@ $(STAMP): pyproject.toml constraints.txt setup.py ext/build_native.py $(wildcard
 	$(PIP) install --quiet -c constraints.txt setuptools torch
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[dev,cli,examples]'
 	$(PIP) install --quiet -c constraints.txt --no-deps litgpt
+	@touch $@
+
+$(SERVERS)/.stamp: tests/servers/requirements.txt $(STAMP)
+	@test -x $(SERVERS)/bin/python || $(PYTHON) -m venv $(SERVERS)
+	$(SERVERS)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	@touch $@

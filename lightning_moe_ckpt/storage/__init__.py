@@ -14,6 +14,7 @@ from lightning_moe_ckpt.storage._module import HuggingFaceEntry as HuggingFaceEn
 from lightning_moe_ckpt.storage._module import ModuleEntry as ModuleEntry
 from lightning_moe_ckpt.storage._module import ModuleLine as ModuleLine
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
+from lightning_moe_ckpt.storage._object import ObjectBackend as ObjectBackend
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._ranges import RangedBackend as RangedBackend
 from lightning_moe_ckpt.storage._ranges import open_ranged as open_ranged

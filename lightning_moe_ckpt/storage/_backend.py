@@ -16,6 +16,7 @@ from typing import Protocol
 
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, StorageError
 from lightning_moe_ckpt.storage._names import PROBE_PREFIX
+from lightning_moe_ckpt.storage._object_options import SCHEMES
 from lightning_moe_ckpt.storage._url import checked_url, scheme_of
 
 log = logging.getLogger(__name__)
@@ -80,16 +81,22 @@ def open_backend(url: str, *, storage_options: StorageOptions | None = None) -> 
 
     Args:
         url: a path, `file://...`, or any URL fsspec knows. Open after a fork, not before.
-        storage_options: passed to the fsspec file system; not accepted for paths.
+        storage_options: in the words of s3fs, gcsfs, adlfs or whatever fsspec file system serves the URL; not
+            accepted for paths.
 
     Raises:
         ConfigurationError: it names no place, its scheme is unknown, its package is missing, or the options do not fit.
     """
     from lightning_moe_ckpt.storage._retry import Retrying
 
+    return Retrying(open_without_retries(url, storage_options=storage_options))
+
+
+def open_without_retries(url: str, *, storage_options: StorageOptions | None = None) -> Backend:
+    """As `open_backend`, without the retries."""
     url = checked_url(url)
     factory = _FACTORIES.get(scheme_of(url), _open_fsspec)
-    return Retrying(factory(url, storage_options or {}))
+    return factory(url, storage_options or {})
 
 
 def _open_posix(url: str, storage_options: StorageOptions) -> Backend:
@@ -106,8 +113,22 @@ def _open_fsspec(url: str, storage_options: StorageOptions) -> Backend:
     return FsspecBackend(url, storage_options=storage_options)
 
 
-# Schemes that do not go through fsspec; `s3`, `gs` and `az` take their seat here when obstore arrives.
-_FACTORIES: dict[str, Callable[[str, StorageOptions], Backend]] = {"file": _open_posix, "local": _open_posix}
+def _open_object(url: str, storage_options: StorageOptions) -> Backend:
+    from lightning_moe_ckpt.storage._object import ObjectBackend
+    from lightning_moe_ckpt.storage._object_options import Unmapped
+
+    try:
+        return ObjectBackend(url, storage_options=storage_options)
+    except Unmapped as unmapped:
+        log.warning("%s: obstore has no word for %s; the fsspec file system is used, which is slower", url, unmapped)
+        return _open_fsspec(url, storage_options)
+
+
+# Schemes that do not go through fsspec.
+_FACTORIES: dict[str, Callable[[str, StorageOptions], Backend]] = {
+    **dict.fromkeys(("file", "local"), _open_posix),
+    **dict.fromkeys(SCHEMES, _open_object),
+}
 
 
 def create_once(backend: Backend, key: str, data: bytes) -> bool:

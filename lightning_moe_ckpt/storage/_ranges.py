@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
-from lightning_moe_ckpt.storage._backend import Backend, open_backend
+from lightning_moe_ckpt.storage._backend import Backend, open_without_retries
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend
+from lightning_moe_ckpt.storage._object import ObjectBackend
 from lightning_moe_ckpt.storage._posix import PosixBackend
 from lightning_moe_ckpt.storage._retry import Retrying
-from lightning_moe_ckpt.storage._url import scheme_of
 
 CHUNK_NBYTES = 4 * 2**20
 
@@ -66,8 +66,10 @@ def open_ranged(url: str, *, storage_options: Mapping[str, object] | None = None
     Raises:
         ConfigurationError: the scheme is unknown, its package is missing, or the options do not fit.
     """
-    open_backend(url, storage_options=storage_options).close()  # for its judgement of URL and options
-    if scheme_of(url) in {"file", "local"}:
+    backend = open_without_retries(url, storage_options=storage_options)
+    if isinstance(backend, ObjectBackend):
+        return _RangedRetrying(backend)
+    if isinstance(backend, PosixBackend):
         return _RangedRetrying(_RangedPosix(re.sub(r"^\w+://", "", url)))
     return _RangedRetrying(_RangedFsspec(url, storage_options=storage_options))
 

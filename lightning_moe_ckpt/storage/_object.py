@@ -1,0 +1,242 @@
+"""Objects in S3, Google Cloud Storage, Azure and what speaks their languages, by way of obstore (Rust object_store).
+
+An upload goes from the segment in memory to the socket without a copy, off the GIL, in parts; an exception on the way
+aborts it, so nothing half written is ever published. Limits that hold: every request has a time-out, and the whole
+transfer a deadline that is looked at before each part. Payloads are not hashed for the signature: our own digests are
+in the markers, and TLS guards the way.
+
+Source: the storage study, Sec. 2 and 2.1.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError
+from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.storage._object_options import split_url, translate
+
+PART_NBYTES = 16 * 2**20
+_MIN_PART_NBYTES = 5 * 2**20  # of S3, but for the last part
+
+_STORES: Mapping[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+
+_runtime_pid: int | None = None
+"""Process whose threads serve obstore; a fork does not inherit them, and a call there would wait for ever."""
+
+T = TypeVar("T")
+
+
+class ObjectBackend:
+    """One prefix of a bucket. Thread safe. Open it after a fork, and only where the parent has opened none."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, object] | None = None,
+        timeout: timedelta = timedelta(seconds=60),
+        min_nbytes_per_second: int = 4 * 2**20,
+    ) -> None:
+        """Open the store of `url`; nothing is read or written.
+
+        Args:
+            url: `s3://bucket/path`, `gs://`, `az://container/path`.
+            storage_options: as for s3fs, gcsfs or adlfs, or in obstore's words.
+            timeout: limit of one call, to which the time for its bytes is added.
+            min_nbytes_per_second: the slowest transfer that counts as alive.
+
+        Raises:
+            ConfigurationError: no bucket, or the parent of this process already uses object stores.
+            Unmapped: an option that obstore has no word for.
+        """
+        try:
+            kind, bucket, prefix = split_url(url)
+        except ValueError as error:
+            raise ConfigurationError(f"`{url}` names {error}.") from error
+        options = translate(kind, storage_options or {})
+        self._url, self._timeout, self._min_rate = url.rstrip("/"), timeout, min_nbytes_per_second
+        self._part_nbytes = max(options.transfer.get("part_nbytes", PART_NBYTES), _MIN_PART_NBYTES)
+        self._concurrency = options.transfer.get("max_concurrency", 4)
+        part_limit = timeout + timedelta(seconds=self._part_nbytes / min_nbytes_per_second)
+        client = {"connect_timeout": timedelta(seconds=min(10.0, timeout.total_seconds())), "timeout": part_limit}
+        # Requests are tried again here only for a short while; calls are by `Retrying`, with longer pauses.
+        backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2)}
+        retry = {"max_retries": 2, "retry_timeout": timeout, "backoff": backoff}
+        _claim_runtime(url)
+        try:
+            self._store = _STORES[kind](
+                bucket,
+                prefix=prefix or None,
+                config=options.config or None,
+                client_options=client | options.client,
+                retry_config=retry | options.retry,
+            )
+        except (BaseError, ValueError, TypeError) as error:
+            raise ConfigurationError(f"`{url}` cannot be opened: {_first_line(error)}") from error
+
+    @property
+    def url(self) -> str:
+        """The URL as given."""
+        return self._url
+
+    @cached_property
+    def creates_exclusively(self) -> bool:
+        """Whether the store honours `If-None-Match: *`; probed once."""
+        return probe_create(self.url, self._create, self.get, self.delete)
+
+    def put(self, key: str, *views: bytes | memoryview) -> None:
+        """Upload one object, in parts if it is big."""
+        nbytes = sum(memoryview(view).nbytes for view in views)
+        what = f"put {key} at {self.url}"
+        pieces = self._pieces(views, what, time.monotonic() + self._limit(nbytes))
+        big = nbytes > self._part_nbytes
+        body = pieces if big else list(pieces)
+        put = partial(obstore.put, use_multipart=big, chunk_size=self._part_nbytes, max_concurrency=self._concurrency)
+        self._call(what, lambda: put(self._store, key, body))
+
+    def create(self, key: str, data: bytes) -> None:
+        """Upload if the key is free; where the store cannot refuse, check first, which a race can beat."""
+        if not self.creates_exclusively and self._holds(key):
+            raise KeyExists(f"create {key}: exists at {self.url}.")
+        self._create(key, data)
+
+    def get(self, key: str) -> bytes:
+        """Download one object."""
+        what = f"get {key} at {self.url}"
+        return self._call(what, lambda: bytes(memoryview(obstore.get(self._store, key).bytes())))
+
+    def get_into(self, key: str, out: memoryview) -> None:
+        """Download an object of exactly `out.nbytes` bytes, a few parts at a time."""
+        what = f"get {key} at {self.url}"
+        nbytes = int(self._call(what, lambda: obstore.head(self._store, key))["size"])
+        if nbytes != out.nbytes:
+            raise Corrupt(f"{self.url}/{key}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
+        if nbytes > self._part_nbytes:
+            self.get_range(key, 0, out)
+        else:
+            self._fill(key, 0, out, self.get(key))
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on. Raises `KeyMissing`, or `Corrupt` if the object ends before."""
+        what = f"get {key} at {self.url}"
+        rest, deadline = out.cast("B") if out.nbytes else out, time.monotonic() + self._limit(out.nbytes)
+        for begin in range(0, out.nbytes, self._part_nbytes * self._concurrency):
+            stop = min(begin + self._part_nbytes * self._concurrency, out.nbytes)
+            starts = list(range(begin, stop, self._part_nbytes))
+            ends = [min(at + self._part_nbytes, stop) for at in starts]
+            self._in_time(what, deadline, begin)
+            places = {"starts": [start + at for at in starts], "ends": [start + at for at in ends]}
+            parts = self._call(what, partial(self._ranges, key, places))
+            for at, end, part in zip(starts, ends, parts, strict=True):
+                self._fill(key, start + at, rest[at:end], part)
+
+    def list(self, prefix: str) -> list[Entry]:
+        """List objects; the store's own prefixes end at slashes, ours anywhere."""
+        folder = prefix.rpartition("/")[0]
+        what = f"list {folder} at {self.url}"
+        found = self._call(what, lambda: obstore.list(self._store, folder or None, chunk_size=1000).collect())
+        entries = [Entry(str(facts["path"]), int(facts["size"])) for facts in found]
+        return sorted((entry for entry in entries if entry.key.startswith(prefix)), key=lambda entry: entry.key)
+
+    def delete(self, key: str) -> None:
+        """Remove one object."""
+        try:
+            self._call(f"delete {key} at {self.url}", lambda: obstore.delete(self._store, key))
+        except KeyMissing:
+            return
+
+    def sweep(self, prefix: str) -> None:
+        """Nothing to do: a lifecycle rule of the bucket removes uploads that were never completed."""
+
+    def close(self) -> None:
+        """Connections close with the store's last reference."""
+
+    def _ranges(self, key: str, places: Mapping[str, Sequence[int]]) -> Sequence[Any]:
+        try:
+            return obstore.get_ranges(self._store, key, starts=places["starts"], ends=places["ends"], coalesce=0)
+        except BaseError as error:
+            if "non-partial response" not in str(error):
+                raise
+        # Some servers answer with the object where a range is all of it.
+        whole = memoryview(obstore.get(self._store, key).bytes())
+        return [whole[start:end] for start, end in zip(places["starts"], places["ends"], strict=True)]
+
+    def _fill(self, key: str, start: int, out: memoryview, part: Any) -> None:
+        view = memoryview(part)
+        if view.nbytes != out.nbytes:
+            raise Corrupt(f"{self.url}/{key}: ended before byte {start + out.nbytes}. Another copy may be good.")
+        if view.nbytes:
+            out.cast("B")[:] = view
+
+    def _holds(self, key: str) -> bool:
+        return any(entry.key == key for entry in self.list(key))
+
+    def _create(self, key: str, data: bytes) -> None:
+        what = f"create {key} at {self.url}"
+        self._call(what, lambda: obstore.put(self._store, key, data, mode="create", use_multipart=False))
+
+    def _limit(self, nbytes: int) -> float:
+        return self._timeout.total_seconds() + nbytes / self._min_rate
+
+    def _pieces(self, views: Sequence[bytes | memoryview], what: str, deadline: float) -> Iterator[memoryview]:
+        """Slices of the views, no copies; raising here aborts the upload."""
+        done = 0
+        for view in views:
+            rest = memoryview(view)
+            rest = rest.cast("B") if rest.nbytes else memoryview(b"")
+            while rest.nbytes:
+                self._in_time(what, deadline, done)
+                piece, rest = rest[: self._part_nbytes], rest[self._part_nbytes :]
+                done += piece.nbytes
+                yield piece
+
+    def _in_time(self, what: str, deadline: float, done: int) -> None:
+        if time.monotonic() > deadline:
+            raise StorageError(f"{what}: out of time after {done} bytes. Check the store and the network.")
+
+    def _call(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` and turn its exceptions into ours."""
+        if os.getpid() != _runtime_pid:
+            raise _forked(self.url)
+        try:
+            return call()
+        except (AlreadyExistsError, PreconditionError) as error:
+            raise KeyExists(f"{what}: exists.") from error
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise StorageError(f"{what}: there is no such bucket. Create it, or name another.") from error
+            raise KeyMissing(f"{what}: not there.") from error
+        except StorageError:
+            raise
+        except (BaseError, OSError) as error:
+            raise StorageError(f"{what}: {_first_line(error)}") from error
+
+
+def _claim_runtime(url: str) -> None:
+    global _runtime_pid  # noqa: PLW0603 - it mirrors a global of the library
+    if _runtime_pid is None:
+        _runtime_pid = os.getpid()
+    elif _runtime_pid != os.getpid():
+        raise _forked(url)
+
+
+def _forked(url: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"`{url}`: this process was forked from one (pid {_runtime_pid}) that already uses object stores, and the threads "
+        "that serve them were not. Start it with `spawn`, or open the run in the forked processes only."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """Obstore appends a dump of its own structures."""
+    return str(error).split("\n\nDebug source", 1)[0].strip().replace("\n", " ")

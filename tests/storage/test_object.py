@@ -1,0 +1,340 @@
+"""Object stores keep the contract over the wire, within their time limits, and publish nothing half written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import obstore
+import pytest
+from servers._s3 import S3Server, running
+
+from lightning_moe_ckpt.errors import ConfigurationError, KeyMissing, StorageError
+from lightning_moe_ckpt.storage import Backend, FsspecBackend, ObjectBackend, open_backend, open_ranged
+from lightning_moe_ckpt.storage._backend import open_without_retries
+from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
+from lightning_moe_ckpt.testing import BackendContract
+
+QUICK = timedelta(seconds=2)
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running("moto", tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running("ministack", tmp_path_factory.mktemp("ministack")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running("rclone", tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+def opened(server: S3Server, timeout: timedelta = timedelta(seconds=30)) -> ObjectBackend:
+    return ObjectBackend(server.url(), storage_options=server.storage_options, timeout=timeout)
+
+
+class TestMoto(BackendContract):
+    """A store that honours conditions and the smallest part size."""
+
+    server: S3Server
+
+    @pytest.fixture(autouse=True)
+    def use(self, moto: S3Server) -> None:
+        type(self).server = moto
+
+    def make_backend(self, tmp_path: Path) -> Backend:
+        return opened(self.server)
+
+
+class TestMinistack(BackendContract):
+    """A store that rejects bad checksums."""
+
+    server: S3Server
+
+    @pytest.fixture(autouse=True)
+    def use(self, ministack: S3Server) -> None:
+        type(self).server = ministack
+
+    def make_backend(self, tmp_path: Path) -> Backend:
+        return opened(self.server)
+
+
+class TestRclone(BackendContract):
+    """A store that checks signatures and ignores conditions."""
+
+    server: S3Server
+
+    @pytest.fixture(autouse=True)
+    def use(self, rclone: S3Server) -> None:
+        type(self).server = rclone
+
+    def make_backend(self, tmp_path: Path) -> Backend:
+        return opened(self.server)
+
+
+def test_whether_conditions_hold_is_found_out(
+    moto: S3Server, ministack: S3Server, rclone: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that overwrites is used, and said to be unfenced."""
+    with caplog.at_level(logging.WARNING):
+        assert opened(moto).creates_exclusively
+        assert opened(ministack).creates_exclusively
+        assert not caplog.records
+        assert not opened(rclone).creates_exclusively
+    assert "unfenced" in caplog.text
+
+
+def test_urls_of_object_stores_go_to_obstore(ministack: S3Server) -> None:
+    """Through the door that everything else uses, for writing and for reading parts."""
+    url = ministack.url()
+    backend = open_backend(url, storage_options=ministack.storage_options)
+    backend.put("a", bytes(range(256)) * 100_000)
+    ranged = open_ranged(url, storage_options=ministack.storage_options)
+    out = bytearray(1000)
+    ranged.get_range("a", 255, memoryview(out))
+    assert out == (bytes(range(256)) * 5)[255:1255]
+    assert isinstance(open_without_retries(url, storage_options=ministack.storage_options), ObjectBackend)
+
+
+def test_an_upload_copies_nothing(ministack: S3Server) -> None:
+    """Peak memory does not grow by the size of a segment."""
+    backend, segment = opened(ministack), memoryview(bytearray(160 * 2**20))
+    backend.put("warm", segment[: 20 * 2**20])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    backend.put("a", segment)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 32 * 2**20
+
+
+def test_an_exception_during_an_upload_publishes_nothing(moto: S3Server) -> None:
+    """The upload is aborted, its parts are gone from the server."""
+    backend = opened(moto)
+    pieces = backend._pieces
+
+    def failing(*args: object) -> Iterator[memoryview]:
+        yield from list(pieces(*args))[:2]  # type: ignore[arg-type]
+        raise RuntimeError("the segment was taken away")
+
+    backend._pieces = failing  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError, match="taken away"):
+        backend.put("a", bytes(50 * 2**20))
+    assert backend.list("") == []
+    assert moto.unfinished_uploads() == 0
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    """Whether it stops before a request or in the middle of a transfer."""
+    with running("ministack", tmp_path) as server:
+        backend = opened(server, QUICK)
+        backend.put("a", b"x")
+        server.pause()
+        for call in (lambda: backend.get("a"), lambda: backend.put("b", b"y"), lambda: backend.list("")):
+            assert _seconds_to_fail(call) < 30
+        server.go_on()
+        assert backend.get("a") == b"x"
+
+        stopper = threading.Timer(0.3, server.pause)
+        stopper.start()
+        assert _seconds_to_fail(lambda: backend.put("big", bytes(400 * 2**20))) < 120
+        stopper.join()
+        server.go_on()
+        assert [entry.key for entry in backend.list("")][:1] == ["a"]
+        with pytest.raises(KeyMissing):
+            backend.get("big")
+
+
+def _seconds_to_fail(call: Callable[[], object]) -> float:
+    start = time.monotonic()
+    with pytest.raises(StorageError):
+        call()
+    return time.monotonic() - start
+
+
+def test_a_server_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    """Killed and started anew on the same port, with the retries of `open_backend`."""
+    with running("rclone", tmp_path) as server:
+        backend = open_backend(server.url(), storage_options=server.storage_options)
+        backend.put("a", b"x")
+        server.stop()
+        starter = threading.Timer(0.5, server.start)
+        starter.start()
+        backend.put("b", b"y")
+        starter.join()
+        assert [entry.key for entry in backend.list("")] == ["a", "b"]
+
+
+def test_wrong_keys_and_missing_buckets_are_told_apart(rclone: S3Server) -> None:
+    """Each by what the user has to change."""
+    wrong = ObjectBackend(rclone.url(), storage_options=rclone.storage_options | {"secret": "no"}, timeout=QUICK)
+    with pytest.raises(StorageError, match=r"put a at s3://bucket/.*(403|[Ss]ignature)"):
+        wrong.put("a", b"x")
+    elsewhere = ObjectBackend("s3://nowhere/run", storage_options=rclone.storage_options, timeout=QUICK)
+    with pytest.raises(StorageError, match="no such bucket"):
+        elsewhere.put("a", b"x")
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except ConfigurationError as error:
+        return "spawn" in str(error)
+    return False
+
+
+def test_a_forked_child_is_refused_and_does_not_hang(ministack: S3Server) -> None:
+    """The threads that serve the requests were not forked."""
+    backend = opened(ministack)
+    backend.put("a", b"x")
+    child = os.fork()
+    if child == 0:
+        refused = _is_refused(lambda: backend.get("a")) and _is_refused(lambda: opened(ministack))
+        os._exit(0 if refused else 1)
+    end = time.monotonic() + 30
+    while (waited := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert waited[1] == 0
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "client"),
+    [
+        ({"key": "k", "secret": "s", "token": "t"}, {"access_key_id": "k", "secret_access_key": "s", "session_token": "t"}, {}),
+        ({"endpoint_url": "http://h:1"}, {"endpoint": "http://h:1"}, {"allow_http": True}),
+        ({"client_kwargs": {"endpoint_url": "https://h", "region_name": "eu"}}, {"endpoint": "https://h", "region": "eu"}, {}),
+        ({"anon": True}, {"skip_signature": True}, {}),
+        ({"use_ssl": False, "default_fill_cache": False}, {}, {"allow_http": True}),
+        ({"client_kwargs": {"verify": False}}, {}, {"allow_invalid_certificates": True}),
+        ({"config_kwargs": {"connect_timeout": 3, "read_timeout": 9}}, {}, {"connect_timeout": "3.0s", "read_timeout": "9.0s"}),
+        ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {"virtual_hosted_style_request": True}, {}),
+        ({"config_kwargs": {"s3": {"payload_signing_enabled": True}}}, {"unsigned_payload": False}, {}),
+        ({"requester_pays": True}, {"request_payer": True}, {}),
+        ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "id"}},
+         {"server_side_encryption": "aws:kms", "sse_kms_key_id": "id"}, {}),
+        ({"region": "here", "key": None}, {"region": "here"}, {}),
+    ],
+)  # fmt: skip
+def test_options_of_s3fs_are_translated(
+    given: dict[str, object],
+    config: dict[str, object],
+    client: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A configuration written for s3fs goes on working."""
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    found = translate("s3", given)
+    assert found.config == {"region": "us-east-1", "unsigned_payload": True} | config
+    assert found.client == client
+    ObjectBackend("s3://bucket/run", storage_options=given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "config"),
+    [
+        ("gs", {"token": "anon", "project": "p"}, {"skip_signature": True}),
+        ("gs", {"endpoint_url": "http://h:1"}, {"base_url": "http://h:1"}),
+        ("az", {"account_name": "n", "account_key": "aGk="}, {"account_name": "n", "account_key": "aGk="}),
+        ("az", {"account_name": "n", "sas_token": "sv=1"}, {"account_name": "n", "sas_key": "sv=1"}),
+    ],
+)
+def test_options_of_other_stores_are_translated(kind: str, given: dict[str, object], config: dict[str, object]) -> None:
+    """gcsfs and adlfs; the stores open with them."""
+    assert translate(kind, given).config == config
+    ObjectBackend(f"{kind}://bucket/run", storage_options=given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"s3_additional_kwargs": {"ACL": "public-read"}},
+        {"session": object()},
+        {"config_kwargs": {"proxies": {}}},
+        {"nonsense": 1},
+    ],
+)
+def test_an_option_without_a_translation_selects_fsspec_and_says_so(
+    given: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing a user asked for is dropped."""
+    with pytest.raises(Unmapped):
+        translate("s3", given)
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigurationError, match=r"[Ii]nstall s3fs"):
+        open_backend("s3://bucket/run", storage_options=given)
+    assert "obstore has no word for" in caplog.text
+    assert str(next(iter(given))) in caplog.text
+
+
+def test_keys_in_the_files_of_the_aws_tools_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As botocore does, which obstore does not."""
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = a\naws_secret_access_key = b\n[other]\naws_access_key_id = c\naws_secret_access_key = d\n"
+    )
+    (tmp_path / "config").write_text(
+        "[default]\nregion = eu-1\n[profile other]\nregion = eu-2\n[profile sso]\nsso_start_url = x\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    default, other = translate("s3", {}).config, translate("s3", {"profile": "other"}).config
+    assert (default["access_key_id"], default["region"]) == ("a", "eu-1")
+    assert (other["access_key_id"], other["secret_access_key"], other["region"]) == ("c", "d", "eu-2")
+    assert translate("s3", {"key": "k", "secret": "s"}).config["access_key_id"] == "k"
+    with pytest.raises(Unmapped, match="sso"):
+        translate("s3", {"profile": "sso"})
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("s3://bucket", ("s3", "bucket", "")),
+        ("s3a://bucket/", ("s3", "bucket", "")),
+        ("S3://bucket/a/b/", ("s3", "bucket", "a/b")),
+        ("gcs://bucket/a b/é", ("gs", "bucket", "a b/é")),
+        ("abfs://container/x", ("az", "container", "x")),
+    ],
+)
+def test_urls_are_split(url: str, parts: tuple[str, str, str]) -> None:
+    """Store, bucket, prefix."""
+    assert split_url(url) == parts
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///run"])
+def test_urls_that_name_no_place_are_refused(url: str) -> None:
+    """With the form that is wanted."""
+    with pytest.raises(ConfigurationError, match="wanted `scheme://bucket/path`"):
+        open_backend(url)
+
+
+def test_a_missing_store_says_how_to_get_one() -> None:
+    """The scheme is known, its package is not there."""
+    with pytest.raises(ConfigurationError, match=r"[Ii]nstall"):
+        FsspecBackend("gdrive://folder")
+
+
+def test_the_library_is_the_real_one() -> None:
+    """What the backend calls is there in the installed version."""
+    assert {"put", "get", "get_ranges", "head", "list", "delete"} <= set(dir(obstore))
