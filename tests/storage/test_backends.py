@@ -480,9 +480,9 @@ def test_what_cannot_be_opened_is_said_at_once(monkeypatch: pytest.MonkeyPatch) 
         open_backend("/some/path", storage_options={"key": "x"})
     with pytest.raises(ConfigurationError, match="chains file systems"):
         open_backend("simplecache::s3://bucket")
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ConfigurationError, match=r"s3://bucket.*[Ii]nstall s3fs"):
-        open_backend("s3://bucket")
+    monkeypatch.setitem(sys.modules, "gdrivefs", None)
+    with pytest.raises(ConfigurationError, match=r"gdrive://folder.*[Ii]nstall gdrive"):
+        open_backend("gdrive://folder")
 
 
 def test_a_url_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
