@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
-from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_files, _lightning_logs
+from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
 from lightning_moe_ckpt.callbacks._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
 from lightning_moe_ckpt.callbacks._stops import Stops
@@ -60,8 +60,6 @@ class FitRun:
                 "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
                 "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
             )
-        for reason in _lightning.inexact_reasons(trainer, module):
-            log.warning("this run cannot be reproduced bit for bit: %s", reason)
         self._trainer, self._module = trainer, module
         self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
         strategy = trainer.strategy
@@ -97,6 +95,7 @@ class FitRun:
         )
         self._validated = False
         self._trained = False
+        self._replays = policy.kind == "sparse"
 
     @property
     def clock(self) -> HookClock:
@@ -201,6 +200,8 @@ class FitRun:
 
     @clocked
     def batch_start(self) -> None:
+        if not self._trained:
+            self._say_what_is_inexact()
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start()
@@ -253,6 +254,10 @@ class FitRun:
             self._stops.leave(self._step, "training had ended")
 
     # -- private
+
+    def _say_what_is_inexact(self) -> None:
+        for reason in _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays):
+            log.warning("this run cannot be reproduced bit for bit: %s", reason)
 
     @property
     def _stepped(self) -> bool:

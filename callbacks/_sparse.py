@@ -31,7 +31,8 @@ class SparseCheckpoint(CheckpointCallback):
         planner: `packed` fills later slots further, as fewer operators are left to take as weights;
             `algorithm1` is the paper's rule.
         order: which operators come first: `popularity` takes the experts with fewest tokens first,
-            `back_to_front` the last layers, `fixed` the order of the model.
+            `back_to_front` the last layers, `fixed` the order of the model. Without experts, `popularity` is
+            `back_to_front`.
         popularity: how popularity is measured and when a changed one changes the order; `None` for hard counts,
             looked at every 100 steps.
         schedule: operators of every slot by name, instead of a plan; `moe-ckpt inspect` shows the names.

@@ -23,7 +23,6 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 LoopState = dict[str, Any]
@@ -411,24 +410,6 @@ def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, obj
                 extra[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
             extra[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
     return extra
-
-
-def inexact_reasons(trainer: Trainer, module: LightningModule) -> list[str]:
-    """What about this run cannot be reproduced bit for bit, in words for the log."""
-    reasons = []
-    if not module.automatic_optimization:
-        reasons.append("manual optimization: steps taken by the module itself are not recorded")
-    if is_overridden("configure_gradient_clipping", module):
-        reasons.append(
-            "the module overrides `configure_gradient_clipping`: unless it calls `self.clip_gradients`, "
-            "the clipping of a replayed step is not recorded"
-        )
-    if trainer.world_size > 2 and not may_toggle_requires_grad(trainer):
-        reasons.append(
-            "DistributedDataParallel sums gradients of three or more ranks in an order that changes when a process "
-            "starts anew; use strategy='moe', or register `ordered_hook`"
-        )
-    return reasons
 
 
 def autocast_dtype(trainer: Trainer) -> torch.dtype | None:

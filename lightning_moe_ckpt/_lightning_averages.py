@@ -15,7 +15,7 @@ from lightning_moe_ckpt.session import Averages
 
 def averages_of(trainer: Trainer) -> Averages:
     """The averaged copies of the module being trained, in the order of the callbacks; call in `on_fit_start`."""
-    models: list[AveragedModel] = [each._average_model for each in _averaging(trainer)]
+    models: list[AveragedModel] = [each._average_model for each in averaging_callbacks(trainer)]
     return Averages(models, consumed=bool(models) and bool(trainer.enable_validation))
 
 
@@ -24,11 +24,12 @@ def finish_with_averages(trainer: Trainer, module: LightningModule) -> None:
 
     For a run that was found finished, in which that hook is not called.
     """
-    for each in _averaging(trainer):
+    for each in averaging_callbacks(trainer):
         each._copy_average_to_current(module)
 
 
-def _averaging(trainer: Trainer) -> list[Any]:
+def averaging_callbacks(trainer: Trainer) -> list[Any]:
+    """Lightning's callbacks that average weights."""
     kind = getattr(callbacks, "WeightAveraging", None)  # Lightning has it from 2.6 on
     found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # untyped in Lightning
     return [each for each in found if kind is not None and isinstance(each, kind)]

@@ -32,9 +32,12 @@ def positions(
         operators: of this rank, possibly split.
         counts: popularity per expert over all layers, summed over all ranks (frozen at the window's slot 0).
         sizes: `(FULL, COMPUTE)` bytes of each operator. Experts of one layer must have equal sizes on all ranks.
-        by: order of capture, see `order`; only `popularity` looks at `counts`.
+        by: order of capture, see `order`; only `popularity` looks at `counts`. A model without experts has no
+            popularity and is captured back to front (MoEvement, Appendix E).
     """
     layers = _layers(operators, counts, by)
+    if by == "popularity" and not operators.layers:
+        by = "back_to_front"
     items = []
     for i, (position, op) in enumerate(_assign(operators, layers)):
         key = {"fixed": i, "back_to_front": -i}.get(by, _popularity(position, layers))

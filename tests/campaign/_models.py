@@ -157,6 +157,7 @@ class StackedMoE(nn.Module):
         )
         if never_routed:
             self.layer.gate.register_forward_hook(_block_last_expert)
+            self.layer.gate.register_forward_hook(_block_own_expert)
 
     @override
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,6 +168,14 @@ class StackedMoE(nn.Module):
 
 def _block_last_expert(gate: nn.Module, args: tuple[Any, ...], logits_TE: Tensor) -> Tensor:
     blocked_E = functional.one_hot(torch.tensor(NEVER_ROUTED), logits_TE.shape[-1]).bool()
+    return logits_TE.masked_fill(blocked_E, torch.finfo(logits_TE.dtype).min)
+
+
+def _block_own_expert(gate: nn.Module, args: tuple[Any, ...], logits_TE: Tensor) -> Tensor:
+    """Each of several ranks avoids one expert that others route to: the one that has its number."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return logits_TE
+    blocked_E = functional.one_hot(torch.tensor(dist.get_rank()), logits_TE.shape[-1]).bool()
     return logits_TE.masked_fill(blocked_E, torch.finfo(logits_TE.dtype).min)
 
 

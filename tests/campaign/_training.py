@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from campaign._data import make_loader, make_validation_loader
 from campaign._models import BiasedMoE, Counting, build
+from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.testing._lives import Fit, Life
 from lightning_moe_ckpt.testing._lives_end import digest
@@ -85,7 +86,7 @@ class Setup:
     overflow_steps: tuple[int, ...] = ()
     """With 16-mixed: values of `global_step` at which one expert's gradient becomes infinite."""
     expert_parallel: int = 1
-    strategy: Literal["moe", "moe_fast", "ddp"] = "moe"
+    strategy: Literal["moe", "moe_fast", "ddp", "ddp_ordered"] = "moe"
     world_size: int = 1
     averaged: Literal["ema", "mean", "both"] | None = None
     """Running averages of the weights, by Lightning's callbacks; validation runs on them."""
@@ -167,6 +168,9 @@ class Module(LightningModule):
     def on_fit_start(self) -> None:
         # From here on each rank draws its own numbers.
         torch.manual_seed(self._life.seed + 101 * self._life.rank)
+        if self._setup.strategy == "ddp_ordered":
+            # Lightning registers hooks on CUDA only.
+            self.trainer.model.register_comm_hook(OrderedHookState(), ordered_hook)  # type: ignore[union-attr, operator]
 
     def _loss(self, batch: Sequence[Tensor]) -> Tensor:
         assert self.model is not None
@@ -342,7 +346,7 @@ def _precision(setup: Setup) -> dict[str, Any]:
 def _strategy(setup: Setup, life: Life) -> Any:
     if life.world_size == 1:
         return "auto"
-    if setup.strategy == "ddp":
+    if setup.strategy in {"ddp", "ddp_ordered"}:
         from lightning.pytorch.strategies import DDPStrategy
 
         return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)

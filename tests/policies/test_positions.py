@@ -8,8 +8,9 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet, ParamSlice, split
+from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet, ParamSlice, discover, split
 from lightning_moe_ckpt.policies import Plan, PlanItem, assign_positions, plan_window, positions, split_nbytes
 
 By = Literal["popularity", "fixed", "back_to_front"]
@@ -158,3 +159,11 @@ def test_fifteen_thousand_positions_take_no_time() -> None:
     items = positions(operators, list(range(15_000)), sizes=sizes(operators))
     assert isinstance(items[0], PlanItem)
     assert len(items) == 15_121
+
+
+def test_a_model_without_experts_is_planned_back_to_front() -> None:
+    """There is no popularity to order by."""
+    operators = discover(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    sizes = dict.fromkeys(operators.names, (12, 4))
+    items = positions(operators, [], sizes=sizes, by="popularity")
+    assert [item.name for item in sorted(items, key=lambda item: item.order_key)] == [*reversed(operators.names)]

@@ -1,0 +1,90 @@
+"""What about a run cannot be resumed bit for bit, recognised by looking at the trainer; said once, when it trains.
+
+Like `_lightning`, it touches what Lightning and torch have no public name for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
+
+from lightning_moe_ckpt import _lightning_averages
+from lightning_moe_ckpt.parallel import ordered_hook
+
+
+def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool) -> list[str]:
+    """Reasons in words for the log; empty if nothing was recognised. Call when the first batch begins.
+
+    Args:
+        trainer: as it trains: hooks on its model are registered.
+        module: what it trains.
+        replays: whether a resume re-runs steps with part of the model frozen.
+    """
+    found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer)]
+    if not module.automatic_optimization:
+        found.append("manual optimization: steps taken by the module itself are not recorded; use DenseCheckpoint")
+    if replays:
+        found += _of_replay(module)
+    return found
+
+
+def _of_replay(module: LightningModule) -> Iterator[str]:
+    if is_overridden("configure_gradient_clipping", module):
+        yield (
+            "the module overrides `configure_gradient_clipping`: unless it calls `self.clip_gradients`, "
+            "the clipping of a replayed step is not recorded"
+        )
+    averaged = [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]
+    if averaged:
+        yield (
+            f"the module keeps averages of weights in {averaged}: while others are frozen in replay, they are updated "
+            "from outdated weights. Keep them in a `WeightAveraging` callback, or use DenseCheckpoint"
+        )
+
+
+def _of_reduction(trainer: Trainer) -> Iterator[str]:
+    if trainer.world_size < 3:
+        return  # a sum of two does not depend on the order
+    if isinstance(trainer.model, DistributedDataParallel) and not _has_ordered_hook(trainer.model):
+        yield (
+            "DistributedDataParallel sums gradients of three or more ranks in an order that changes when a process "
+            "starts anew; use strategy='moe', or register `ordered_hook`"
+        )
+    if getattr(trainer.strategy, "gradient_reduction", None) == "allreduce":
+        yield (
+            "`MoEStrategy(gradient_reduction='allreduce')` leaves the order of summation over three or more ranks to "
+            "the backend; use 'ordered'"
+        )
+
+
+def _has_ordered_hook(model: DistributedDataParallel) -> bool:
+    return any(hook is ordered_hook for hook, _ in getattr(model, "_comm_hooks", []))
+
+
+def _of_kernels(module: LightningModule) -> Iterator[str]:
+    if module.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        yield (
+            "some CUDA kernels add in another order every time: what is restored is exact, steps that are run again "
+            "are as reproducible as your training. `Trainer(deterministic=True)` makes both exact"
+        )
+
+
+def _of_copies(trainer: Trainer) -> Iterator[str]:
+    known = _lightning_averages.averaging_callbacks(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
+        kept = [name for name, value in vars(callback).items() if _has_weights(value)]
+        if kept and callback not in known:
+            yield f"callback `{type(callback).__qualname__}` keeps weights in {kept}, which no checkpoint holds"
+
+
+def _has_weights(value: object) -> bool:
+    """Whether a value is a module of its own; not the one being trained, to which callbacks may keep a reference."""
+    if not isinstance(value, torch.nn.Module) or isinstance(value, LightningModule | Metric):
+        return False
+    return next(value.parameters(), None) is not None

@@ -1,0 +1,140 @@
+"""What cannot be exact is said once, with its remedy; a run that is exact says nothing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+
+BEGINS = "this run cannot be reproduced bit for bit"
+
+
+class Plain(LightningModule):
+    """Nothing about it is inexact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x_BD = batch[0]
+        for block in self.blocks:
+            x_BD = block(x_BD).tanh()
+        return x_BD.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Clips(Plain):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Averages(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema = AveragedModel(self.blocks)
+        self.ema.requires_grad_(requires_grad=False)
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Teacher(Callback):
+    """Keeps a copy of the weights where nobody looks."""
+
+    def __init__(self) -> None:
+        self.teacher = nn.Linear(4, 4)
+
+
+def _said(module: LightningModule, callbacks: list[Callback], caplog: pytest.LogCaptureFixture) -> list[str]:
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    with caplog.at_level(logging.WARNING, logger="lightning_moe_ckpt"):
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2))
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith(BEGINS)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("module", "own", "words"),
+    [
+        (Clips, None, "configure_gradient_clipping"),
+        (Averages, None, "WeightAveraging"),
+        (Manual, None, "manual optimization"),
+        (Plain, Teacher, "`Teacher` keeps weights in ['teacher']"),
+    ],
+    ids=["clipping", "averages", "manual", "copies"],
+)
+def test_each_reason_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Any, own: Any, words: str
+) -> None:
+    """Under sparse windows, by the name of what is to blame."""
+    callbacks = [*([own()] if own else []), SparseCheckpoint(str(tmp_path), window=2)]
+    said = _said(module(), callbacks, caplog)
+    assert len(said) == 1, said
+    assert words in said[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("module", "make"),
+    [(Plain, SparseCheckpoint), (Clips, DenseCheckpoint), (Averages, DenseCheckpoint)],
+    ids=["plain", "clipping-dense", "averages-dense"],
+)
+def test_an_exact_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Any, make: Any) -> None:
+    """What matters in replay only is no matter for dense checkpoints; averages of Lightning's callback are exact."""
+    assert _said(module(), [EMAWeightAveraging(), make(str(tmp_path))], caplog) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("deterministic", "times"), [(None, 1), (True, 0)])
+def test_kernels_that_may_differ_are_named_on_cuda(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deterministic: bool | None, times: int
+) -> None:
+    """With the remedy, which silences it."""
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        deterministic=deterministic,
+        callbacks=[DenseCheckpoint(str(tmp_path))],
+    )
+    try:
+        with caplog.at_level(logging.WARNING, logger="lightning_moe_ckpt"):
+            trainer.fit(Plain(), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    said = [record.getMessage() for record in caplog.records if "deterministic=True" in record.getMessage()]
+    assert len(said) == times
