@@ -44,18 +44,23 @@ class Checkpointing:
     schedule: Schedule | None = None
     keep: int = 2
     batches: Literal["reposition", "log"] = "reposition"
+    url: str | None = None
+    """In place of the campaign's folder; every run needs one of its own."""
+    storage_options: tuple[tuple[str, Any], ...] = ()
 
     def make(self, url: str) -> Callback:
         from lightning_moe_ckpt import callbacks
 
+        url, stored = self.url or url, dict(self.storage_options) or None
         if self.policy == "dense":
-            return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep)
+            every = self.every_n_steps
+            return callbacks.DenseCheckpoint(url, every_n_steps=every, keep=self.keep, storage_options=stored)
         options: dict[str, Any] = {"window": self.window, "budget_nbytes": self.budget_nbytes, "order": self.order}
         if self.popularity is not None:
             options["popularity"] = self.popularity
         if self.schedule is not None:
             options["schedule"] = [list(slot) for slot in self.schedule]
-        return callbacks.SparseCheckpoint(url, keep=self.keep, batches=self.batches, **options)
+        return callbacks.SparseCheckpoint(url, keep=self.keep, batches=self.batches, storage_options=stored, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
