@@ -1,7 +1,7 @@
 """The Lightning Strategy for Mixture-of-Experts models. Importing it registers `Trainer(strategy="moe")`."""
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 
 from lightning_moe_ckpt.strategy._strategy import MoEStrategy as MoEStrategy
 
-MoEStrategy.register_strategies(StrategyRegistry)
+MoEStrategy.register_strategies(_StrategyRegistry)

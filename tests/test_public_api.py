@@ -1,0 +1,163 @@
+"""The public names, frozen: what users import, each documented and each in the typing file."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+PUBLIC: dict[str, str] = {
+    "lightning_moe_ckpt": """
+        MoEStrategy __version__
+    """,
+    "lightning_moe_ckpt.callbacks": """
+        DenseCheckpoint ExpertLoadMonitor Popularity SparseCheckpoint
+    """,
+    "lightning_moe_ckpt.strategy": """
+        MoEStrategy
+    """,
+    "lightning_moe_ckpt.moe": """
+        MoELayer Routing balance_loss route
+    """,
+    "lightning_moe_ckpt.metrics": """
+        CapturedPerStep ExpertLoad Generations LoadSkew PersistedPerSecond StallPerStep StallShare TIERS
+        WindowPosition load_skew
+    """,
+    "lightning_moe_ckpt.operators": """
+        AttributeTap CapacityTap ComputeDtypeProbe CountTap IndexTap LoadCounter Measure MoELayerSpec Operator
+        OperatorSet ParamSlice ParameterIndex ProbabilityTap RecordKind RowsTap StateEntry StateSchema discover
+        groups_state load_groups_state register_adapter register_optimizer split stacked_slices unregister_adapter
+        whole_slice
+    """,
+    "lightning_moe_ckpt.policies": """
+        Decision DensePolicy Order Plan PlanItem Policy Popularity RecordPiece SparsePolicy WindowPlan WrittenPart
+        assign_positions assign_writers decayed_popularity needs_split order plan_for_window plan_window
+        popularity_per_capacity positions should_reorder soft_popularity split_nbytes
+    """,
+    "lightning_moe_ckpt.parallel": """
+        ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode WorldFailed
+        broadcast_tensors build_groups check_ep_size close_groups current_groups expert_parallel_fqns
+        expert_parallel_modules global_grad_norm init_fresh_process_group ordered_all_reduce ordered_hook
+        plain_all_reduce run_world set_current_groups shares_agent_store
+    """,
+    "lightning_moe_ckpt.storage": """
+        Backend Commit DIGEST_NAME Entry FsspecBackend GenerationId HuggingFaceEntry ModuleEntry ModuleLine
+        ObjectBackend OverflowEntry PosixBackend RangedBackend RankMarker RecordEntry RecordRows Resume Retrying
+        RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec checked_url create_once digest_of
+        dtype_code dtype_of open_backend open_ranged read_chunks read_record scrub_overflow scrub_segment
+        verify_records
+    """,
+    "lightning_moe_ckpt.inspection": """
+        Export ExportFormat ExportOptions FileProblem Verdict add_commands add_doctor export select verify
+    """,
+    "lightning_moe_ckpt.native": """
+        AdamState AdamStep CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList
+        CpuCopyEngine CudaCopyEngine Finding GradientCompression Library NativeError PartStatus QuantizedGradient
+        SparseGradient Ticket compress_gradients copy_now copy_through create_engine decompress_gradient examine
+        explain measure_bandwidth replay_adam
+    """,
+    "lightning_moe_ckpt.testing": """
+        BackendContract Crashed CrashingBackend Kill Life LifeFailed LifeResult Seam assert_same_end capture_end
+        differences run_lives
+    """,
+    "lightning_moe_ckpt.errors": """
+        CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing
+        NoUsableGeneration ReplayMismatch RingFull StorageError UnknownLayout UnsupportedOptimizer
+    """,
+}
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def exported(module: types.ModuleType) -> dict[str, object]:
+    """What `from module import name` gives a user without an underscore; submodules and language features left out."""
+    hidden = (types.ModuleType, type(importlib.import_module("__future__").annotations))
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if (not name.startswith("_") or name == "__version__") and not isinstance(value, hidden)
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_frozen(name: str) -> None:
+    """A name that is new, gone, or exported by accident (an import without an underscore) fails here."""
+    found, frozen = set(exported(importlib.import_module(name))), set(PUBLIC[name].split())
+    assert found == frozen, (
+        f"{name}: new {sorted(found - frozen)}, gone {sorted(frozen - found)}. If that is meant, change PUBLIC in this "
+        "file and tests/typing/api.py, and tell users in CHANGELOG.md."
+    )
+
+
+def documented() -> list[tuple[str, object]]:
+    """Public classes and functions of this package; aliases of types have no docstring of their own."""
+    pairs = [
+        (f"{module}.{name}", value)
+        for module in PUBLIC
+        for name, value in exported(importlib.import_module(module)).items()
+        if inspect.isclass(value) or inspect.isfunction(value)
+    ]
+    return [(name, value) for name, value in pairs if value.__module__.startswith("lightning_moe_ckpt")]
+
+
+def test_public_names_are_documented() -> None:
+    """Each has a docstring of its own (a dataclass without one gets its signature), beginning with a sentence."""
+    for name, value in documented():
+        text = value.__doc__ or ""
+        assert re.match(r"[A-Z`\"].*[.:]", text, flags=re.DOTALL), f"{name}: {text[:60]!r}"
+        assert not text.startswith(f"{name.rpartition('.')[2]}("), name
+
+
+def test_arguments_of_constructors_are_documented() -> None:
+    """LightningCLI prints them: every argument of what a YAML file names stands in the docstring, and no other."""
+    for path in (
+        "callbacks.SparseCheckpoint",
+        "callbacks.DenseCheckpoint",
+        "callbacks.ExpertLoadMonitor",
+        "MoEStrategy",
+    ):
+        module, _, name = f"lightning_moe_ckpt.{path}".rpartition(".")
+        cls = getattr(importlib.import_module(module), name)
+        told = re.findall(r"^ {8}(\w+): ", cls.__doc__.partition("Args:\n")[2].partition("\n\n")[0], flags=re.MULTILINE)
+        assert told == list(inspect.signature(cls).parameters), name
+
+
+def test_raised_errors_exist() -> None:
+    """What docstrings list under "Raises" are exceptions: of this package, or built in."""
+    for name, value in documented():
+        section = re.search(r"Raises:\n((?: +.*\n?)+)", inspect.getdoc(value) or "")
+        for error in re.findall(r"^    (\w+):", section[1] if section else "", flags=re.MULTILINE):
+            owner = importlib.import_module(value.__module__)
+            errors = importlib.import_module("lightning_moe_ckpt.errors")
+            cls = getattr(owner, error, None) or getattr(errors, error, None) or owner.__builtins__.get(error)
+            assert inspect.isclass(cls), f"{name}: {error}"
+            assert issubclass(cls, BaseException), f"{name}: {error}"
+
+
+def test_the_typing_file_uses_every_public_name() -> None:
+    """mypy checks `tests/typing/api.py` with the rest; this sees that nothing is missing in it."""
+    tree = ast.parse((ROOT / "tests" / "typing" / "api.py").read_text())
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for module, names in PUBLIC.items():
+        short = module.partition(".")[2]
+        missing = [name for name in names.split() if name not in used and f"{short or module}.{name}" not in used]
+        assert not missing, f"{module}: {missing}"
+
+
+def test_the_readme_names_the_public_modules() -> None:
+    """All of them, and which of them are layers that may change."""
+    section = (ROOT / "README.md").read_text().partition("\n## What is public\n")[2].partition("\n## ")[0]
+    told = set(re.findall(r"`\.?([a-z_]+)`", section)) - {
+        "session",
+        "benchmarks",
+        "register_adapter",
+        "register_optimizer",
+    }
+    assert told == {module.partition(".")[2] or module for module in PUBLIC}

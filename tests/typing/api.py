@@ -1,0 +1,427 @@
+"""Every public name used as a user would use it. mypy checks this file; nothing runs it.
+
+`test_public_api.py` sees to it that no name is left out. An assertion here that fails means that the types users see
+have changed: say so in the changelog.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import assert_type, override
+
+import lightning_moe_ckpt
+from lightning_moe_ckpt import (
+    MoEStrategy,
+    callbacks,
+    errors,
+    inspection,
+    metrics,
+    moe,
+    native,
+    operators,
+    parallel,
+    policies,
+    storage,
+    strategy,
+    testing,
+)
+
+# -- the package, callbacks, strategy
+
+
+def train(model: LightningModule) -> None:
+    assert_type(lightning_moe_ckpt.__version__, str)
+    popularity = callbacks.Popularity(counts="soft", half_life_steps=200.0, per_capacity=True)
+    sparse = callbacks.SparseCheckpoint(
+        Path("checkpoints"),
+        window="auto",
+        budget_nbytes=2**20,
+        planner="packed",
+        order="popularity",
+        popularity=popularity,
+        max_window=8,
+        over_budget="dense",
+        keep=3,
+        resume="must",
+        batches="log",
+        stop_grace=timedelta(seconds=20),
+        freeze_heap=False,
+    )
+    monitor = callbacks.ExpertLoadMonitor(every_n_steps=10)
+    plan = MoEStrategy(expert_parallel=2, gradient_reduction="allreduce", timeout=timedelta(minutes=1))
+    assert_type(plan.groups, parallel.ParallelGroups)
+    assert_type(plan.reducer, parallel.GradientReducer | None)
+    assert_type(plan.last_grad_norm, Tensor | None)
+    Trainer(strategy=plan, callbacks=[sparse, monitor]).fit(model)
+    assert_type(sparse.wait_committed(timeout=10.0), bool)
+    assert_type(sparse.replaying, bool)
+    assert_type(sparse.report.window, int)
+    assert_type(sparse.report.stall_seconds, dict[str, float])
+    assert_type(sparse.report.resumed_from, int | None)
+    assert_type(sparse.report.overhead_share, float)
+    assert_type(monitor.latest, dict[str, float])
+
+
+def train_dense(model: LightningModule) -> None:
+    dense = callbacks.DenseCheckpoint("s3://bucket/run", every_n_steps=50, storage_options={"anon": False})
+    Trainer(strategy=strategy.MoEStrategy(), callbacks=[dense]).fit(model)
+    assert_type(dense.every_n_steps, int)
+
+
+# -- the layer
+
+
+def layer(x_TD: Tensor) -> Tensor:
+    experts = moe.MoELayer(16, 32, 8, top_k=2, capacity_factor=1.25, activation=torch.tanh, bias=False)
+    y_TD: Tensor = experts(x_TD)
+    assert_type(experts.forward(x_TD), Tensor)
+    assert_type(experts.l_aux, Tensor | None)
+    assert_type(experts.capacity(num_tokens=64), int | None)
+    assert_type(experts.tokens_per_expert, Tensor)
+    assert_type(experts.read_and_reset_counts(), Tensor)
+    assert_type(list(experts.expert_parameters()), list[tuple[str, nn.Parameter]])
+    routing = moe.route(torch.randn(4, 8), 2, normalize=True)
+    assert_type(routing, moe.Routing)
+    assert_type(routing.topk_idx, Tensor)
+    return moe.balance_loss(routing.probs, routing.topk_idx[:, 0]) + y_TD.sum()
+
+
+# -- metrics
+
+
+def measure(counts_E: Tensor, report: Mapping[str, int]) -> dict[str, Tensor]:
+    assert_type(metrics.load_skew(counts_E), Tensor)
+    skew, load = metrics.LoadSkew(num_experts=8), metrics.ExpertLoad(8)
+    skew.update(counts_E)
+    load.update(counts_E)
+    assert_type(skew.compute(), Tensor)
+    assert_type(load.compute(), Tensor)
+    stall, share = metrics.StallPerStep(), metrics.StallShare()
+    stall.update(0.1, steps=2)
+    share.update(0.1, seconds=2.0)
+    captured, persisted = metrics.CapturedPerStep(), metrics.PersistedPerSecond()
+    captured.update(1024, steps=2)
+    persisted.update(1024, seconds=0.5)
+    generations, position = metrics.Generations(metrics.TIERS), metrics.WindowPosition()
+    generations.update(10, report)
+    position.update(6, 2)
+    assert_type(generations.compute(), dict[str, Tensor])
+    return position.compute()
+
+
+# -- operators: layouts and optimizers of one's own
+
+
+class StackedMoE(nn.Module):
+    num_experts = 4
+
+
+class MyAdamW(torch.optim.AdamW):
+    pass
+
+
+def describe(fqn: str, module: nn.Module, index: operators.ParameterIndex) -> operators.MoELayerSpec | None:
+    stacked, ids = index.under(f"{fqn}.experts"), (0, 1, 2, 3)
+    assert_type(stacked, dict[str, nn.Parameter])
+    experts = operators.stacked_slices(stacked, ids, len(ids))
+    assert_type(experts, dict[int, tuple[operators.ParamSlice, ...]])
+    assert_type(operators.whole_slice(fqn, next(module.parameters())), operators.ParamSlice)
+    taps: list[operators.CountTap] = [
+        operators.IndexTap(f"{fqn}.experts"),
+        operators.RowsTap({0: f"{fqn}.experts.0"}),
+        operators.AttributeTap(fqn, "tokens_per_expert"),
+    ]
+    return operators.MoELayerSpec(
+        fqn=fqn,
+        num_experts=len(ids),
+        local_expert_ids=ids,
+        experts=experts,
+        router=(f"{fqn}.gate.weight",),
+        top_k=2,
+        count=taps[0],
+        probabilities=operators.ProbabilityTap(f"{fqn}.gate", score="softmax"),
+        capacity=operators.CapacityTap(fqn),
+    )
+
+
+def adapt() -> None:
+    operators.register_adapter(StackedMoE, describe)
+    operators.unregister_adapter(StackedMoE)
+    operators.register_optimizer(MyAdamW, like=torch.optim.AdamW)
+
+
+def look(model: nn.Module, optimizer: Optimizer) -> None:
+    found = operators.discover(model, ep_size=1)
+    assert_type(found, operators.OperatorSet)
+    assert_type(found.names, tuple[str, ...])
+    operator = found[found.names[0]]
+    assert_type(operator, operators.Operator)
+    assert_type(operators.split(operator, 1024, 12), list[operators.Operator])
+    measure: operators.Measure = "tokens"
+    counter = operators.LoadCounter(found, model, measure)
+    counter.install()
+    assert_type(found.loads(counter.read_and_reset()), dict[str, int])
+    schema = operators.StateSchema.of(optimizer)
+    weight = next(model.parameters())
+    assert_type(schema.entries(weight), tuple[operators.StateEntry, ...])
+    assert_type(schema.get_state(weight, "exp_avg"), Tensor | None)
+    groups = operators.groups_state(optimizer)
+    assert_type(groups, list[dict[str, object]])
+    operators.load_groups_state(optimizer, groups)
+    probe = operators.ComputeDtypeProbe(model, torch.bfloat16)
+    assert_type(probe.verdict(), dict[str, torch.dtype])
+    assert_type(operators.RecordKind("full"), operators.RecordKind)
+
+
+# -- policies
+
+
+def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> policies.Decision:
+    by: policies.Order = "popularity"
+    assert_type(policies.order(list(found), by=by), tuple[str, ...])
+    assert_type(policies.decayed_popularity(counts_E, counts_E, half_life_steps=10.0), Tensor)
+    assert_type(policies.popularity_per_capacity(counts_E, counts_E), Tensor)
+    assert_type(policies.soft_popularity(probs_TE), Tensor)
+    assert_type(policies.should_reorder(counts_E, [1.0, 2.0]), bool)
+    popularity: policies.Popularity = callbacks.Popularity()
+    assert_type(popularity.reorder_every_n_steps, int)
+    items = policies.positions(found, counts_E, sizes={}, by=by)
+    assert_type(items, list[policies.PlanItem])
+    window = policies.plan_window(items, budget_nbytes=4096, planner="algorithm1", over_budget="dense")
+    assert_type(window, policies.WindowPlan)
+    assert_type(policies.plan_for_window(items, 4), policies.WindowPlan)
+    assert_type(policies.needs_split(items, 4096), tuple[str, ...])
+    assert_type(policies.split_nbytes(items, 4096), int)
+    named = policies.assign_positions(window.plan, found, counts_E)
+    assert_type(named, policies.Plan)
+    assert_type(named.full(0), tuple[str, ...])
+    rules: list[policies.Policy] = [policies.SparsePolicy(plan=named, first_step=1), policies.DensePolicy()]
+    return rules[0].decide(1, list(found), {}, {})
+
+
+def spread(piece: operators.ParamSlice) -> list[policies.WrittenPart[str]]:
+    return policies.assign_writers([policies.RecordPiece(record="a", piece=piece, nbytes_per_element=4)], [0, 1])
+
+
+# -- parallel
+
+
+def reduce(model: nn.Module, flat: Tensor) -> Tensor:
+    parallel.init_fresh_process_group("gloo", rank=0, world_size=1, timeout=timedelta(seconds=30))
+    assert_type(parallel.shares_agent_store(), bool)
+    parallel.check_ep_size(1, world_size=1)
+    groups = parallel.build_groups(1)
+    name: parallel.GroupName = "world"
+    group = groups.group(name)
+    assert group is not None
+    parallel.set_current_groups(groups)
+    assert_type(parallel.current_groups(), parallel.ParallelGroups)
+    parallel.broadcast_tensors([flat], group, src=0)
+    sharded = parallel.expert_parallel_fqns(model)
+    assert_type(sharded, set[str])
+    assert_type(list(parallel.expert_parallel_modules(model)), list[tuple[str, parallel.ExpertParallelModule]])
+    mode: parallel.ReductionMode = "ordered"
+    reducer = parallel.GradientReducer(
+        model.named_parameters(), groups=groups, is_expert_parallel=sharded, mode=mode, flags=["stop"]
+    )
+    reducer.prepare(sync=True)
+    reducer.finish()
+    gradients = ((name, p.grad) for name, p in model.named_parameters())
+    norm = parallel.global_grad_norm(gradients, expert_parallel=sharded, groups=groups)
+    parallel.close_groups(groups)
+    return norm + parallel.ordered_all_reduce(flat, group, divisor=2) + parallel.plain_all_reduce(flat, group)
+
+
+def hook(wrapped: DistributedDataParallel) -> None:
+    wrapped.register_comm_hook(parallel.OrderedHookState(), parallel.ordered_hook)
+
+
+def worlds() -> list[int]:
+    try:
+        return parallel.run_world(2, lambda rank: rank, timeout=timedelta(seconds=20))
+    except parallel.WorldFailed as failed:
+        assert_type(failed.args, tuple[Any, ...])
+        return []
+
+
+# -- storage
+
+
+def store(url: str) -> list[storage.GenerationId]:
+    backend = storage.open_backend(storage.checked_url(url), storage_options={"key": "value"})
+    assert_type(backend, storage.Backend)
+    assert_type(storage.create_once(backend, "key", b"value"), bool)
+    assert_type(backend.list("snap/"), list[storage.Entry])
+    own: list[storage.Backend] = [storage.PosixBackend("a"), storage.FsspecBackend("memory://b")]
+    own.append(storage.ObjectBackend("s3://bucket/run", timeout=timedelta(seconds=30)))
+    safe = storage.Retrying(own[0], attempts=2)
+    resume: storage.Resume = "auto"
+    run = storage.RunStore.open(safe, resume=resume)
+    commits = run.candidates()
+    assert_type(commits, list[storage.Commit])
+    marker = run.read_marker(commits[0], rank=0)
+    assert_type(marker, storage.RankMarker)
+    assert_type(marker.segments[0], storage.SegmentEntry)
+    assert_type(marker.segments[0].side_file, storage.OverflowEntry | None)
+    assert_type(marker.segments[0].records[0], storage.RecordEntry)
+    data = memoryview(bytearray(marker.segments[0].nbytes))
+    run.read_segment(marker.segments[0], data)
+    storage.verify_records(marker.segments[0], data)
+    assert_type(storage.digest_of(data), str)
+    assert_type(storage.DIGEST_NAME, str)
+    assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
+    return run.retain(2, in_use=commits[0].generation)
+
+
+def describe_module(marker: storage.RankMarker) -> storage.HuggingFaceEntry | None:
+    line = marker.module
+    assert_type(line, storage.ModuleLine | None)
+    if line is None:
+        return None
+    entry = line.read()
+    assert_type(entry, storage.ModuleEntry)
+    return entry.hugging_face[0]
+
+
+def look_at_segments(url: str, segment: storage.SegmentEntry, overflow: storage.OverflowEntry) -> Iterator[memoryview]:
+    ranged = storage.open_ranged(url)
+    assert_type(ranged, storage.RangedBackend)
+    view = storage.RunView.open(ranged)
+    assert_type(view.generations(), list[storage.StoredGeneration])
+    storage.scrub_segment(ranged, segment)
+    storage.scrub_overflow(ranged, overflow)
+    storage.read_record(ranged, segment.key, segment.records[0], memoryview(bytearray(4)))
+    return storage.read_chunks(ranged, segment.key, segment.nbytes)
+
+
+def lay_out(buffer: Tensor) -> Tensor:
+    dtype = storage.dtype_of(storage.dtype_code(torch.bfloat16))
+    layout = storage.SegmentLayout([storage.TensorSpec("a", dtype, (2, 3))], metadata={"by": "me"})
+    assert_type(layout.spans["a"], storage.Span)
+    layout.write_header(buffer)
+    return layout.view(buffer, "a")
+
+
+# -- inspection
+
+
+def examine(url: str, out: Path) -> inspection.Export:
+    ranged = storage.open_ranged(url)
+    verdict = inspection.verify(ranged, everything=True)
+    assert_type(verdict, inspection.Verdict)
+    assert_type(verdict.problems, list[inspection.FileProblem])
+    assert_type(verdict.sound, bool)
+    assert_type(inspection.select(storage.RunView.open(ranged), step=None), storage.StoredGeneration)
+    wanted: inspection.ExportFormat = "safetensors"
+    return inspection.export(ranged, out, inspection.ExportOptions(format=wanted, force=True), step=100)
+
+
+def commands() -> None:
+    subcommands = argparse.ArgumentParser().add_subparsers()
+    inspection.add_commands(subcommands)
+    inspection.add_doctor(subcommands)
+
+
+# -- native
+
+
+def copy(source: Tensor, target: Tensor) -> float:
+    pair: native.Copy = (source, target)
+    native.copy_now([pair])
+    engine = native.create_engine(source.device)
+    assert_type(engine, native.CopyEngine)
+    engines: list[native.CopyEngine] = [native.CpuCopyEngine(), native.CudaCopyEngine(torch.device("cuda"))]
+    native.copy_through(engines[0], [pair])
+    prepared = engine.prepare([pair])
+    assert_type(prepared, native.CopyList)
+    ticket = engine.submit(prepared)
+    assert_type(ticket, native.Ticket)
+    ticket.wait(timedelta(seconds=1))
+    return engine.fence(ticket) + native.measure_bandwidth(2**20)
+
+
+def compiled() -> native.CopyEngine:
+    for status in native.explain():
+        assert_type(status, native.PartStatus)
+        assert_type(status.active, bool)
+        assert_type(status.library, native.Library | None)
+    library = native.explain()[0].library
+    if library is None:
+        raise native.NativeError
+    assert_type(native.examine(), list[native.Finding])
+    if torch.cuda.is_available():
+        return native.CompiledCudaEngine(library, torch.device("cuda"))
+    return native.CompiledCpuEngine(library, threads=2)
+
+
+def replay(state: native.AdamState, gradient: Tensor) -> Tensor:
+    how = native.GradientCompression(keep_ratio=0.02)
+    compressed: list[native.CompressedGradient] = native.compress_gradients([gradient], how)
+    first = compressed[0]
+    if isinstance(first, native.SparseGradient):
+        assert_type(first.trimmed(), native.SparseGradient)
+    else:
+        assert_type(first, native.QuantizedGradient)
+    native.replay_adam(state, [native.AdamStep(gradient=first, step=1, lr=1e-3)])
+    return native.decompress_gradient(first)
+
+
+# -- testing: contracts and kills for tests of one's own
+
+
+class TestMyBackend(testing.BackendContract):
+    @override
+    def make_backend(self, tmp_path: Path) -> storage.Backend:
+        return testing.CrashingBackend(storage.PosixBackend(tmp_path), crash_at=3, when="after")
+
+
+def fit(life: testing.Life) -> dict[str, object]:
+    own: list[Callback] = life.callbacks(callbacks.DenseCheckpoint(life.url))
+    trainer = Trainer(callbacks=own, devices=life.world_size)
+    model = LightningModule()
+    trainer.fit(model)
+    assert_type(testing.capture_end(trainer, model), dict[str, Any])
+    return {}
+
+
+def kill_and_resume(tmp_path: Path) -> Literal["finished", "killed", "stopped"]:
+    kills = [testing.Kill(phase="forward", step=3)]
+    seams = [testing.Seam(module="os", attribute="fsync", replacement=lambda _: None)]
+    try:
+        reference = testing.run_lives(fit, url="memory://clean", workdir=tmp_path)
+        killed = testing.run_lives(fit, url=str(tmp_path / "url"), workdir=tmp_path, kills=kills, seams=seams)
+    except (testing.LifeFailed, testing.Crashed) as error:
+        raise RuntimeError from error
+    assert_type(killed, list[testing.LifeResult])
+    testing.assert_same_end(reference, killed)
+    assert_type(testing.differences(reference[-1].end(), killed[-1].end()), list[str])
+    return killed[-1].outcome
+
+
+# -- errors
+
+
+def remedies() -> Sequence[type[errors.CheckpointError]]:
+    """Each can also be caught as the built-in that it is."""
+    values: list[type[ValueError]] = [errors.ConfigurationError, errors.Corrupt]
+    configuration: list[type[errors.ConfigurationError]] = [
+        errors.UnknownLayout,
+        errors.UnsupportedOptimizer,
+        errors.IdentityMismatch,
+    ]
+    system: list[type[OSError]] = [errors.StorageError, errors.KeyExists, errors.KeyMissing]
+    runtime: list[type[RuntimeError]] = [errors.Fenced, errors.NoUsableGeneration]
+    others = [errors.CodecError, errors.RingFull, errors.ReplayMismatch]
+    assert_type(errors.CheckpointError.try_next, bool)
+    make: Callable[[str], errors.CheckpointError] = errors.Corrupt
+    return [type(make("")), *others, errors.CheckpointError] if values and configuration and system and runtime else []
