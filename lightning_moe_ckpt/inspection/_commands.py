@@ -116,7 +116,9 @@ def _declare(commands: Commands, name: str, summary: str, description: str, act:
     parser = commands.add_parser(
         name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("url", metavar="URL", help="where the run's checkpoints are: a path or a URL fsspec knows")
+    parser.add_argument(
+        "url", metavar="URL", help="where the run's checkpoints are: a path, or the URL that was trained with"
+    )
     parser.add_argument("--json", action="store_true", help="write one JSON document instead of tables")
     parser.add_argument(
         "--storage-option",
@@ -124,7 +126,7 @@ def _declare(commands: Commands, name: str, summary: str, description: str, act:
         default=[],
         type=_option,
         metavar="KEY=VALUE",
-        help="argument of the fsspec file system; VALUE is JSON or else text. Repeat for more",
+        help="as in storage_options of the callback; VALUE is JSON or else text. Repeat for more",
     )
     parser.set_defaults(run=lambda args: _run(act, args))
     return parser

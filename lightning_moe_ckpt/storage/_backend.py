@@ -80,7 +80,7 @@ def open_backend(url: str, *, storage_options: StorageOptions | None = None) -> 
     """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet.
 
     Args:
-        url: a path, `file://...`, or any URL fsspec knows. Open after a fork, not before.
+        url: a path, `file://`, `s3://`, `gs://`, `az://`, or any other URL fsspec knows. Open after a fork, not before.
         storage_options: in the words of s3fs, gcsfs, adlfs or whatever fsspec file system serves the URL; not
             accepted for paths.
 
