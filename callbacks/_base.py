@@ -41,11 +41,11 @@ class CheckpointCallback(Checkpoint):
     """Takes checkpoints of a run and resumes it from them; subclasses choose what is taken when.
 
     Args:
-        url: where checkpoints live, one run per URL: a path, `file://` or any fsspec URL.
+        url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         keep: committed generations to keep; older ones are deleted once newer ones are durable.
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
-        storage_options: passed to the storage backend.
+        storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
         batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
             that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
             at which the state is dense, not beyond.

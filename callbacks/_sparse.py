@@ -25,7 +25,7 @@ class SparseCheckpoint(CheckpointCallback):
     ordinary training loop while the other slots are loaded, and goes on.
 
     Args:
-        url: where checkpoints live, one run per URL: a path, `file://` or any fsspec URL.
+        url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         window: steps per window; `auto` finds the smallest that fits `budget_nbytes`, or measured bandwidth.
         budget_nbytes: bytes that one rank may copy per step; `None` measures step time and bandwidth in steps 1 to 3.
         planner: `packed` fills later slots further, as fewer operators are left to take as weights;
@@ -42,7 +42,7 @@ class SparseCheckpoint(CheckpointCallback):
         keep: committed generations to keep; older ones are deleted once newer ones are durable.
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
-        storage_options: passed to the storage backend.
+        storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
         batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
             that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
             at which the state is dense, not beyond.
