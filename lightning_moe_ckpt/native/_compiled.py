@@ -57,6 +57,7 @@ class CompiledCpuEngine(CopyEngine):
         planned = PlannedCopies(copies)
         slices = slices_of(planned)
         if slices is not None:
+            planned.keep()
             planned.plan = Plan(self._library, "cpu", slices, self._arrangement)
         return planned
 

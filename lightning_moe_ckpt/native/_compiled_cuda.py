@@ -99,6 +99,7 @@ class CompiledCudaEngine(CopyEngine):
         slices = slices_of(planned, self._space)
         if slices is None:
             return planned
+        planned.keep()
         pieces = [(base, base + buffer.nbytes, PIECE_NBYTES) for base, (buffer, _, _) in self._buffers.items()]
         planned.plan = Plan(self._library, "cuda", slices, replace(self._arrangement, pieces=pieces))
         self._attach(planned, planned.plan)

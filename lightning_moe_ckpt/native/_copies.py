@@ -7,13 +7,16 @@ calls of some MiB changes nothing measurable, since the lock is free while torch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, eq, is_
 
 import torch
 from torch import Tensor
 
 Copy = tuple[Tensor, Tensor]
 """(source, destination): as many elements in both; floating types may differ, which rounds or widens."""
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class CopyList:
@@ -24,9 +27,11 @@ class CopyList:
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        pairs = [_checked(index, src, dst) for index, (src, dst) in enumerate(copies)]
-        self._sources = [src for src, _ in pairs]
-        self._destinations = [dst for _, dst in pairs]
+        self._sources = [src for src, _ in copies]
+        self._destinations = [dst for _, dst in copies]
+        if not self._all(_DTYPE, is_) or not self._all(_SHAPE, eq):
+            pairs = [_checked(index, src, dst) for index, (src, dst) in enumerate(copies)]
+            self._destinations = [dst for _, dst in pairs]
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -41,9 +46,17 @@ class CopyList:
         """The copies as they are made: source and destination have one shape."""
         return zip(self._sources, self._destinations, strict=True)
 
+    def sides(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Sources and destinations, in the order of `pairs`."""
+        return self._sources, self._destinations
+
     def devices(self) -> set[torch.device]:
         """CUDA devices that take part."""
         return {t.device for t in (*self._sources, *self._destinations) if t.is_cuda}
+
+    def _all(self, read: Callable[[Tensor], object], same: Callable[[object, object], bool]) -> bool:
+        # Loops inside the interpreter's own functions: no bytecode, and no object per pair for its garbage collector.
+        return all(map(same, map(read, self._sources), map(read, self._destinations)))
 
 
 def copy_now(copies: Sequence[Copy] | CopyList) -> None:

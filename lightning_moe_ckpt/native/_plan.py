@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +27,9 @@ from lightning_moe_ckpt.native._library import Library, Part
 from lightning_moe_ckpt.native._prototypes import Pieces, PlanOptions, Slice
 
 _SLICE = np.dtype(Slice)
-_Row = tuple[int, int, int, int, int, int, int, int, int, int]
+Slices: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
+"""Structured as `Slice`."""
+_DTYPE, _LAYOUT, _DEVICE, _QUANTIZED = map(attrgetter, ("dtype", "layout", "device", "is_quantized"))
 
 
 class Cast(IntEnum):
@@ -78,9 +83,7 @@ class Plan:
         arrangement: how they are cut.
     """
 
-    def __init__(
-        self, library: Library, part: Part, slices: np.ndarray[tuple[int], np.dtype[np.void]], arrangement: Arrangement
-    ) -> None:
+    def __init__(self, library: Library, part: Part, slices: Slices, arrangement: Arrangement) -> None:
         self._library, self._part = library, part
         options = PlanOptions(
             chunk_nbytes=arrangement.chunk_nbytes,
@@ -134,30 +137,42 @@ class PlannedCopies(CopyList):
     def __init__(self, copies: Sequence[Copy] | CopyList) -> None:
         super().__init__(list(copies.pairs()) if isinstance(copies, CopyList) else copies)
         self.plan: Plan | None = None
-        # Views of their own: whatever becomes of the caller's tensors, the addresses in the plan stay allocated.
-        self._kept = [tensor.detach() for pair in self.pairs() for tensor in pair]
+        # Whatever becomes of the caller's tensors, the addresses in the plan stay allocated. One slot, many views of it.
+        self._kept: list[torch.UntypedStorage] = []
         self.attached: list[Tensor] = []
         """Memory of the plan's own."""
 
+    def keep(self) -> None:
+        """Hold the memory behind all tensors, which are plain, even when they are given other memory."""
+        storages = chain.from_iterable(map(Tensor.untyped_storage, side) for side in self.sides())
+        self._kept = list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001  # no public identity
 
-def slices_of(
-    copies: CopyList, space_of: Callable[[Tensor], Space] | None = None
-) -> np.ndarray[tuple[int], np.dtype[np.void]] | None:
+
+def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = None) -> Slices | None:
     """The pairs as slices; `None` if one of them has no such form.
+
+    Addresses and sizes are read by loops inside the interpreter's own functions: what is made per pair is what the
+    garbage collector counts, and its pass over everything that torch has made takes longer than all of this.
 
     Args:
         copies: what to copy.
         space_of: where the memory of a tensor is; unset if all of it is on the host.
     """
-    rows: list[_Row] = []
-    for src, dst in copies.pairs():
-        spaces = (space_of(dst), space_of(src)) if space_of is not None else (Space.PAGEABLE, Space.PAGEABLE)
-        found = _slice(src, dst, spaces)
-        if found is None:
-            return None
-        if found[2] and found[0] != found[1]:
-            rows.append(found)
-    return np.array(rows, dtype=_SLICE)
+    sources, destinations = copies.sides()
+    casts = _column(map(_cast, map(_DTYPE, sources), map(_DTYPE, destinations)), np.int32)
+    if (casts < 0).any() or not (_are_plain(sources) and _are_plain(destinations)):
+        return None
+    slices = np.zeros(len(copies), dtype=_SLICE)
+    slices["dst"], slices["src"] = _addresses(destinations), _addresses(sources)
+    units = np.where(casts == Cast.BYTES, _column(map(Tensor.element_size, sources), np.uint64), np.uint64(1))
+    slices["count"], slices["rows"] = _column(map(Tensor.numel, sources), np.uint64) * units, 1
+    slices["cast"] = casts
+    if space_of is not None:
+        slices["dst_space"] = _column(map(space_of, destinations), np.int32)
+        slices["src_space"] = _column(map(space_of, sources), np.int32)
+    if not _add_rows(slices, units, sources, destinations):
+        return None
+    return slices[(slices["count"] > 0) & (slices["dst"] != slices["src"])]
 
 
 @functools.cache
@@ -166,29 +181,44 @@ def bfloat16_nan() -> int:
     return int(torch.full((64,), torch.nan).bfloat16().view(torch.int16)[0].item()) & 0xFFFF
 
 
-def _slice(src: Tensor, dst: Tensor, spaces: tuple[Space, Space]) -> _Row | None:
-    cast = Cast.BYTES if src.dtype is dst.dtype else _CASTS.get((src.dtype, dst.dtype))
-    if cast is None or not (_is_plain(src) and _is_plain(dst)):
-        return None
-    src_size, dst_size = src.element_size(), dst.element_size()
-    unit = src_size if cast is Cast.BYTES else 1
-    if src.is_contiguous() and dst.is_contiguous():
-        return dst.data_ptr(), src.data_ptr(), src.numel() * unit, 1, 0, 0, cast, *spaces, 0
-    form = _two_dimensions(src, dst)
-    if form is None:
-        return None
-    rows, count, src_stride, dst_stride = form
-    strides = (dst_stride * dst_size, src_stride * src_size)
-    return dst.data_ptr(), src.data_ptr(), count * unit, rows, *strides, cast, *spaces, 0
+@functools.cache
+def _cast(src: torch.dtype, dst: torch.dtype) -> int:
+    return Cast.BYTES if src is dst else _CASTS.get((src, dst), -1)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _column(values: Iterable[object], dtype: type[np.generic]) -> np.ndarray[tuple[int], np.dtype[Any]]:
+    return np.fromiter(values, dtype)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[Any]]:
+    return _column(map(Tensor.data_ptr, tensors), np.uint64)
+
+
+def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> bool:
+    """Fill in rows and strides of what is not contiguous on both sides; whether all of it has that form."""
+    plain = _column(map(Tensor.is_contiguous, sources), np.bool_)
+    plain &= _column(map(Tensor.is_contiguous, destinations), np.bool_)
+    for index in np.flatnonzero(~plain).tolist():
+        src, dst = sources[index], destinations[index]
+        form = _two_dimensions(src, dst)
+        if form is None:
+            return False
+        rows, count, src_stride, dst_stride = form
+        slices["count"][index], slices["rows"][index] = count * int(units[index]), rows
+        slices["src_stride"][index] = src_stride * src.element_size()
+        slices["dst_stride"][index] = dst_stride * dst.element_size()
+    return True
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether elements lie in memory as they are meant; a conjugated or negated view stores something else."""
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
+        and set(map(_LAYOUT, tensors)) <= {torch.strided}
+        and {device.type for device in set(map(_DEVICE, tensors))} <= {"cpu", "cuda"}
+        and not any(map(Tensor.is_neg, tensors))
+        and not any(map(Tensor.is_conj, tensors))
+        and not any(map(_QUANTIZED, tensors))
     )
 
 

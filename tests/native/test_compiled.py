@@ -314,6 +314,30 @@ def test_memory_in_a_plan_outlives_the_tensor_that_had_it(engine: CompiledCpuEng
     assert others
 
 
+def test_preparing_makes_no_objects_per_pair(engine: CompiledCpuEngine) -> None:
+    """Ten thousand pairs do not call for the garbage collector, whose pass would take longer than the preparation."""
+    memory = torch.zeros(2, 10_000, 16)
+    pairs = list(zip(memory[0], memory[1], strict=True))
+    collections: list[object] = []
+    before = gc.get_threshold()
+
+    def note(phase: str, info: object) -> None:
+        collections.append((phase, info))
+
+    gc.collect()
+    gc.set_threshold(700, 10, 10)
+    gc.callbacks.append(note)
+    try:
+        prepared = engine.prepare(pairs)
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert len(collections) <= 2, "one pass, its start and its end"
+    assert isinstance(prepared, PlannedCopies)
+    assert prepared.plan is not None
+    assert prepared.plan.nbytes == memory[0].nbytes
+
+
 def test_what_only_torch_can_do_keeps_its_place(engine: CompiledCpuEngine) -> None:
     """A list with an unusual conversion runs elsewhere, yet after what came before it and before what follows."""
     dst = torch.zeros(100_000)

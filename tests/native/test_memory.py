@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import CompiledCpuEngine, _library
-from lightning_moe_ckpt.native._memory import Preparation, node_of_pci_device, num_nodes, populate, prefer_node
+from lightning_moe_ckpt.native._memory import (
+    Preparation,
+    node_of_pci_device,
+    num_nodes,
+    populate,
+    prefer_node,
+    preparing_threads,
+)
 from lightning_moe_ckpt.session._ring import SegmentRing
 
 NBYTES = 64 * mmap.PAGESIZE
@@ -65,6 +72,34 @@ def test_a_buffer_is_prepared_piece_by_piece() -> None:
     assert seen == [(base, step), (base + step, step), (base + 2 * step, 16 * mmap.PAGESIZE)]
     assert finished == [True]
     assert preparation.failure is None
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8, 100])
+def test_threads_map_every_page_once(threads: int) -> None:
+    """Whatever the number of threads, a range is announced when all its pages are there, and no byte changes."""
+    memory, resident = _mapped(), list[int]()
+    memory[-1] = 7
+    if not populate(memory.data_ptr(), 1):
+        pytest.skip("MADV_POPULATE_WRITE needs Linux 5.14")
+    half = memory.nbytes // 2
+    preparation = Preparation(
+        memory, per_step=lambda *_: resident.append(_resident_pages(memory)), step_nbytes=half, threads=threads
+    )
+    preparation.wait()
+    assert preparation.failure is None
+    assert resident == [33, 64], "half and the page that was written, then all"
+    assert memory.sum() == 7
+
+
+def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the cores, eight threads at most, one at least."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert preparing_threads() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert preparing_threads() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert preparing_threads() == 1
 
 
 def test_what_fails_is_kept_and_said(caplog: pytest.LogCaptureFixture) -> None:
