@@ -172,7 +172,8 @@ def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = Non
         slices["src_space"] = _column(map(space_of, sources), np.int32)
     if not _add_rows(slices, units, sources, destinations):
         return None
-    return slices[(slices["count"] > 0) & (slices["dst"] != slices["src"])]
+    kept: Slices = slices[(slices["count"] > 0) & (slices["dst"] != slices["src"])]
+    return kept
 
 
 @functools.cache
