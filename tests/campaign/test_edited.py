@@ -20,7 +20,9 @@ BIASED = Setup(model="biased", checkpointing=SPARSE)
 FIRST_GENERATION = 4
 
 
-@pytest.mark.parametrize("checkpointing", [SPARSE, DENSE], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    "checkpointing", [SPARSE, pytest.param(DENSE, marks=pytest.mark.soak)], ids=["sparse", "dense"]
+)
 def test_buffers_that_count_in_training_and_in_validation_go_on_counting(
     campaigns: Campaigns, checkpointing: Checkpointing
 ) -> None:
@@ -29,7 +31,7 @@ def test_buffers_that_count_in_training_and_in_validation_go_on_counting(
     What was recorded after validation and after the start of an epoch is not counted on top of in replay.
     """
     setup = replace(COUNTING, checkpointing=checkpointing)
-    scripts = one_kill_per_step(setup, every=2)
+    scripts = one_kill_per_step(setup, every=4)
     lives = campaigns.check_all(setup, scripts)
     require_resumed(lives, scripts, after=FIRST_GENERATION)
     end = lives[0][-1].end()
@@ -37,7 +39,10 @@ def test_buffers_that_count_in_training_and_in_validation_go_on_counting(
     assert end["buffer/model.epochs"] == setup.epochs, "epochs were counted"
 
 
-@pytest.mark.parametrize(("bias", "balanced_by"), [("buffer", "callback"), ("parameter", "module"), ("data", "module")])
+@pytest.mark.parametrize(
+    ("bias", "balanced_by"),
+    [("buffer", "callback"), pytest.param("parameter", "module", marks=pytest.mark.soak), ("data", "module")],
+)
 def test_a_router_bias_moved_after_each_batch_is_moved_once(campaigns: Campaigns, bias: str, balanced_by: Any) -> None:
     """As a buffer, as a frozen parameter, and as one changed through `.data`, which no version counter sees."""
     setup = replace(BIASED, balanced_by=balanced_by).with_options(bias=bias)
@@ -49,7 +54,9 @@ def test_a_router_bias_moved_after_each_batch_is_moved_once(campaigns: Campaigns
     assert bias_E.abs().max() > 0, "the bias has moved"
 
 
-@pytest.mark.parametrize(("bias", "balanced_by"), [("buffer", "callback"), ("parameter", "module")])
+@pytest.mark.parametrize(
+    ("bias", "balanced_by"), [pytest.param("buffer", "callback", marks=pytest.mark.soak), ("parameter", "module")]
+)
 def test_a_router_bias_moved_on_three_ranks_is_moved_once(campaigns: Campaigns, bias: str, balanced_by: Any) -> None:
     """By the load of all ranks."""
     setup = replace(BIASED, world_size=3, balanced_by=balanced_by).with_options(bias=bias)

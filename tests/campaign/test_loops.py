@@ -26,10 +26,11 @@ LOOPS: dict[str, Variant] = {
     "limit_train_int": variant(("limit_train_batches", 4), epochs=3),
     "limit_train_float": variant(("limit_train_batches", 0.6), epochs=4, validate_every=3),
     "limit_train_stream": variant(("limit_train_batches", 4), epochs=3, source="stream", validate_every=2, batches=8),
-    "validate_over_epochs": variant(("val_check_interval", 3), ("check_val_every_n_epoch", None)),
+    "validate_over_epochs": variant(
+        ("val_check_interval", 3), ("check_val_every_n_epoch", None), ("num_sanity_val_steps", 2)
+    ),
     "validate_fraction": variant(("val_check_interval", 0.4)),
     "limit_validation": variant(("limit_val_batches", 1)),
-    "sanity": variant(("num_sanity_val_steps", 2)),
     "reload": variant(("reload_dataloaders_every_n_epochs", 1), epochs=3, batches=4),
     "reload_workers": variant(("reload_dataloaders_every_n_epochs", 1), epochs=3, batches=4, workers=2),
     "reload_rarely": variant(
@@ -58,23 +59,22 @@ KILLS = [
 MORE_KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (4, 6, 7)]
 
 
-SOAKED = {
-    "overfit",
-    "limit_train_int",
-    "limit_validation",
-    "reload",
-    "combined",
-    "stream",
-    "max_steps",
-    "validate_fraction",
-}
-"""Runs that differ little from others: only `make soak` has them."""
+QUICK = (
+    "validate_over_epochs",
+    "reload_rarely",
+    "combined_workers",
+    "growing",
+    "plateau_step",
+    "stream_ranks",
+    "endless",
+)
+"""One run for each thing that can go wrong; the others differ little from these, and only `make soak` has them."""
 
 
-@pytest.mark.parametrize("name", [name for name in LOOPS if name not in SOAKED])
+@pytest.mark.parametrize("name", QUICK)
 def test_killed_in_any_loop_the_run_ends_the_same(campaigns: Campaigns, name: str) -> None:
     """Batches, validations, schedulers and epochs go on as if nothing had happened."""
-    campaigns.check_all(replace(LOOPS[name], checkpointing=SPARSE), KILLS)
+    campaigns.check_all(replace(LOOPS[name], checkpointing=SPARSE), KILLS[:1])
 
 
 @pytest.mark.soak
@@ -87,12 +87,15 @@ def test_killed_anywhere_in_any_loop_the_run_ends_the_same(
     campaigns.check_all(replace(LOOPS[name], checkpointing=checkpointing), [*KILLS, *MORE_KILLS])
 
 
-@pytest.mark.parametrize(("world_size", "checkpointing"), [(1, DENSE), (1, SPARSE), (3, SPARSE)])
+@pytest.mark.parametrize(
+    ("world_size", "checkpointing", "kills"),
+    [pytest.param(1, DENSE, KILLS, marks=pytest.mark.soak), (1, SPARSE, KILLS[1:]), (3, SPARSE, KILLS[:1])],
+)
 def test_what_is_logged_over_an_epoch_is_that_of_the_whole_epoch(
-    campaigns: Campaigns, checkpointing: Checkpointing, world_size: int
+    campaigns: Campaigns, checkpointing: Checkpointing, world_size: int, kills: list[list[Kill]]
 ) -> None:
     """Plain values by mean, sum, maximum and minimum, and metric objects, also those logged before the kill only."""
-    campaigns.check_all(Variant(logged=True, world_size=world_size, checkpointing=checkpointing), KILLS)
+    campaigns.check_all(Variant(logged=True, world_size=world_size, checkpointing=checkpointing), kills)
 
 
 def _nothing(*args: Any) -> None:

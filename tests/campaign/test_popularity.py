@@ -39,8 +39,8 @@ VARIANTS: dict[str, Setup] = {
         accumulate=2,
         epochs=5,
     ),
-    "soft, per capacity, sharded over three ranks": shifting(
-        Popularity(counts="soft", per_capacity=True, reorder_every_n_steps=5),
+    "soft, decayed, per capacity, sharded over three ranks": shifting(
+        Popularity(counts="soft", half_life_steps=3, per_capacity=True, reorder_every_n_steps=5),
         model="stacked",
         options=(("num_experts", 12), ("shift_every", 5)),
         world_size=3,
@@ -48,7 +48,7 @@ VARIANTS: dict[str, Setup] = {
     ),
 }
 
-SHORT = {"soft, decayed", "soft, per capacity, sharded over three ranks"}
+SHORT = {"soft, decayed, per capacity, sharded over three ranks"}
 
 
 def kill(step: int, **where: Any) -> Kill:
