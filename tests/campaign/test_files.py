@@ -141,7 +141,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["every_step", "after_validation", "accumulating", "stop_by_epoch"])
+@pytest.mark.parametrize("name", ["every_step", "accumulating", "stop_by_epoch"])
 def test_files_and_decisions_are_those_of_the_undisturbed_run(campaigns: Campaigns, name: str) -> None:
     """Names, contents, best scores and the step at which training stops; nothing is written in replay."""
     lives = campaigns.check_all(replace(RUNS[name], checkpointing=SPARSE), KILLS)

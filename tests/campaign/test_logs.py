@@ -82,7 +82,7 @@ KILLS = [
 ]
 
 
-SOAKED = ("tensorboard_fixed", "csv_accumulating")
+SOAKED = ("csv", "tensorboard_fixed", "csv_accumulating")
 
 
 @pytest.mark.parametrize(

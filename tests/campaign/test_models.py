@@ -16,8 +16,15 @@ PLAIN = Setup(checkpointing=SPARSE)
 FIRST_GENERATION = 7
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "not_reentrant"])
-@pytest.mark.parametrize(("model", "precision"), [("lists", "bf16-mixed"), ("stacked", "32-true")])
+@pytest.mark.parametrize(
+    ("model", "precision", "recompute"),
+    [
+        ("lists", "bf16-mixed", "reentrant"),
+        ("stacked", "32-true", "not_reentrant"),
+        pytest.param("lists", "bf16-mixed", "not_reentrant", marks=pytest.mark.soak),
+        pytest.param("stacked", "32-true", "reentrant", marks=pytest.mark.soak),
+    ],
+)
 def test_recomputed_experts_are_replayed(campaigns: Campaigns, model: Any, precision: Any, recompute: str) -> None:
     """Forward runs twice, frozen or not, with the same dropout; the probe of dtypes sees both."""
     setup = replace(PLAIN, model=model, precision=precision).with_options(recompute=recompute)

@@ -40,8 +40,15 @@ def check(campaigns: Campaigns, setup: Setup, *scripts: list[Kill], **options: A
     return results
 
 
-@pytest.mark.parametrize("setup", [DENSE, SPARSE], ids=["dense", "sparse"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("setup", "world_size"),
+    [
+        pytest.param(DENSE, 1, id="dense-1"),
+        pytest.param(DENSE, 3, id="dense-3", marks=pytest.mark.soak),
+        pytest.param(SPARSE, 1, id="sparse-1", marks=pytest.mark.soak),
+        pytest.param(SPARSE, 3, id="sparse-3"),
+    ],
+)
 def test_after_sigterm_to_one_rank_all_go_on_at_the_step_they_stopped_at(
     campaigns: Campaigns, setup: Setup, world_size: int
 ) -> None:
@@ -56,23 +63,26 @@ def test_after_sigterm_to_one_rank_all_go_on_at_the_step_they_stopped_at(
 
 PLACES = [
     (term("batch_start", step=0), 1),
-    (term("batch_start", step=5), 6),
     (term("before_optimizer_step", step=5), 6),
+    (term("validation", step=6), 6),
+    (term("epoch_end", step=4), 4),
+    (term("after_batch_end", step=8), 8),
+]
+MORE_PLACES = [
+    (term("batch_start", step=5), 6),
     (term("batch_end", step=5), 5),
     (term("after_batch_end", step=5), 5),
-    (term("validation", step=6), 6),
     (term("batch_end", step=4), 4),
-    (term("epoch_end", step=4), 4),
     (term("epoch_start", step=4), 4),
-    (term("after_batch_end", step=8), 8),
 ]
 """Where the signal comes, and the last step that is taken."""
 
 
-def test_sigterm_anywhere_loses_no_step(campaigns: Campaigns) -> None:
+@pytest.mark.parametrize("places", [PLACES, pytest.param(MORE_PLACES, marks=pytest.mark.soak)], ids=["some", "more"])
+def test_sigterm_anywhere_loses_no_step(campaigns: Campaigns, places: list[tuple[Kill, int]]) -> None:
     """In a step, in validation, between epochs, after the last step: the next step is the first of the next life."""
-    results = check(campaigns, SPARSE, *[[kill] for kill, _ in PLACES])
-    for lives, (kill, last) in zip(results, PLACES, strict=True):
+    results = check(campaigns, SPARSE, *[[kill] for kill, _ in places])
+    for lives, (kill, last) in zip(results, places, strict=True):
         assert lives[0].exit_codes == {0: STOPPED}, kill
         assert lives[0].steps()[-1] == last, kill
         assert lives[1].steps() == list(range(last + 1, 9)), kill
@@ -97,7 +107,7 @@ def test_a_stop_in_mid_epoch_taken_for_the_end_of_one_is_noticed(campaigns: Camp
         check(campaigns, SPARSE, [term("forward", step=5)], seams=[end_of_epoch])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_sigterm_in_replay_leaves_at_once(campaigns: Campaigns, world_size: int) -> None:
     """No dense state exists there; what the replay began from is committed, and the next life begins from it again."""
     setup = replace(SPARSE, world_size=world_size)
@@ -120,7 +130,7 @@ def test_sigterm_between_micro_batches_waits_for_the_step(campaigns: Campaigns) 
     [
         replace(SPARSE, world_size=4, model="stacked", expert_parallel=2),
         # Bits of DistributedDataParallel survive a restart with two ranks only.
-        replace(SPARSE, world_size=2, strategy="ddp"),
+        pytest.param(replace(SPARSE, world_size=2, strategy="ddp"), marks=pytest.mark.soak),
     ],
     ids=["expert-parallel", "ddp"],
 )
@@ -144,7 +154,7 @@ def test_a_second_sigterm_leaves_at_once(campaigns: Campaigns) -> None:
     assert lives[1].steps()[0] == 5
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_after_ctrl_c_the_run_ends_the_same(campaigns: Campaigns, world_size: int) -> None:
     """In mid-step, when no state is whole: what is complete is committed, and Lightning exits with 1."""
     setup = replace(SPARSE, world_size=world_size)
@@ -166,7 +176,7 @@ def test_after_an_exception_the_same_process_fits_again_and_ends_the_same(campai
         require_clean([life])
 
 
-@pytest.mark.parametrize(("policy", "world_size"), [("dense", 1), ("sparse", 3)])
+@pytest.mark.parametrize(("policy", "world_size"), [("dense", 1), pytest.param("sparse", 3, marks=pytest.mark.soak)])
 def test_more_steps_go_on_in_the_middle_of_an_epoch(campaigns: Campaigns, policy: Any, world_size: int) -> None:
     """A run out of steps stops without hooks of the epoch's end in what is stored; with more steps it never stopped."""
     whole = Variant(
