@@ -53,6 +53,9 @@ class BatchLog:
         """How this run deals with its data."""
         return {"mode": self._mode}
 
+    def follow(self, state: dict[str, Any]) -> None:
+        """Nothing: how a run deals with its data does not change."""
+
     def restore(self, state: dict[str, Any]) -> None:
         """Say what this resume is worth."""
         if self._mode != state["mode"]:

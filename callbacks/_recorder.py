@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 
 from lightning_moe_ckpt import _lightning, _lightning_files, _lightning_metrics
 from lightning_moe_ckpt.callbacks._extras import Extras, copied, require_storable
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
-from lightning_moe_ckpt.session import RngState, capture_rng, restore_rng
+from lightning_moe_ckpt.session import RngState, capture_rng, differs, restore_rng
 
 Start = dict[str, Any]
 
@@ -33,6 +34,9 @@ class Part(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from it; every callback has its own state already."""
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """In replay, at the moment at which the original run took it: be as it was; callbacks are already."""
 
 
 class BoundaryRecorder:
@@ -66,15 +70,21 @@ class BoundaryRecorder:
         self._before_epoch_only = False
         """Whether an epoch is about to begin, and nothing of it has happened."""
         self._resume: Start | None = None
+        self._original: Start | None = None
         self._mid_epoch = False
         self._extras = Extras()
         require_storable(
             {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
         )
 
-    def want_start(self) -> None:
-        """An optimizer step just happened: take the start half of this boundary when its time comes."""
-        self._wanted, self._start = True, None
+    def want_start(self, original: Start | None = None) -> None:
+        """An optimizer step just happened: take the start half of this boundary when its time comes.
+
+        Args:
+            original: the one that the original run took, if the step was replayed. What validation and other hooks
+                decide by weights that are frozen, or edited already, gives way to it.
+        """
+        self._wanted, self._start, self._original = True, None, original
 
     def complete_start(self) -> Start | None:
         """At the top of `on_train_batch_start`: the finished start half, if one was wanted."""
@@ -109,6 +119,11 @@ class BoundaryRecorder:
         return start
 
     @property
+    def following(self) -> bool:
+        """Whether the newest step was replayed and is not followed by the next batch yet."""
+        return self._original is not None
+
+    @property
     def between_steps(self) -> bool:
         """Whether the newest optimizer step has no start half yet that was completed: nothing followed it."""
         return self._wanted or self._start is not None
@@ -136,7 +151,7 @@ class BoundaryRecorder:
             self._restore_random(self._resume["random"]["epoch"])
         self._epoch, self._before_epoch_only = self._take_random(), True
         if self._wanted:
-            self._start, self._wanted = self._take(between_epochs=True), False
+            self._begin_start(between_epochs=True)
 
     def before_iter(self) -> None:
         """Samplers and workers are about to draw their seeds."""
@@ -155,9 +170,15 @@ class BoundaryRecorder:
         if self._awaiting_first_fetch:
             self._first_fetch, self._awaiting_first_fetch = self._fetch, False
         if self._wanted:
-            self._start, self._wanted = self._take(between_epochs=False), False
+            self._begin_start(between_epochs=False)
 
     # -- start half
+
+    def _begin_start(self, *, between_epochs: bool) -> None:
+        if self._original is not None:
+            self._follow(self._original, self._take(between_epochs=between_epochs))
+            self._original = None
+        self._start, self._wanted = self._take(between_epochs=between_epochs), False
 
     def _take_random(self) -> RngState:
         return capture_rng(_lightning.loader_generators(self._trainer))
@@ -195,26 +216,52 @@ class BoundaryRecorder:
         trainer = self._trainer
         self._resume, self._wanted = start, False
         _lightning.restore_seed(start["seed"])
-        load_groups_state(trainer.optimizers[0], start["param_groups"])
-        for config, state in zip(trainer.lr_scheduler_configs, start["schedulers"], strict=True):
-            config.scheduler.load_state_dict(copied(state))
-        load_groups_state(trainer.optimizers[0], start["param_groups"])  # schedulers may write an initial rate on load
+        self._restore_rates(start)
         if start["precision"]:
             trainer.precision_plugin.load_state_dict(start["precision"])
         self._resume_callbacks(start["callbacks"])
         for name, part in self._parts.items():
             part.restore(copied(start["parts"][name]))
-        if start["module"]:
-            self._module.on_load_checkpoint(copied(start["module"]))
-        datamodule = _lightning.datamodule_of(trainer)
-        if start["datamodule"] and datamodule is not None:
-            datamodule.load_state_dict(copied(start["datamodule"]))
+        self._restore_users(start)
         _lightning_metrics.restore_metrics(
             trainer, self._module, copied(start["metrics"]), mid_epoch=not start["between_epochs"]
         )
         # Ranks may have looked at their clocks at different moments.
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(start["should_stop"], all=True)
         self._resume_loops(start)
+
+    def _restore_rates(self, start: Start) -> None:
+        trainer = self._trainer
+        load_groups_state(trainer.optimizers[0], start["param_groups"])
+        for config, state in zip(trainer.lr_scheduler_configs, start["schedulers"], strict=True):
+            config.scheduler.load_state_dict(copied(state))
+        load_groups_state(trainer.optimizers[0], start["param_groups"])  # schedulers may write an initial rate on load
+
+    def _restore_users(self, start: Mapping[str, Any]) -> None:
+        if start["module"]:
+            self._module.on_load_checkpoint(copied(start["module"]))
+        datamodule = _lightning.datamodule_of(self._trainer)
+        if start["datamodule"] and datamodule is not None:
+            datamodule.load_state_dict(copied(start["datamodule"]))
+
+    def _follow(self, original: Start, here: Start) -> None:
+        """Be as the original run was at this boundary, wherever this one is not.
+
+        What is the same is left alone: loading is the user's code, and means more than assignment to some callbacks.
+        """
+        if any(differs(original[name], here[name]) for name in ("param_groups", "schedulers")):
+            self._restore_rates(original)
+        callbacks = original["callbacks"].items()
+        clocks = {each.state_key for each in self._callbacks() if isinstance(each, Timer)}
+        self._resume_callbacks(
+            {key: state for key, state in callbacks if key not in clocks and differs(state, here["callbacks"].get(key))}
+        )
+        users = ("module", "datamodule")
+        self._restore_users({name: original[name] if differs(original[name], here[name]) else {} for name in users})
+        for name, part in self._parts.items():
+            part.follow(copied(original["parts"][name]))
+        _lightning_metrics.follow_metrics(self._trainer, self._module, copied(original["metrics"]))
+        self._trainer.should_stop |= original["should_stop"]
 
     def _resume_callbacks(self, states: Mapping[str, Any]) -> None:
         for callback in self._callbacks():

@@ -93,8 +93,7 @@ class FitRun:
         self._stops = Stops(
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.unlink_shared_memory
         )
-        self._validated = False
-        self._trained = False
+        self._validated = self._trained = self._told_to_stop = False
         self._replays = policy.kind == "sparse"
 
     @property
@@ -133,6 +132,7 @@ class FitRun:
     def before_epoch(self) -> None:
         """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
         self._recorder.before_epoch()
+        self._release_files()
         self._stop_if_agreed()
 
     @clocked
@@ -144,6 +144,7 @@ class FitRun:
     def before_fetch(self) -> None:
         """The next batch is about to be fetched."""
         self._recorder.before_fetch()
+        self._release_files()
         self._stop_if_agreed()
 
     @clocked
@@ -161,12 +162,12 @@ class FitRun:
         A replay loads its next slot only here. What hooks edit was recorded after they had edited it; loaded before
         them, it would be edited twice.
         """
+        self._told_to_stop = self._trainer.should_stop
         if not self._stepped:
             return
         self._step = self._trainer.global_step
-        if self.life.replaying:
-            self.life.replayed(self._step, self._losses)
-        if not self.life.replaying:
+        original = self.life.replayed(self._step, self._losses) if self.life.replaying else None
+        if original is None:
             self._files.dense()
         losses, self._losses = self._losses, []
         outcome = {
@@ -178,7 +179,12 @@ class FitRun:
             "batches": self._batches.step_ended(),
         }
         self.life.boundary(self._step, outcome)
-        self._recorder.want_start()
+        self._recorder.want_start(original)
+
+    def after_hooks(self) -> None:
+        """In replay, validation sees weights that are frozen or edited already: the original run did not stop there."""
+        if (self.life.replaying or self._recorder.following) and not self._told_to_stop:
+            self._trainer.should_stop = False
 
     def _original_batches(self) -> Logged | None:
         outcome = self.life.replay_outcome(self._step + 1)
@@ -241,6 +247,7 @@ class FitRun:
     @clocked
     def end(self) -> None:
         """Training has ended. First of all hooks: one may put averaged weights in the place of those to go on with."""
+        self._release_files()
         if not self._ended:
             self.life.end(self._step, self._recorder.take_end())
 
@@ -258,6 +265,11 @@ class FitRun:
     def _say_what_is_inexact(self) -> None:
         for reason in _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays):
             log.warning("this run cannot be reproduced bit for bit: %s", reason)
+
+    def _release_files(self) -> None:
+        """Where the next batch begins, and not where replay ends: the validation in between is not the original's."""
+        if self._files.held and not self.life.replaying:
+            self._files.dense()
 
     @property
     def _stepped(self) -> bool:

@@ -55,6 +55,9 @@ class LoopListener(Protocol):
     def after_batch(self) -> None:
         """All `on_train_batch_end` hooks of a batch have run, the module's last; validation has not."""
 
+    def after_hooks(self) -> None:
+        """What follows a batch, or an epoch, has run: validation, schedulers, epoch-end hooks. Next Lightning may stop."""
+
 
 class FitLoopTaps:
     """Calls a listener from inside one trainer's fit loop, until `remove`."""
@@ -62,7 +65,7 @@ class FitLoopTaps:
     def __init__(self, trainer: Trainer, listener: LoopListener) -> None:
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._fit_loop, self._epoch_loop, self._val_loop = fit_loop, epoch_loop, epoch_loop.val_loop
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
         self._before(fit_loop, "on_advance_start", listener.before_epoch)
         # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
         self._before(fit_loop, "_load_combined_loader_states", listener.before_iter)
@@ -72,6 +75,8 @@ class FitLoopTaps:
         self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
         self._after(fit_loop, "on_run_end", listener.after_run)
         self._before(epoch_loop, "on_advance_end", listener.after_batch)
+        self._after(epoch_loop, "on_advance_end", listener.after_hooks)
+        self._after(fit_loop, "on_advance_end", listener.after_hooks)
 
     def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
         original = getattr(owner, name)
@@ -93,7 +98,7 @@ class FitLoopTaps:
 
     def _set(self, owner: object, name: str, method: Callable[..., Any]) -> None:
         setattr(owner, name, method)
-        self._restore.append(lambda: delattr(owner, name))
+        self._restore.append(lambda: owner.__dict__.pop(name, None))
 
     def remove(self) -> None:
         """Give the loops their own methods back, also those of a resume that did not get to its first batch."""

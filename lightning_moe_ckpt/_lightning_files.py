@@ -54,6 +54,11 @@ class CheckpointFiles:
         """From now on files are neither written nor removed: operators are frozen."""
         self._held = True
 
+    @property
+    def held(self) -> bool:
+        """Whether files are neither written nor removed."""
+        return self._held
+
     def dense(self) -> None:
         """A step has ended and every operator is active; on all ranks."""
         self._held = False
@@ -82,6 +87,10 @@ class CheckpointFiles:
     def restore(self, state: FilesState) -> None:
         """Continue from what `take` gave; call after the callbacks have loaded their states."""
         self._resumed = self._suspects = True
+        self.follow(state)
+
+    def follow(self, state: FilesState) -> None:
+        """Be as the original run was in replay; call after the callbacks."""
         self._saved, self._foreign = dict(state["saved"]), set(state["foreign"])
         for each in self._model_checkpoints():
             for name, value in state["callbacks"].get(each.state_key, {}).items():

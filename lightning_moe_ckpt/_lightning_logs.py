@@ -56,6 +56,9 @@ class LogFolders:
         for each, taken in zip(self._logs, state["logs"], strict=True):
             each.restore(taken, owner=self._trainer.is_global_zero)
 
+    def follow(self, state: dict[str, Any]) -> None:
+        """Nothing: rows are dropped by name and step, whatever values a replay gives them."""
+
     def remove(self) -> None:
         """Give the loggers their own methods back."""
         for each in self._logs:

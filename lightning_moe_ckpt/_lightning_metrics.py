@@ -19,6 +19,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_moe_ckpt.session import differs
+
 log = logging.getLogger(__name__)
 
 MetricState = dict[str, Any]
@@ -52,15 +54,22 @@ def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
     }
 
 
-def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricState, *, mid_epoch: bool) -> None:
-    """Put back what `take_metrics` took; call before the fit loop runs."""
+def follow_metrics(trainer: Trainer, module: LightningModule, state: MetricState) -> None:
+    """Let the newest values of everything logged, and the module's own metrics, be those that `take_metrics` took."""
     connector = trainer._logger_connector
     connector._callback_metrics.update(state["callback"])
     connector._logged_metrics.update(state["logged"])
     connector._progress_bar_metrics.update(state["progress_bar"])
     for name, metric in _module_metrics(module):
-        if name in state["module"]:
+        # Metrics of a collection may share tensors: what is right stays as it is.
+        if name in state["module"] and differs(state["module"][name], _take_module_metric(metric)):
             _restore_module_metric(metric, state["module"][name])
+
+
+def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricState, *, mid_epoch: bool) -> None:
+    """Put back what `take_metrics` took; call before the fit loop runs."""
+    connector = trainer._logger_connector
+    follow_metrics(trainer, module, state)
     if mid_epoch:
         connector._first_loop_iter = True  # the next batch is not the first: nothing accumulated is to be reset
         results = trainer.fit_loop.epoch_loop._results

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.session._codec import decode, encode
+from lightning_moe_ckpt.session._codec import decode, encode, refusals
 
 Journal = dict[str, Any]
 
@@ -61,3 +61,8 @@ def decode_journal(record_U8: Tensor) -> Journal:
     if not isinstance(journal, dict):
         raise Corrupt(f"journal: found a {type(journal).__name__}, wanted a dict. Use an older generation.")
     return journal
+
+
+def differs(stored: object, found: object) -> bool:
+    """Whether a value is not, bit for bit, one that a journal has stored."""
+    return bool(refusals(found)) or encode(stored) != encode(found)

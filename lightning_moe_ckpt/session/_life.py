@@ -225,11 +225,11 @@ class Life:
         if self._replay is not None:
             self._replay.drop_frozen_gradients()
 
-    def replayed(self, step: int, losses: list[Tensor]) -> bool:
+    def replayed(self, step: int, losses: list[Tensor]) -> Journal:
         """Compare a replayed step with its journal, then load the slot of its boundary.
 
         Returns:
-            Whether the state is dense now.
+            The start half that the original run took of that boundary.
         """
         replay = self._replay
         assert replay is not None
@@ -241,7 +241,7 @@ class Life:
             replay.unfreeze()
             self._replay = self._replay_layout = None
             log.info("dense again at step %d after %d replayed steps", step, self._replayed)
-        return self._replay is None
+        return replay.start(step)
 
     def settle(self, *, disturbed: bool) -> None:
         """The next batch begins, the moment at which the newest loaded slot was sealed: repair what hooks did since.

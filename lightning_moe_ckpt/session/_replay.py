@@ -84,6 +84,11 @@ class Replay:
         outcome: Journal = self.journals[step - self._first]["outcome"]
         return outcome
 
+    def start(self, step: int) -> Journal:
+        """What the original run was at boundary `step` when the next batch began."""
+        start: Journal = self.journals[step - self._first]["start"]
+        return start
+
     def matches(self, step: int, losses: list[Tensor]) -> bool:
         """Whether the step that ended at boundary `step` gave the losses of the original run; reported if not."""
         expected = self.outcome(step)["losses"]

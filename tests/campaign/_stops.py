@@ -87,13 +87,22 @@ class Repeating(Setup):
         return [SecondSignal()] if life.kill is not None else []
 
 
-def require_same_training(reference: Sequence[LifeResult], lives: Sequence[LifeResult]) -> None:
-    """Every batch and the end are those of the reference; epochs that were cut by a stop are not compared."""
+def require_same_training(
+    reference: Sequence[LifeResult], lives: Sequence[LifeResult], ignored: Sequence[str] = ("epoch",)
+) -> None:
+    """Every batch and the end are those of the reference; epochs that were cut by a stop are not compared.
+
+    Args:
+        reference: a run in peace.
+        lives: to compare with it.
+        ignored: kinds of records that may differ, but for the last epoch's.
+    """
     for rank in range(lives[-1].world_size):
         found = differences(reference[-1].end(rank), lives[-1].end(rank))
-        wanted = [line for line in reference[-1].records(rank) if line["kind"] != "epoch"]
-        given = [[line for line in life.records(rank) if line["kind"] != "epoch"] for life in lives]
-        assert not (found + record_differences(wanted, given))
+        wanted = [line for line in reference[-1].records(rank) if line["kind"] not in ignored]
+        given = [[line for line in life.records(rank) if line["kind"] not in ignored] for life in lives]
+        found += record_differences(wanted, given)
+        assert not found, "\n".join(found)
         assert lives[-1].records(rank, "epoch")[-1] == reference[-1].records(rank, "epoch")[-1]
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._training import Checkpointing, train
-from campaign._variants import Variant
+from campaign._stops import require_same_training
+from campaign._training import Checkpointing, Module, train
+from campaign._variants import Variant, VariantModule
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing._lives import Life, Seam
 from lightning_moe_ckpt.testing._lives_kill import Kill
@@ -206,3 +207,79 @@ def test_without_the_list_of_files_names_are_avoided(campaigns: Campaigns) -> No
 
 def _as_it_was(files: Any, original: Any) -> Any:
     return original
+
+
+# -- decisions by validation losses that replay cannot compute again
+
+
+class Blown(VariantModule):
+    """Weights are blown up after the validation at the end of an epoch, before the next batch."""
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(3.0)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(configured["optimizer"], factor=0.5, patience=0)
+        configured["lr_scheduler"]["scheduler"] = plateau
+        return configured
+
+
+class BlownUp(Watched):
+    """A run that is slowed, stopped and saved by validation losses of weights that a replay does not have."""
+
+    @override
+    def make_module(self, life: Life) -> Module:
+        return Blown(self, life)
+
+
+DECIDED = BlownUp(
+    watchers=(stopping(monitor="validation_loss", patience=4, check_on_train_epoch_end=False), AFTER_VALIDATION),
+    plateau=("step", 1),
+    validate_every=1,
+    epochs=4,
+    checkpointing=SPARSE,
+)
+IN_AND_AFTER_REPLAY = {5: 7, 3: 5}
+"""By batches of an epoch, the step of the kill: the newest window then goes from 4 to 6 or from 1 to 3, so the epoch ends
+inside it or where the state is dense."""
+
+
+def _decided(batches: int) -> tuple[BlownUp, Kill]:
+    kill = Kill(phase="after_batch_end", step=IN_AND_AFTER_REPLAY[batches], settle=10.0)
+    return replace(DECIDED, batches=batches), kill
+
+
+def _check_decisions(campaigns: Campaigns, setup: Watched, kill: Kill, *seams: Seam) -> None:
+    """The losses of validations in replay are others; nothing else is, and training stops at the same step."""
+    lives, reference = campaigns.run(setup, kill, seams=seams), campaigns.reference(setup)
+    assert lives[-1].steps()[0] > 1, "it did not start over"
+    assert len(reference[-1].steps()) < setup.steps, "it stops early"
+    require_same_training(reference, lives, ignored=("validation", "epoch"))
+    assert lives[-1].returned(0) == reference[-1].returned(0)
+
+
+@pytest.mark.parametrize("batches", IN_AND_AFTER_REPLAY)
+def test_validation_in_replay_decides_nothing(campaigns: Campaigns, batches: int) -> None:
+    """Plateau, early stopping and best files are those of the run in peace, though replay validates edited weights."""
+    setup, kill = _decided(batches)
+    _check_decisions(campaigns, setup, kill)
+
+
+def _as_decided_here(*args: Any) -> None:
+    """Lets what this life has computed stand."""
+
+
+@pytest.mark.parametrize("batches", IN_AND_AFTER_REPLAY)
+def test_without_the_journal_validation_in_replay_would_decide(campaigns: Campaigns, batches: int) -> None:
+    """The ablation."""
+    recorder = "lightning_moe_ckpt.callbacks._recorder"
+    setup, kill = _decided(batches)
+    seam = Seam(module=recorder, attribute="BoundaryRecorder._follow", replacement=_as_decided_here)
+    with pytest.raises(AssertionError, match="instead of"):
+        _check_decisions(campaigns, setup, kill, seam)
