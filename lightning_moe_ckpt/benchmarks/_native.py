@@ -1,43 +1,38 @@
 """What compiled copies gain on this machine, each beside what torch or Python does in its place.
 
 Many small slices are where calls cost more than bytes; of large ones only memory bandwidth is left. With a CUDA device
-the goals for its engine that need no other load are measured too; without one they are listed as not run.
+the goals for its engine are measured too; without one they are listed as not run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import mmap
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import xxhash
 from rich.table import Table
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, positive, table_of
+from lightning_moe_ckpt.benchmarks._goals import judge
+from lightning_moe_ckpt.benchmarks._goals_measured import CudaMeasurements, host_measurements
+from lightning_moe_ckpt.benchmarks._machine import Machine
+from lightning_moe_ckpt.benchmarks._native_compute import compression, replay
+from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.native import Copy, CopyEngine, CpuCopyEngine, create_engine, explain
 
 SLICE_NBYTES = (256, 16 * 2**10)
-_GOALS = ("G1 copy rate of large slices", "G6 rate of 8192 slices of 4 KiB", "G7 time of a submit")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NativeFigure:
-    """One way to do one thing."""
-
-    what: str
-    how: str
-    value: float | None
-    """Median over runs; `None` if it could not be run here."""
-    unit: str
-    note: str = ""
+_QUICK_NUMEL = 2**18
+_WRITE_NBYTES = 16 * 2**20
 
 
 class NativeBench(Benchmark[NativeFigure]):
@@ -51,19 +46,28 @@ class NativeBench(Benchmark[NativeFigure]):
         parser.add_argument("--slices", type=positive, default=10_000, help="of one list (default: %(default)s)")
         parser.add_argument("--repeats", type=positive, default=7, help="of every measurement (default: %(default)s)")
         parser.add_argument("--megabytes", type=positive, default=256, help="of large copies (default: %(default)s)")
+        parser.add_argument("--elements", type=positive, default=32 * 2**20, help="of gradients (default: %(default)s)")
+        parser.add_argument("--quick", action="store_true", help=f"gradients of at most {_QUICK_NUMEL} elements")
+        parser.add_argument("--out", type=Path, help="folder that gets native.json, with the machine and every figure")
 
     @override
     def measure(self, options: argparse.Namespace, progress: Progress) -> list[NativeFigure]:
+        if options.quick:
+            options.elements = min(options.elements, _QUICK_NUMEL)
         parts: list[tuple[str, Callable[[argparse.Namespace], list[NativeFigure]]]] = [
             ("small slices", _small_slices),
             ("strided and converted copies", _forms),
             ("files and checksums", _storage),
-            ("goals of the CUDA engine", _cuda_goals),
+            ("compression", lambda chosen: compression(chosen.elements, chosen.repeats)),
+            ("replay of Adam", lambda chosen: replay(chosen.elements, chosen.repeats)),
+            ("goals", _goals),
         ]
         figures = []
         for done, (what, part) in enumerate(parts):
             progress(what, done, len(parts))
             figures += part(options)
+            if options.out is not None:  # after every part: what ends the run early costs only the rest
+                write_figures(options.out, figures)
         return figures
 
     @override
@@ -72,7 +76,7 @@ class NativeBench(Benchmark[NativeFigure]):
             [each.what, each.how, "-" if each.value is None else f"{each.value:,.4g} {each.unit}", each.note]
             for each in figures
         ]
-        return table_of("Copies, medians of wall time", ["what", "how", "", ""], rows)
+        return table_of("Compiled code, medians of wall time", ["what", "how", "", ""], rows)
 
 
 def _small_slices(options: argparse.Namespace) -> list[NativeFigure]:
@@ -145,88 +149,64 @@ def _storage(options: argparse.Namespace) -> list[NativeFigure]:
             unit=unit,
             note=tempfile.gettempdir(),
         ),
+        _direct_write(options),
     ]
 
 
-def _write_seconds(data: memoryview) -> float:
+def _direct_write(options: argparse.Namespace) -> NativeFigure:
+    nbytes = options.megabytes * 2**20
+    with mmap.mmap(-1, nbytes) as pages:  # O_DIRECT wants whole, aligned pages
+        pages[::4096] = bytes(len(range(0, nbytes, 4096)))
+        value, note = None, tempfile.gettempdir()
+        try:
+            seconds = [_write_direct(pages) for _ in range(min(options.repeats, 3))]
+            value = nbytes / statistics.median(seconds) / 1e9
+        except OSError as error:
+            note = f"{note} refuses it: {error}"
+    return NativeFigure(what="file, written past the page cache", how="O_DIRECT", value=value, unit="GB/s", note=note)
+
+
+def _write_direct(pages: mmap.mmap) -> float:
+    with memoryview(pages) as data:
+        return _write_seconds(data, os.O_DIRECT)
+
+
+def _write_seconds(data: memoryview, flags: int = 0) -> float:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        with (Path(folder) / "file").open("wb", buffering=0) as file:
+        descriptor = os.open(Path(folder) / "file", os.O_CREAT | os.O_WRONLY | flags, 0o600)
+        try:
             done = 0
             while done < len(data):
-                done += file.write(data[done:])
-            os.fdatasync(file.fileno())
+                with data[done : done + _WRITE_NBYTES] as piece:
+                    done += os.write(descriptor, piece)
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
         return time.perf_counter() - started
 
 
-def _cuda_goals(options: argparse.Namespace) -> list[NativeFigure]:
-    """Goals that need no other load on the device; those under load are measured by the `gpu` tests of a session."""
-    reason = (
-        next(part.reason for part in explain() if part.part == "cuda" and not part.active) if not _has_cuda() else ""
-    )
+def write_figures(folder: Path, figures: Sequence[NativeFigure]) -> None:
+    """Put `native.json` into `folder`, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"machine": asdict(Machine.read()), "native": [asdict(figure) for figure in figures]}
+    staged = folder / ".native.json"
+    staged.write_text(json.dumps(document, indent=2) + "\n")
+    staged.replace(folder / "native.json")
+
+
+def _goals(options: argparse.Namespace) -> list[NativeFigure]:
+    on_host = host_measurements(options.megabytes, options.repeats)
+    reason = next((f"{part.part} part: {part.reason}" for part in explain() if not part.active), "")
     if reason:
-        return [
-            NativeFigure(what=goal, how="compiled engine", value=None, unit="", note=f"not run on a GPU: {reason}")
-            for goal in _GOALS
-        ]
+        return judge(on_host, reason)
     device = torch.device("cuda", torch.cuda.current_device())
     engine = create_engine(device)
     try:
-        return [*_large_goal(engine, device, options), *_small_goals(engine, device, options)]
+        measured = CudaMeasurements(engine, device, options.megabytes, options.repeats, options.elements)
+        return judge({**measured.all(), **on_host}, reason)
     finally:
         engine.close()
-
-
-def _has_cuda() -> bool:
-    return all(part.active for part in explain())
-
-
-def _large_goal(engine: CopyEngine, device: torch.device, options: argparse.Namespace) -> list[NativeFigure]:
-    numel = options.megabytes * 2**20
-    src, dst = torch.ones(numel, dtype=torch.uint8, device=device), _pinned(numel)
-
-    def alone() -> None:
-        dst.copy_(src, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    pairs = list(zip(src.view(-1, 2**20), dst.view(-1, 2**20), strict=True))
-    base, ours = _median(alone, options.repeats), _engine_seconds(engine, pairs, options.repeats)
-    note = f"goal 95% of one copy: {base / ours:.0%}"
-    return [NativeFigure(what=_GOALS[0], how="compiled engine", value=numel / ours / 1e9, unit="GB/s", note=note)]
-
-
-def _small_goals(engine: CopyEngine, device: torch.device, options: argparse.Namespace) -> list[NativeFigure]:
-    src = torch.ones(8192, 8192, dtype=torch.uint8, device=device)[:, :4096]
-    copies = list(zip(src, _pinned(8192 * 4096).view(8192, 4096), strict=True))
-
-    def loop() -> None:
-        for source, destination in copies:
-            destination.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    base, ours = _median(loop, options.repeats), _engine_seconds(engine, copies, options.repeats)
-    prepared = engine.prepare(copies)
-    submits = []
-    for _ in range(options.repeats):
-        started = time.perf_counter()
-        ticket = engine.submit(prepared)
-        submits.append(time.perf_counter() - started)
-        engine.wait(ticket)
-    rate, note = 8192 * 4096 / ours / 1e9, f"goal 5 times torch's loop: {base / ours:.1f}"
-    return [
-        NativeFigure(what=_GOALS[1], how="compiled engine", value=rate, unit="GB/s", note=note),
-        NativeFigure(
-            what=_GOALS[2],
-            how="compiled engine",
-            value=statistics.median(submits) * 1e6,
-            unit="us",
-            note="goal 50 us or less",
-        ),
-    ]
-
-
-def _pinned(nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _median(action: Callable[[], object], repeats: int) -> float:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks import Machine, NativeBench, OverheadBench, PlannerBench, ReductionBench
-from lightning_moe_ckpt.benchmarks._native import NativeFigure
+from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.cli import main
@@ -31,7 +31,7 @@ TINY = [
     *("--operators", "1300", "--runs", "2"),
     *("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     *TINY_FITS,
-    *("--slices", "50", "--repeats", "1", "--megabytes", "1"),
+    *("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 ]
 
 
@@ -168,6 +168,9 @@ def test_native_figures_stand_beside_those_of_torch(document: dict[str, Any]) ->
     assert [figure.how for figure in small] == ["torch, loop of copy_", "torch, _foreach_copy_", "compiled engine"]
     assert all(figure.value is None or figure.value > 0 for figure in figures)
     goals = [figure for figure in figures if figure.what.startswith("G")]
-    assert len(goals) == 3
+    assert len(goals) == 13
     assert all(figure.value is not None or "not run on a GPU: " in figure.note for figure in goals)
+    same = [figure for figure in figures if "same bits as torch" in figure.note]
+    assert len(same) == 3 + 6, "three compressions and six replays are checked"
+    assert not [figure for figure in figures if "OTHER BITS" in figure.note]
     assert "slices/s" in _shown(NativeBench().table(figures))

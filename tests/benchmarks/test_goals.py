@@ -1,0 +1,71 @@
+"""Goals are judged and told as they are: met, missed, failed, or not run; and figures reach a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_moe_ckpt.benchmarks import Machine, NativeBench
+from lightning_moe_ckpt.benchmarks._goals import GOALS, judge
+from lightning_moe_ckpt.benchmarks._native import write_figures
+from lightning_moe_ckpt.benchmarks._native_compute import replays_like_torch, selects_like_torch
+from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
+
+
+def _failing() -> float:
+    raise RuntimeError("no such kernel")
+
+
+def test_every_goal_has_a_row_whatever_was_run() -> None:
+    """Thirteen, in order; without a device each says that it was not run and why."""
+    rows = judge({}, "no driver")
+    assert [row.what.split()[0] for row in rows] == [f"G{number}" for number in range(1, 14)]
+    assert all(row.value is None and row.note.endswith("not run on a GPU: no driver") for row in rows)
+
+
+def test_rates_are_met_from_above_and_delays_from_below() -> None:
+    """The limit itself meets a goal; NaN meets none."""
+    by_name = {goal.name: goal for goal in GOALS}
+    rate, delay = by_name["G1"], by_name["G5"]
+    assert rate.is_met(95.0)
+    assert not rate.is_met(94.9)
+    assert delay.is_met(0.8)
+    assert not delay.is_met(0.81)
+    assert not rate.is_met(float("nan"))
+    assert not delay.is_met(float("nan"))
+
+
+def test_outcomes_are_told_one_by_one() -> None:
+    """A measurement that fails costs no other."""
+    rows = {row.what.split()[0]: row for row in judge({"G1": lambda: 96.0, "G3": lambda: 2.0, "G9": _failing}, "-")}
+    assert (rows["G1"].value, rows["G1"].note) == (96.0, "goal at least 95 %: met")
+    assert (rows["G3"].value, rows["G3"].note) == (2.0, "goal at most 1.5 %: NOT met")
+    assert rows["G9"].value is None
+    assert rows["G9"].note.endswith("FAILED: RuntimeError: no such kernel")
+
+
+def test_figures_reach_the_file_with_their_machine(tmp_path: Path) -> None:
+    """Written again after every part, whole each time."""
+    figure = NativeFigure(what="a", how="b", value=1.5, unit="ms")
+    write_figures(tmp_path / "out", [figure])
+    write_figures(tmp_path / "out", [figure, figure])
+    document = json.loads((tmp_path / "out" / "native.json").read_text())
+    assert Machine(**document["machine"]).torch == torch.__version__
+    assert [NativeFigure(**row) for row in document["native"]] == [figure, figure]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["native.json"]
+    assert NativeBench().table([figure]).row_count == 1
+
+
+def test_the_check_of_a_selection_can_fail() -> None:
+    """It holds for what is compressed; a small gradient is none, and says so."""
+    assert selects_like_torch(torch.randn(200_000, generator=torch.Generator().manual_seed(3)))
+    assert not selects_like_torch(torch.randn(1000))
+
+
+@pytest.mark.parametrize("kind", ["plain", "compressed"])
+def test_replay_is_compared_with_torch_itself(kind: str) -> None:
+    """Parameter and moments, of the real optimizer."""
+    assert replays_like_torch(120_000, kind, 4)
