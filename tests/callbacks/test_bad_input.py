@@ -183,7 +183,7 @@ def test_what_is_no_place_is_refused_at_once(url: Any, found: str, remedy: str) 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3://bucket/run", ["`s3://bucket/run` needs a package", "Install s3fs", "pip"]),
+        ("oss://bucket/run", ["`oss://bucket/run` needs a package", "Install ossfs", "pip"]),
         ("nosuch://run", ["Protocol not known: nosuch", "Name a path or a URL fsspec knows"]),
         ("memory://run", ["memory of one process, and this run has 3", "Give a path or URL that all of them reach"]),
     ],
