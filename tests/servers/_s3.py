@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 ENVIRONMENT = Path(os.environ.get("MOE_CKPT_S3_SERVERS", Path(__file__).resolve().parents[2] / ".venv" / "servers"))
+# The shell's input is a pipe from this process: a test run that is killed leaves no server behind.
+_UNTIL_CLOSED = '"$@" < /dev/null & cat > /dev/null; kill -9 $!'
 KEY, SECRET = "test", "testtest"
 BUCKET = "bucket"
 
@@ -50,7 +52,12 @@ class S3Server:
         (self._folder / "root" / BUCKET).mkdir(parents=True, exist_ok=True)
         with (self._folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, env=os.environ | self._environment(), start_new_session=True
+                ["/bin/sh", "-c", _UNTIL_CLOSED, "sh", *self._command()],
+                stdout=log,
+                stderr=log,
+                env=os.environ | self._environment(),
+                start_new_session=True,
+                stdin=subprocess.PIPE,
             )
         self._wait_until_it_answers()
         if self.name != "rclone":  # there a bucket is a folder
@@ -61,6 +68,8 @@ class S3Server:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._process.wait(timeout=30)
             self._process = None
 
