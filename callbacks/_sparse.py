@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,8 @@ from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
+
+log = logging.getLogger(__name__)
 
 
 class SparseCheckpoint(CheckpointCallback):
@@ -101,6 +104,16 @@ class SparseCheckpoint(CheckpointCallback):
             raise ConfigurationError(
                 f"`SparseCheckpoint(popularity=..., order={order!r}, schedule={'...' if schedule else None})`: popularity "
                 "is measured only with order='popularity' and without a schedule. Leave it out, or change these."
+            )
+        longest = max_window if isinstance(window, str) else window
+        if popularity is not None and popularity.reorder_every_n_steps < longest + 2:
+            log.warning(
+                "`Popularity(reorder_every_n_steps=%d)` with windows of up to %d steps: a new order can be overtaken before "
+                "it starts, and a run that dies in replay may then follow other plans than one that does not (the training "
+                "is the same). Look every %d steps or less often.",
+                popularity.reorder_every_n_steps,
+                longest,
+                longest + 2,
             )
         self.window, self.budget_nbytes, self.planner = window, budget_nbytes, planner
         self.order, self.popularity, self.schedule = order, popularity, schedule

@@ -26,7 +26,7 @@ def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool)
         module: what it trains.
         replays: whether a resume re-runs steps with part of the model frozen.
     """
-    found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer)]
+    found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer), *_of_clocks(trainer)]
     if not module.automatic_optimization:
         found.append("manual optimization: steps taken by the module itself are not recorded; use DenseCheckpoint")
     if replays:
@@ -81,6 +81,15 @@ def _of_copies(trainer: Trainer) -> Iterator[str]:
         kept = [name for name, value in vars(callback).items() if _has_weights(value)]
         if kept and callback not in known:
             yield f"callback `{type(callback).__qualname__}` keeps weights in {kept}, which no checkpoint holds"
+
+
+def _of_clocks(trainer: Trainer) -> Iterator[str]:
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "_train_time_interval", None) is not None:
+            yield (
+                f"`{type(callback).__qualname__}(train_time_interval=...)` saves by the clock, so a resumed run writes "
+                "other files; the training itself is exact. Use `every_n_train_steps`"
+            )
 
 
 def _has_weights(value: object) -> bool:

@@ -128,6 +128,7 @@ def test_the_report_counts(tmp_path: Path) -> None:
 def test_the_heap_is_frozen_while_training_and_only_then(tmp_path: Path) -> None:
     """From the first complete generation to the end of the fit, also if that fails; switched off, never."""
     counts: list[int] = []
+    gc.unfreeze()
 
     class Count(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
@@ -375,3 +376,32 @@ def test_averaging_that_swaps_the_scheduler_is_refused_at_start(tmp_path: Path) 
     """Not found out by the first run that resumes with other learning rates."""
     with pytest.raises(ConfigurationError, match="Use WeightAveraging"):
         fit(SparseCheckpoint(str(tmp_path)), StochasticWeightAveraging(1e-3), steps=4)
+
+
+def test_what_was_asked_of_batches_holds_for_all_lives(tmp_path: Path) -> None:
+    """A journal with batches is of no use to a run that repositions its loader, and the other way round."""
+    fit(SparseCheckpoint(str(tmp_path), window=2, batches="log"), steps=5)
+    with pytest.raises(ConfigurationError, match=r"batches='reposition'.*written with 'log'.*resume='never'"):
+        fit(SparseCheckpoint(str(tmp_path), window=2), steps=8)
+
+
+class Stretching(Linear):
+    """Its buffer has another shape from step 4 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("history", torch.zeros(2))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 4:
+            self.history = torch.zeros(3)
+
+
+def test_a_buffer_that_changes_shape_is_named_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What would not fit is never written."""
+    with caplog.at_level(logging.WARNING, logger="lightning_moe_ckpt"):
+        trainer = fit(SparseCheckpoint(str(tmp_path), window=2), steps=8, module=Stretching())
+    assert trainer.global_step == 8
+    assert "buffer `history` is torch.float32 (3,), was torch.float32 (2,)" in caplog.text

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,13 +93,21 @@ def _said(module: LightningModule, callbacks: list[Callback], caplog: pytest.Log
         (Averages, None, "WeightAveraging"),
         (Manual, None, "manual optimization"),
         (Plain, Teacher, "`Teacher` keeps weights in ['teacher']"),
+        (Plain, partial(ModelCheckpoint, train_time_interval=timedelta(hours=1)), "saves by the clock"),
     ],
-    ids=["clipping", "averages", "manual", "copies"],
+    ids=["clipping", "averages", "manual", "copies", "clock"],
 )
 def test_each_reason_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Any, own: Any, words: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    module: Any,
+    own: Any,
+    words: str,
 ) -> None:
     """Under sparse windows, by the name of what is to blame."""
+    monkeypatch.chdir(tmp_path)  # where ModelCheckpoint writes
     callbacks = [*([own()] if own else []), SparseCheckpoint(str(tmp_path), window=2)]
     said = _said(module(), callbacks, caplog)
     assert len(said) == 1, said

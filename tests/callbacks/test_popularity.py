@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,12 @@ def test_a_layer_that_does_not_show_its_capacity_is_named_at_start(tmp_path: Pat
     with pytest.raises(ConfigurationError, match=wanted):
         fit(SparseCheckpoint(str(tmp_path / "run"), popularity=Popularity(per_capacity=True)))
     fit(SparseCheckpoint(str(tmp_path / "run"), popularity=Popularity(counts="soft")))
+
+
+def test_looks_that_come_before_a_plan_can_start_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the least number of steps that is safe for the windows asked for."""
+    with caplog.at_level(logging.WARNING, logger="lightning_moe_ckpt"):
+        SparseCheckpoint(str(tmp_path), window=4, popularity=Popularity(reorder_every_n_steps=6))
+        assert not caplog.records
+        SparseCheckpoint(str(tmp_path), window=4, popularity=Popularity(reorder_every_n_steps=5))
+    assert "Look every 6 steps" in caplog.text

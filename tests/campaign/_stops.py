@@ -132,6 +132,8 @@ def require_clean(lives: Sequence[LifeResult]) -> None:
         for rank in range(life.world_size):
             left = json.loads(_path(life.workdir, life.index, rank).read_text())["left"]
             assert not left, f"life {life.index}, rank {rank} left {left}\n{life.log(rank)}"
+    unfinished = list(lives[0].workdir.parent.rglob("*.tmp"))
+    assert not unfinished, f"left {unfinished}"
 
 
 def seconds_to_end(life: LifeResult) -> list[float]:
