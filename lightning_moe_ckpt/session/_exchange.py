@@ -55,21 +55,21 @@ class Exchange:
         return all(row[0] for row in self.gather([int(flag)]))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
         """Around what can fail on one rank alone: all ranks fail if one does, so that none waits for it. Collective.
 
-        Raises:
-            ConfigurationError: on every rank, with the reasons of those that have one.
+        Args:
+            error: what is raised, on every rank, with the reasons of those that have one.
         """
         failed: CheckpointError | None = None
         try:
             yield
-        except CheckpointError as error:
-            failed = error
+        except CheckpointError as reason:
+            failed = reason
         reasons = self.gather_values(None if failed is None else str(failed))
         told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
         if told:
-            raise ConfigurationError(str(failed) if len(reasons) == 1 else " ".join(told)) from failed
+            raise error(str(failed) if len(reasons) == 1 else " ".join(told)) from failed
 
     def broadcast(self, value: object) -> object:
         """The coordinator's value, on every rank."""

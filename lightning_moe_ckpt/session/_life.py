@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from lightning_moe_ckpt.errors import Fenced
+from lightning_moe_ckpt.errors import Fenced, IdentityMismatch
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -126,6 +126,7 @@ class Life:
         self._restore_seconds = 0.0
         self._outcome: Journal = {}
         self._began: float | None = None
+        self._overhead_before = 0.0
         self._last_window: int | None = None
 
     # -- start
@@ -186,7 +187,8 @@ class Life:
         assert self._capture is not None
         self._planner.journal_needs(found.journal_nbytes // 2)
         layout = lay_out(found.plan, self._view, self._groups, found.journal_nbytes)
-        found.check_headers([slot.segment for slot in layout.slots])
+        with self._exchange.together(IdentityMismatch):  # each rank has records of its own
+            found.check_headers([slot.segment for slot in layout.slots])
         replay = Replay(
             view=layout.slots[0].view,
             groups=self._groups,
@@ -323,7 +325,8 @@ class Life:
         capture = self._capture
         assert capture is not None
         fresh = self._found is None and self._began is None
-        self._began = self._began or time.perf_counter()
+        if self._began is None:
+            self._began, self._overhead_before = time.perf_counter(), self.clock.seconds
         if self._steps < 2:
             outcome = {**self._outcome, "popularity": self._planner.state()}
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
@@ -440,7 +443,7 @@ class Life:
             nbytes_persisted=self._persisted_nbytes,
             dense_nbytes=self._dense_nbytes,
             stall_seconds=self._stalls.totals(),
-            overhead_seconds=self.clock.seconds,
+            overhead_seconds=self.clock.seconds - self._overhead_before if self._began is not None else 0.0,
             seconds=time.perf_counter() - self._began if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
             generations_committed=self._committed,

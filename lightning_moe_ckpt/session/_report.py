@@ -26,7 +26,8 @@ class Report:
     stall_seconds: dict[str, float]
     """Seconds that training waited, by cause."""
     overhead_seconds: float
-    """Seconds of the training thread in hooks of this package, waits included; not token counts in forward passes."""
+    """Seconds of the training thread in hooks of this package, waits included, within `seconds`; not token counts in
+    forward passes."""
     seconds: float
     """Wall time since this life was ready for its first batch."""
     generations_complete: int

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.session import _shm
+from lightning_moe_ckpt.session._restore import Found
 from lightning_moe_ckpt.storage import open_ranged
 from lightning_moe_ckpt.strategy import MoEStrategy
 
@@ -425,6 +427,22 @@ def test_a_model_that_differs_on_one_rank_stops_all_of_them(tmp_path: Path) -> N
 
     for said in every_rank(3, checkpoint, module=Differing):
         assert said.startswith("IdentityMismatch")
+
+
+def test_records_that_differ_on_one_rank_stop_all_of_them(tmp_path: Path) -> None:
+    """What one rank cannot use of its own segments is said by every rank, with which rank it is."""
+    url = tmp_path / "run"
+    assert every_rank(3, lambda _: DenseCheckpoint(url, every_n_steps=1)) == ["nothing"] * 3
+
+    def checkpoint(rank: int) -> DenseCheckpoint:
+        if rank == 1:  # in a process of its own
+            check = Found.check_headers
+            other: Any = SimpleNamespace(header=b"")
+            Found.check_headers = lambda found, _: check(found, [other] * len(found.steps))  # type: ignore[assignment, method-assign]
+        return DenseCheckpoint(url)
+
+    for said in every_rank(3, checkpoint):
+        assert said.startswith("IdentityMismatch: rank 1: ")
 
 
 # -- parameters that are no plain numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,24 @@ def test_the_report_counts(tmp_path: Path) -> None:
     assert report.nbytes_per_step > report.dense_nbytes / 2 > 0
     assert 0 < report.stall_seconds_per_step < 1
     assert 0 < report.checkpoint_share < report.overhead_share < 1  # waits are a part of what hooks take
+
+
+def test_hooks_before_the_first_batch_are_outside_of_both_clocks(tmp_path: Path) -> None:
+    """Their time counts neither as overhead nor as wall time, so that one is always a part of the other."""
+
+    class SlowStart(Callback):
+        seconds = 0.5
+
+        def state_dict(self) -> dict[str, Any]:
+            end, type(self).seconds = time.perf_counter() + self.seconds, 0.0
+            while time.perf_counter() < end:
+                pass  # works
+            return {"x": 1}
+
+    checkpoint = DenseCheckpoint(str(tmp_path), every_n_steps=10)
+    fit(checkpoint, SlowStart(), steps=2)
+    assert SlowStart.seconds == 0
+    assert 0 < checkpoint.report.overhead_seconds < checkpoint.report.seconds
 
 
 def test_the_heap_is_frozen_while_training_and_only_then(tmp_path: Path) -> None:
