@@ -1,0 +1,178 @@
+"""LightningCLI: every argument from YAML, its help, and `resume` as a configuration file has it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningCLI
+
+import cli
+from lightning_moe_ckpt import MoEStrategy
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, Popularity, SparseCheckpoint
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.cli import main as moe_ckpt
+from lightning_moe_ckpt.errors import NoUsableGeneration
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# jsonargparse has deprecated what LightningCLI calls; the rest is Lightning's advice about tiny runs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FROM_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI warns if the arguments of the running process, pytest's here, could be meant instead."""
+    monkeypatch.setattr(sys, "argv", ["cli.py"])
+
+
+def example(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((EXAMPLES / name).read_text()))
+
+
+def entries(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Callbacks of a file, and its strategy where that is written out."""
+    trainer = document["trainer"]
+    strategy = trainer["strategy"]
+    return [*trainer["callbacks"], *([strategy] if isinstance(strategy, dict) else [])]
+
+
+def callback(built: LightningCLI, kind: type[Callback]) -> Any:
+    (found,) = (each for each in built.trainer.callbacks if isinstance(each, kind))  # type: ignore[attr-defined]
+    return found
+
+
+def arguments(kind: type) -> set[str]:
+    return set(inspect.signature(kind).parameters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (SparseCheckpoint, "sparse.yaml"),
+        (DenseCheckpoint, "dense.yaml"),
+        (ExpertLoadMonitor, "sparse.yaml"),
+        (MoEStrategy, "sparse.yaml"),
+    ],
+)
+def test_an_example_names_every_argument(kind: type, name: str) -> None:
+    """An argument that is added is added there; what the Trainer gives is left to it."""
+    (entry,) = (each for each in entries(example(name)) if each["class_path"].endswith("." + kind.__name__))
+    assert set(entry["init_args"]) == arguments(kind) - FROM_THE_TRAINER
+
+
+def test_values_of_a_file_arrive_as_their_types() -> None:
+    """Objects, durations, dicts and choices."""
+    options = ["--trainer.callbacks.init_args.every_n_steps=7", "--trainer.strategy.init_args.timeout=0:10:00"]
+    built = cli.main(["--config", str(EXAMPLES / "sparse.yaml"), *options], run=False)
+    sparse, strategy = callback(built, SparseCheckpoint), built.trainer.strategy
+    assert sparse.popularity == Popularity(counts="soft", half_life_steps=50.0)
+    assert sparse.stop_grace == timedelta(seconds=25)
+    assert (sparse.storage_options, sparse.keep, sparse.resume, sparse.batches) == ({}, 2, "auto", "reposition")
+    assert callback(built, ExpertLoadMonitor).every_n_steps == 7
+    assert isinstance(strategy, MoEStrategy)
+    assert (strategy.timeout, strategy.process_group_backend) == (timedelta(minutes=10), "gloo")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_printed_configuration_reads_back_equal(
+    path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`--print_config`, loaded again, prints the same; nothing of ours is lost on the way."""
+    texts = [path.read_text()]
+    for turn in range(2):
+        (tmp_path / f"{turn}.yaml").write_text(texts[-1])
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["--config", str(tmp_path / f"{turn}.yaml"), "--print_config"], run=False)
+        assert ended.value.code == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[1] == texts[2]
+    for written, read in zip(*(entries(yaml.safe_load(text)) for text in texts[:2]), strict=True):
+        for name, value in written["init_args"].items():
+            assert str(read["init_args"][name]) == str(value) or isinstance(value, dict), name
+            if isinstance(value, dict):
+                assert value.items() <= read["init_args"][name].items(), name
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "words"),
+    [
+        ("callbacks", SparseCheckpoint, ["one run per URL", "smallest that fits", "torchrun and SLURM", "gc.freeze"]),
+        ("callbacks", DenseCheckpoint, ["optimizer steps between two snapshots", "refuses to start a new one"]),
+        ("callbacks", ExpertLoadMonitor, ["optimizer steps between two rows"]),
+        ("strategy", MoEStrategy, ["ranks share one set of experts", "adds gradients in rank order"]),
+    ],
+)
+def test_help_explains_every_argument(
+    option: str, kind: type, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is there, with a text beside its type."""
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        cli.main([f"--trainer.{option}.help={kind.__module__.split('._')[0]}.{kind.__name__}"], run=False)
+    said = capsys.readouterr().out
+    for name in arguments(kind):
+        text = re.search(rf"^  --trainer\.{option}\.{name} .*\n? +(\S.*)\((required, )?type: ", said, re.MULTILINE)
+        assert text is not None, name
+        assert len(text[1]) > 10, name
+    assert [word for word in words if word not in said] == []
+
+
+def train(url: Path, steps: int, resume: str) -> CheckpointCallback:
+    """A fit of `examples/dense.yaml`, made small."""
+    document = example("dense.yaml")
+    document["trainer"] |= {
+        "logger": False,
+        "max_steps": steps,
+        "limit_val_batches": 0,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(url.parent),
+    }
+    document["trainer"]["callbacks"][0]["init_args"] |= {"url": str(url), "every_n_steps": 1, "resume": resume}
+    document["model"]["architecture"] = {"num_blocks": 1, "model_dim": 16, "num_heads": 2, "num_experts": 4}
+    document["data"] = {"context": 8, "batch_size": 4, "train_crops": 64, "val_crops": 4}
+    path = url.parent / "config.yaml"
+    path.write_text(yaml.safe_dump(document))
+    built = cli.main(["--config", str(path)], run=False)
+    built.trainer.fit(built.model, built.datamodule)
+    found: CheckpointCallback = callback(built, DenseCheckpoint)
+    return found
+
+
+def listed(url: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert moe_ckpt(["ls", str(url), "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_resume_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`must` refuses where there is no run, `auto` starts and goes on, `never` starts a second run beside the first."""
+    url = tmp_path / "run"
+    with pytest.raises(NoUsableGeneration, match='holds no run, and resume="must" asks for one'):
+        train(url, 2, "must")
+    assert train(url, 2, "auto").report.resumed_from is None
+    first = listed(url, capsys)
+    assert train(url, 3, "auto").report.resumed_from == 2
+    assert train(url, 4, "must").report.resumed_from == 3
+    older = {row["step"] for row in listed(url, capsys)["generations"]}
+
+    assert train(url, 1, "never").report.resumed_from is None
+    second = listed(url, capsys)
+    assert second["run_id"] != first["run_id"]
+    usable = {row["step"]: row["usable"] for row in second["generations"]}
+    assert older & usable.keys(), "the first run lies there until the second has more than it keeps"
+    assert usable[1]
+    assert not any(usable[step] for step in older & usable.keys() - {1})
+
+    assert train(url, 2, "auto").report.resumed_from == 1, "goes on with the newest run, not with the longest"
+    assert listed(url, capsys)["run_id"] == second["run_id"]
