@@ -17,7 +17,9 @@ import torch
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
 from lightning_moe_ckpt.inspection import export, verify
+from lightning_moe_ckpt.inspection._verify import _verify_file
 from lightning_moe_ckpt.storage import (
+    Commit,
     Entry,
     RunView,
     SegmentEntry,
@@ -99,16 +101,31 @@ def test_the_run_has_one_file_of_each_kind_and_is_good(held: Held) -> None:
     assert verify(held).sound
 
 
+def document_refused(held: Held, key: str, commit: Commit) -> bool:
+    """Whether the reader of this document, which `verify` asks, complains."""
+    if key.startswith("_log/"):
+        return bool(RunView.open(held).log_damage())
+    if key.endswith(".done"):
+        return refused(lambda: RunView.open(held).read_marker(commit, 0))
+    return refused(lambda: Commit.from_bytes(held.objects[key], key))
+
+
+def commit_of(held: Held) -> Commit:
+    commit = RunView.open(held).generations()[0].commit
+    assert commit is not None
+    return commit
+
+
 def test_every_flipped_bit_of_every_document_is_noticed(held: Held) -> None:
-    """Log entries, marker and manifest: all bits of all bytes, through the whole of `verify`."""
-    missed = []
+    """Log entries, marker and manifest: all bits of all bytes by their reader, each 23rd through the whole of `verify`."""
+    missed, commit = [], commit_of(held)
     for key in [key for key in held.objects if not key.endswith(".safetensors")]:
         original = held.objects[key]
         for bit in range(8 * len(original)):
             damaged = bytearray(original)
             damaged[bit // 8] ^= 1 << bit % 8
             held.objects[key] = bytes(damaged)
-            if not noticed(held):
+            if not document_refused(held, key, commit) or (bit % 23 == 0 and not noticed(held)):
                 missed.append((key, bit))
         held.objects[key] = original
     assert missed == []
@@ -140,32 +157,38 @@ def test_the_stream_is_judged_as_a_restore_judges_the_whole(held: Held) -> None:
     data = bytearray(held.objects[entry.key])
     held.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
     verdicts = []
-    for position in [*range(4096), *range(4096, len(data), 7)]:
+    for position in [*range(0, 4096, 3), *range(4096, len(data), 29)]:
         data[position] ^= 1 << position % 8
         forged = dataclasses.replace(entry, digest=digest_of(memoryview(data)))
         restored = refused(partial(verify_records, forged, memoryview(data)))
         assert refused(partial(scrub_segment, held, forged)) == restored, position
         verdicts.append(restored)
         data[position] ^= 1 << position % 8
-    assert verdicts.count(True) > 4096  # the header, and records; fillers have no digest of their own
+    assert verdicts.count(True) > 4096 // 3  # the header, and records; fillers have no digest of their own
     assert not refused(lambda: scrub_segment(held, entry))
 
 
-def refused(check: Callable[[], None]) -> bool:
+def refused(check: Callable[[], object]) -> bool:
     try:
         check()
-    except Corrupt:
+    except CheckpointError:
         return True
     return False
 
 
 def test_every_truncation_is_noticed(held: Held) -> None:
-    """Every file, cut at every length; and one byte too many."""
-    missed = []
+    """Every file, cut at every length, by its reader, each 97th through the whole of `verify`; and one byte too many."""
+    missed, commit, segment = [], commit_of(held), segment_of(held)
+    stored = RunView.open(held).generations()[0]
     for key, original in list(held.objects.items()):
         for nbytes in range(len(original)):
             held.objects[key] = original[:nbytes]
-            if not noticed(held):
+            if key == segment.key:
+                cut = dataclasses.replace(stored, sizes={**stored.sizes, key: nbytes})
+                seen = refused(partial(_verify_file, held, cut, segment))
+            else:
+                seen = document_refused(held, key, commit)
+            if not seen or (nbytes % 97 == 0 and not noticed(held)):
                 missed.append((key, nbytes))
         held.objects[key] = original + b"\0"
         if not noticed(held):
