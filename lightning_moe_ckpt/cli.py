@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from rich.progress import Progress
 
 from lightning_moe_ckpt.benchmarks import Benchmark, Machine, NativeBench, OverheadBench, PlannerBench, ReductionBench
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection import add_commands, add_doctor
+from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
@@ -30,6 +31,19 @@ Run = Callable[[argparse.Namespace], int]
 _BENCHMARKS: tuple[Benchmark[Any], ...] = (ReductionBench(), PlannerBench(), OverheadBench(), NativeBench())
 
 
+_HELP = """\
+Looks at checkpoints that lightning_moe_ckpt wrote, and measures what they cost. Start with `moe-ckpt ls URL`."""
+_STATUSES = """\
+Exit status:
+  0    done; for verify: everything is as it was written
+  1    verify only: something is damaged, or there is nothing to restore
+  2    wrong arguments, or the command could not do its work; standard error says why in a line
+  141  whoever read the output closed it early, as `head` does
+
+Errors never stand in standard output but with --json, where they are a document {"error": ...}."""
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -37,19 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; those of the process by default.
 
     Returns:
-        Exit status: 0 on success, 1 if the command failed. Wrong arguments exit with 2.
+        Exit status, as `--help` lists them. Wrong arguments raise `SystemExit` with 2.
     """
-    parser = argparse.ArgumentParser(prog="moe-ckpt", description="Checkpoints of Mixture-of-Experts training.")
+    parser = argparse.ArgumentParser(
+        prog="moe-ckpt", description=_HELP, epilog=_STATUSES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for declare in _COMMANDS:
         declare(commands)
     args = parser.parse_args(argv)
     run: Run = args.run
     try:
-        return run(args)
+        status = run(args)
+        sys.stdout.flush()
     except CheckpointError as error:
         sys.stderr.write(f"moe-ckpt: {error}\n")
-        return 1
+        return 2
+    except BrokenPipeError:
+        # What is still buffered would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return status
 
 
 def _declare_bench(commands: Commands) -> None:
@@ -75,9 +97,8 @@ def _bench(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> int:
         document = {name: [dataclasses.asdict(each) for each in group] for name, group in figures.items()}
         sys.stdout.write(json.dumps({"machine": dataclasses.asdict(machine), **document}, indent=2) + "\n")
         return 0
-    # A file or a pipe has no width: enough for the widest table.
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(str(machine), highlight=False)
+    console = Screen()
+    console.print(str(machine))
     for benchmark in chosen:
         console.print(benchmark.table(figures[benchmark.name]))
     return 0

@@ -1,7 +1,7 @@
 """The subcommands `ls`, `inspect`, `verify` and `export`: arguments in, tables or JSON out.
 
 Exit status: 0 if all is well, 1 if `verify` found damage, 2 if the command could not do its work, with one line on
-standard error that says why.
+standard error that says why; with `--json` standard output then has `{"error": ...}`, one document in any case.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.inspection._export import MAX_SHARD_NBYTES, ExportFormat, ExportOptions, export
 from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
+from lightning_moe_ckpt.inspection._screen import Screen
 from lightning_moe_ckpt.inspection._select import select
 from lightning_moe_ckpt.inspection._verify import Verdict, verify
 from lightning_moe_ckpt.storage import RangedBackend, RunView, open_ranged
@@ -36,13 +37,15 @@ _LS = """\
 List what is stored under URL, newest first, and say of each generation whether a restart would try it.
 
 Reads names, the log and manifests, no segments: `verify` reads those. KIND is dense if one step holds everything,
-sparse if a window of steps adds up to it. Works while the run goes on, and writes nothing."""
+sparse if a window of steps adds up to it. Works while the run goes on, and writes nothing.
+Exit status: 0 listed, 2 there is no run or it could not be read."""
 
 _INSPECT = """\
 Show one generation: how it was planned, which operator was captured at which step, and which rank wrote what.
 
 Reads the markers of all ranks, no segments. Sizes are without padding; `compute` is what forward and backward of
-replayed steps need of an operator whose full state comes later in the window."""
+replayed steps need of an operator whose full state comes later in the window.
+Exit status: 0 shown, 2 there is no such generation or its markers could not be read."""
 
 _VERIFY = """\
 Read every byte of committed generations, and the log, and compare all digests.
@@ -60,7 +63,8 @@ OUT decides what is written:
   a folder        for from_pretrained of transformers: config.json and weights of the Hugging Face model in the module
 Names are those of the module's state_dict: with tied weights, without buffers that are not persistent. Buffers are
 those of rank 0. No format has what an exact restart needs; a run itself resumes from URL.
-A sparse generation is several steps in one and cannot be exported; the message names the nearest dense one."""
+A sparse generation is several steps in one and cannot be exported; the message names the nearest dense one.
+Exit status: 0 written, 2 not written."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -119,7 +123,9 @@ def _declare(commands: Commands, name: str, summary: str, description: str, act:
     parser.add_argument(
         "url", metavar="URL", help="where the run's checkpoints are: a path, or the URL that was trained with"
     )
-    parser.add_argument("--json", action="store_true", help="write one JSON document instead of tables")
+    parser.add_argument(
+        "--json", action="store_true", help="write one JSON document instead of tables, also of an error"
+    )
     parser.add_argument(
         "--storage-option",
         action="append",
@@ -140,7 +146,11 @@ def _run(act: Act, args: argparse.Namespace) -> int:
         finally:
             backend.close()
     except CheckpointError as error:
-        sys.stderr.write(f"moe-ckpt {args.url}: {' '.join(str(error).split())}\n")
+        reason = " ".join(str(error).split())
+        sys.stderr.write(f"moe-ckpt {args.url}: {reason}\n")
+        if args.json:
+            document = {"url": args.url, "error": {"type": type(error).__name__, "message": reason}}
+            sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return 2
 
 
@@ -237,7 +247,6 @@ def _show(args: argparse.Namespace, document: Mapping[str, Any], tables: Callabl
     if args.json:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         return
-    # A file or a pipe has no width: enough for the widest table.
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False, markup=False)
+    console = Screen(markup=False)
     for each in tables():
         console.print(each)

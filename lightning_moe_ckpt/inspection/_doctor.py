@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_moe_ckpt.inspection._screen import Screen
 from lightning_moe_ckpt.native import Finding, examine
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps({"findings": [dataclasses.asdict(each) for each in findings]}, indent=2) + "\n")
     else:
-        # A file or a pipe has no width: enough for the widest table.
-        Console(width=None if sys.stdout.isatty() else 150, highlight=False).print(_table(findings))
+        Screen().print(_table(findings))
     return 0
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 import uuid
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -143,16 +148,27 @@ def test_verify_reads_what_no_restart_would_use_only_if_asked(
 
 
 @pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["export"]])
-def test_a_url_without_a_run_is_an_error_and_stays_empty(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+@pytest.mark.parametrize("place", ["missing", "empty", "foreign"])
+def test_a_url_without_a_run_is_an_error_and_stays_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], place: str
 ) -> None:
-    """One line on standard error, exit status 2, and nothing was made."""
-    out = [str(tmp_path / "out.ckpt")] if command == ["export"] else []
-    assert main([*command, str(tmp_path / "typo"), *out]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "holds no run" in err
-    assert list(tmp_path.iterdir()) == []
+    """One line on standard error, exit status 2, with `--json` the same as a document, and nothing was made."""
+    root = tmp_path / "typo"
+    if place != "missing":
+        root.mkdir()
+    if place == "foreign":
+        (root / "epoch=1.ckpt").write_bytes(b"of somebody else")
+    before = sorted(tmp_path.rglob("*"))
+    argv = [*command, str(root), *([str(tmp_path / "out.ckpt")] if command == ["export"] else [])]
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert "holds no run" in said.err
+    error = run_json(capsys, *argv, status=2)["error"]
+    assert error["type"] == "NoUsableGeneration"
+    assert "holds no run" in error["message"]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -171,6 +187,76 @@ def test_errors_are_one_line(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert words in err
+
+
+@pytest.mark.parametrize("suffix", [".json", ".done", ".safetensors", "_COMMITTED"])
+def test_json_is_one_document_whatever_is_damaged(
+    capsys: pytest.CaptureFixture[str], sparse_run: str, tmp_path: Path, suffix: str
+) -> None:
+    """Every file of a kind overwritten: each command still writes a document, and `verify` fails with 1."""
+    root = copied(sparse_run, tmp_path)
+    for path in [path for path in root.rglob("*") if path.name.endswith(suffix)]:
+        path.write_bytes(b"\xff" * len(path.read_bytes()))
+    statuses = {}
+    for command in ("ls", "inspect", "verify", "export"):
+        out = [str(tmp_path / "out.safetensors")] if command == "export" else []
+        statuses[command] = main([command, str(root), *out, "--json"])
+        document = json.loads(capsys.readouterr().out)
+        assert ("error" in document) == (statuses[command] == 2), command
+    assert statuses["ls"] in {0, 2}
+    assert statuses["verify"] in {1, 2}
+    assert statuses["export"] == 2
+
+
+def test_a_reader_that_leaves_early_is_no_error(sparse_run: str) -> None:
+    """`moe-ckpt inspect URL | head -1`: no traceback, and the status of a closed pipe, whatever is written."""
+    program = "import sys; from lightning_moe_ckpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        both = [
+            subprocess.Popen([sys.executable, "-c", program, "inspect", sparse_run, *more], stdout=closed, stderr=PIPE)
+            for more in ([], ["--json"])
+        ]
+        ends = [(each.communicate(timeout=300)[1], each.returncode) for each in both]
+    assert ends == [(b"", 141), (b"", 141)]
+
+
+def test_a_pipe_gets_whole_rows_without_colours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sparse_run: str
+) -> None:
+    """Whatever the size of a terminal somewhere: what is piped is searched with grep."""
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["inspect", sparse_run, "--step", "6"]) == 0
+    piped = capsys.readouterr().out
+    assert "snap/000000000006/e000001/rank00000.000000000005.safetensors" in piped
+    assert "\x1b" not in piped
+
+
+def test_a_narrow_terminal_gets_no_longer_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sparse_run: str
+) -> None:
+    """Forty columns, and no colour where `NO_COLOR` is set."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for command in ("ls", "inspect", "verify"):
+        assert main([command, sparse_run]) == 0
+        out = re.sub(r"\x1b\[[013]?m", "", capsys.readouterr().out)  # bold and italic are no colours
+        assert "\x1b" not in out
+        assert max(map(len, out.splitlines())) <= 40
+
+
+@pytest.mark.parametrize("command", ["", "ls", "inspect", "verify", "export", "doctor"])
+def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """Of the program and of each command; every option has a text."""
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "Exit status:" in said
+    assert not re.search(r"^  --[a-z-]+( [A-Z=]+)?$\n(?! {10})", said, re.MULTILINE)
 
 
 def test_looking_changes_nothing(capsys: pytest.CaptureFixture[str], sparse_run: str, tmp_path: Path) -> None:
