@@ -125,8 +125,7 @@ class Life:
         self._newest: dict[str, int] = {}
         self._restore_seconds = 0.0
         self._outcome: Journal = {}
-        self._began: float | None = None
-        self._overhead_before = 0.0
+        self._began: tuple[float, float] | None = None  # time, and seconds on the clock of hooks
         self._last_window: int | None = None
 
     # -- start
@@ -325,8 +324,7 @@ class Life:
         capture = self._capture
         assert capture is not None
         fresh = self._found is None and self._began is None
-        if self._began is None:
-            self._began, self._overhead_before = time.perf_counter(), self.clock.seconds
+        self._began = self._began or (time.perf_counter(), self.clock.seconds)
         if self._steps < 2:
             outcome = {**self._outcome, "popularity": self._planner.state()}
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
@@ -443,8 +441,8 @@ class Life:
             nbytes_persisted=self._persisted_nbytes,
             dense_nbytes=self._dense_nbytes,
             stall_seconds=self._stalls.totals(),
-            overhead_seconds=self.clock.seconds - self._overhead_before if self._began is not None else 0.0,
-            seconds=time.perf_counter() - self._began if self._began is not None else 0.0,
+            overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
+            seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
             generations_committed=self._committed,
             generations=dict(self._newest),
