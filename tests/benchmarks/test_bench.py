@@ -153,11 +153,11 @@ def test_wrong_arguments_exit_with_two(argv: list[str], capsys: pytest.CaptureFi
     assert "usage: moe-ckpt" in capsys.readouterr().err
 
 
-def test_a_failed_command_says_why_and_exits_with_one(tmp_path: Path) -> None:
+def test_a_failed_command_says_why_and_exits_with_two(tmp_path: Path) -> None:
     """An error of this package is a line on standard error, not a traceback."""
     (tmp_path / "file").touch()
     status, out, err = _run(["bench", "overhead", *TINY_FITS, "--url", f"file://{tmp_path}/file"])
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith("moe-ckpt: ")
 
 
