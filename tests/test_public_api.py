@@ -53,7 +53,7 @@ PUBLIC: dict[str, str] = {
         verify_records
     """,
     "lightning_moe_ckpt.inspection": """
-        Export ExportFormat ExportOptions FileProblem Verdict add_commands add_doctor export select verify
+        Export ExportFormat ExportOptions FileProblem Screen Verdict add_commands add_doctor export select verify
     """,
     "lightning_moe_ckpt.native": """
         AdamState AdamStep CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList

@@ -330,6 +330,7 @@ def commands() -> None:
     subcommands = argparse.ArgumentParser().add_subparsers()
     inspection.add_commands(subcommands)
     inspection.add_doctor(subcommands)
+    inspection.Screen(markup=False).print("found")
 
 
 # -- native
