@@ -166,8 +166,9 @@ def test_native_figures_stand_beside_those_of_torch(document: dict[str, Any]) ->
     figures = [NativeFigure(**row) for row in document["native"]]
     small = [figure for figure in figures if "50 slices of 256 bytes" in figure.what]
     assert [figure.how for figure in small] == ["torch, loop of copy_", "torch, _foreach_copy_", "compiled engine"]
-    assert all(figure.value is None or figure.value > 0 for figure in figures)
     goals = [figure for figure in figures if figure.what.startswith("G")]
+    # A goal may be a difference of two times, which noise can make negative.
+    assert all(figure.value is None or figure.value > 0 for figure in figures if figure not in goals)
     assert len(goals) == 13
     assert all(figure.value is not None or "not run on a GPU: " in figure.note for figure in goals)
     same = [figure for figure in figures if "same bits as torch" in figure.note]
