@@ -124,10 +124,14 @@ def test_a_process_that_waits_for_a_peer_in_torch_ends() -> None:
     (ready, tell_ready), (status, tell_status) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        _wait_in_torch(tell_ready, tell_status)
+        try:
+            _wait_in_torch(tell_ready, tell_status)
+        finally:
+            os._exit(1)  # whatever happens, the child must not go on with the tests
     os.read(ready, 1)
-    while not all(_sleeps(pid) for _ in range(1000)):
-        pass
+    deadline = time.monotonic() + 30
+    while not all(_sleeps(pid) for _ in range(20)):  # it wakes up now and then to look for its peer
+        assert time.monotonic() < deadline, "the child does not wait"
     os.kill(pid, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_STATUS
     assert os.read(status, 10) == b"blocked"
