@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,11 +24,9 @@ from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
-from lightning_moe_ckpt.storage import checked_url
+from lightning_moe_ckpt.storage import Resume, checked_url
 
 log = logging.getLogger(__name__)
-
-Resume = Literal["auto", "must", "never"]
 
 STOP_GRACE = timedelta(seconds=25)
 """Within the 30 s that launchers commonly give, with time left for the rest of the script."""

@@ -9,9 +9,10 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks._arguments import require_count
-from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
+from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback
 from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.session import DenseWindows, WindowPolicy
+from lightning_moe_ckpt.storage import Resume
 
 
 class DenseCheckpoint(CheckpointCallback):

@@ -2,10 +2,11 @@
 
 A boundary is the state between two batches, or between two epochs. Its *start* half (DESIGN, step journal) is taken
 when everything that follows the optimizer step has run: validation, schedulers, epoch end. Random state is taken at
-five moments, because iterators, samplers, workers and user hooks draw from it in between, and a fresh process draws
+six moments, because iterators, samplers, workers and user hooks draw from it in between, and a fresh process draws
 at other moments than a warm one:
 
-    before the epoch's hooks -> before the iterator is made -> before the first fetch -> before this fetch -> after it
+    before the epoch's hooks -> before the iterator is made -> before the first fetch -> before the fetch before this one
+    -> before this fetch -> after it
 
 In a resumed process the same moments come by again, and each is given the state recorded for it.
 """

@@ -37,6 +37,7 @@ class FitRun:
         module: what it trains.
         own_callbacks: classes whose state is not part of the journal.
         stop_grace: how long a stop by SIGTERM may take.
+        batches: whether loaders fetch again what is replayed, or batches are stored with the journal.
     """
 
     def __init__(

@@ -11,11 +11,12 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
-from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback, Resume
+from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback
 from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
+from lightning_moe_ckpt.storage import Resume
 
 log = logging.getLogger(__name__)
 

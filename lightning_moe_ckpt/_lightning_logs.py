@@ -42,7 +42,11 @@ class LogFolders:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._logs = [_Log(logger) for logger in trainer.loggers if isinstance(logger, (CSVLogger, TensorBoardLogger))]
+        self._logs = [
+            _Log(logger, owner=trainer.is_global_zero)
+            for logger in trainer.loggers
+            if isinstance(logger, (CSVLogger, TensorBoardLogger))
+        ]
 
     def take(self) -> dict[str, Any]:
         """The folders, and what was logged under the newest step."""
@@ -54,7 +58,7 @@ class LogFolders:
             log.warning("this run has other loggers than before: rows of steps that are trained again appear twice")
             return
         for each, taken in zip(self._logs, state["logs"], strict=True):
-            each.restore(taken, owner=self._trainer.is_global_zero)
+            each.restore(taken)
 
     def follow(self, state: dict[str, Any]) -> None:
         """Nothing: rows are dropped by name and step, whatever values a replay gives them."""
@@ -66,10 +70,15 @@ class LogFolders:
 
 
 class _Log:
-    """One logger and its folder."""
+    """One logger and its folder.
 
-    def __init__(self, logger: CSVLogger | TensorBoardLogger) -> None:
-        self._logger = logger
+    Args:
+        logger: what every rank has.
+        owner: this rank writes the files. The other ranks only count.
+    """
+
+    def __init__(self, logger: CSVLogger | TensorBoardLogger, *, owner: bool) -> None:
+        self._logger, self._owner = logger, owner
         self._there: Counts = Counter()
         """What is in the folder and will be logged again."""
         self._newest: dict[str, Any] = {"step": -1, "keys": {}}
@@ -82,14 +91,14 @@ class _Log:
     def take(self) -> dict[str, Any]:
         return {"version": self._logger.version, "step": self._newest["step"], "keys": dict(self._newest["keys"])}
 
-    def restore(self, taken: Mapping[str, Any], *, owner: bool) -> None:
+    def restore(self, taken: Mapping[str, Any]) -> None:
         logger, before = self._logger, Path(self._logger.log_dir)
         self._newest = {"step": taken["step"], "keys": dict(taken["keys"])}
         moves = logger.version != taken["version"]
-        if moves and owner and logger._experiment is not None:
+        if moves and self._owner and logger._experiment is not None:
             _leave(logger, before)
         logger._version = taken["version"]
-        if not owner:
+        if not self._owner:
             return
         folder = Path(logger.log_dir)
         self._there = _go_on_csv(logger, folder) if isinstance(logger, CSVLogger) else _events_in(folder)
@@ -125,7 +134,7 @@ class _Log:
     def _save_and_keep(self) -> None:
         self._save()
         folder = Path(self._logger.log_dir)
-        if self._kept is None and (folder / "metrics.csv").is_file():
+        if self._owner and self._kept is None and (folder / "metrics.csv").is_file():
             self._kept = folder / KEPT
             _keep(folder)
 

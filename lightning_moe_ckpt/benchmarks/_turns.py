@@ -10,6 +10,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar, cast
@@ -88,10 +89,9 @@ def _serve(work: Callable[[HandOver[Result]], None], pipe: Connection, other_end
         pipe.recv_bytes()
 
     try:
-        pipe.recv_bytes()
-        work(hand_over)
-    except (EOFError, BrokenPipeError):
-        pass  # no more turns; the parent sees the end of the process if it expected one
+        with suppress(EOFError, BrokenPipeError):  # no more turns; the parent sees our end if it expected one
+            pipe.recv_bytes()
+            work(hand_over)
     except CheckpointError as error:
         pipe.send((CheckpointError(str(error)), None))
     except BaseException:  # noqa: BLE001  # process entry: the parent reports it

@@ -8,7 +8,7 @@ ranks wait for the slowest; and a generation is only as new as on the rank that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,12 +35,15 @@ class _Checkpoint(Metric):
 class _Ratio(_Checkpoint):
     """A sum over a sum; NaN while the lower one is zero."""
 
+    over_ranks: ClassVar[Literal["max", "sum"]]
+    """How the upper sums of the ranks become one."""
+    dtype_of_amount: ClassVar[torch.dtype] = torch.float64
     amount: Tensor
     base: Tensor
 
-    def __init__(self, *, amount: Literal["max", "sum"], whole: bool, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_state("amount", torch.zeros((), dtype=torch.int64 if whole else torch.float64), dist_reduce_fx=amount)
+        self.add_state("amount", torch.zeros((), dtype=self.dtype_of_amount), dist_reduce_fx=self.over_ranks)
         self.add_state("base", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
 
     def _add(self, amount: float, base: float, names: str) -> None:
@@ -62,8 +65,7 @@ class StallPerStep(_Ratio):
         kwargs: passed to `torchmetrics.Metric`.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(amount="max", whole=False, **kwargs)
+    over_ranks = "max"
 
     @override
     def update(self, stall_seconds: float, steps: int = 1) -> None:
@@ -82,8 +84,7 @@ class StallShare(_Ratio):
         kwargs: passed to `torchmetrics.Metric`.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(amount="max", whole=False, **kwargs)
+    over_ranks = "max"
 
     @override
     def update(self, stall_seconds: float, seconds: float) -> None:
@@ -103,9 +104,8 @@ class CapturedPerStep(_Ratio):
     """
 
     higher_is_better = None
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(amount="sum", whole=True, **kwargs)
+    over_ranks = "sum"
+    dtype_of_amount = torch.int64
 
     @override
     def update(self, nbytes: int, steps: int = 1) -> None:
@@ -125,9 +125,8 @@ class PersistedPerSecond(_Ratio):
     """
 
     higher_is_better = True
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(amount="sum", whole=True, **kwargs)
+    over_ranks = "sum"
+    dtype_of_amount = torch.int64
 
     @override
     def update(self, nbytes: int, seconds: float) -> None:

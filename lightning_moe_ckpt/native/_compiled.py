@@ -15,17 +15,17 @@ from typing_extensions import override
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._copies import Copy, CopyList
 from lightning_moe_ckpt.native._cpu import CpuCopyEngine
-from lightning_moe_ckpt.native._engine import CopyEngine, Ticket
+from lightning_moe_ckpt.native._engine import Ticket
 from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._memory import Preparation
 from lightning_moe_ckpt.native._plan import Arrangement, Plan, PlannedCopies, slices_of
-from lightning_moe_ckpt.native._worker import CompiledTicket, FailedTicket, Worker
+from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
 _DEPTH = 2
 """Chunks between two looks at what else is to be done; copies on the CPU are made one after another anyway."""
 
 
-class CompiledCpuEngine(CopyEngine):
+class CompiledCpuEngine(CompiledEngine):
     """Copies in the order they were submitted, on one thread outside the interpreter.
 
     Args:
@@ -62,27 +62,6 @@ class CompiledCpuEngine(CopyEngine):
         return planned
 
     @override
-    def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
-        try:
-            planned = copies if isinstance(copies, PlannedCopies) else self.prepare(_pairs(copies))
-            self._newest = self._submit(planned)
-        except (ValueError, RuntimeError) as error:
-            return FailedTicket(len(copies), error)
-        return self._newest
-
-    @override
-    def fence(self, ticket: Ticket) -> float:
-        return ticket.fence()
-
-    @override
-    def wait(self, ticket: Ticket) -> None:
-        ticket.wait()
-
-    def fileno(self) -> int:
-        """As `Worker.fileno`."""
-        return self._running_worker().fileno()
-
-    @override
     def close(self) -> None:
         self._twin.close()
         if self._worker is not None:
@@ -91,6 +70,7 @@ class CompiledCpuEngine(CopyEngine):
             self._preparations.popitem()[1].stop()
         self._worker, self._newest, self._newest_of_twin = None, None, None
 
+    @override
     def _submit(self, copies: PlannedCopies) -> Ticket:
         worker = self._running_worker()
         if copies.plan is not None and (self._newest_of_twin is None or self._newest_of_twin.done):
@@ -98,6 +78,7 @@ class CompiledCpuEngine(CopyEngine):
         self._newest_of_twin = self._twin.submit(_Later(copies, self._newest))
         return self._newest_of_twin
 
+    @override
     def _running_worker(self) -> Worker:
         if self._worker is None or not self._worker.is_ours:
             self._worker = Worker(self._library, "cpu", _DEPTH, self._threads)
@@ -118,7 +99,3 @@ class _Later(CopyList):
             with suppress(CheckpointError):  # told to whoever holds that ticket; the order is kept either way
                 self._after.wait()
         super().run(non_blocking=non_blocking)
-
-
-def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
-    return list(copies.pairs()) if isinstance(copies, CopyList) else copies

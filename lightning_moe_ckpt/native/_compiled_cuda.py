@@ -24,14 +24,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native._copies import Copy, CopyList
+from lightning_moe_ckpt.native._copies import Copy
 from lightning_moe_ckpt.native._cuda import CudaCopyEngine
-from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
+from lightning_moe_ckpt.native._engine import Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._memory import Preparation, node_of_pci_device
 from lightning_moe_ckpt.native._plan import Arrangement, Plan, PlannedCopies, Space, slices_of
 from lightning_moe_ckpt.native._prototypes import Slice
-from lightning_moe_ckpt.native._worker import CompiledTicket, FailedTicket, Worker
+from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
 PIECE_NBYTES = 2**30
 """Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
@@ -40,7 +40,7 @@ _DEPTH = 2
 _SLICE_NBYTES = 64
 
 
-class CompiledCudaEngine(CopyEngine):
+class CompiledCudaEngine(CompiledEngine):
     """Copies in the order they were submitted, by the copy engines of `device`.
 
     Args:
@@ -106,28 +106,6 @@ class CompiledCudaEngine(CopyEngine):
         return planned
 
     @override
-    def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
-        try:
-            if isinstance(copies, CopyList) and not isinstance(copies, PlannedCopies):
-                copies = list(copies.pairs())
-            self._newest = self._submit(copies if isinstance(copies, PlannedCopies) else self.prepare(copies))
-        except (ValueError, RuntimeError) as error:
-            return FailedTicket(len(copies), error)
-        return self._newest
-
-    @override
-    def fence(self, ticket: Ticket) -> float:
-        return ticket.fence()
-
-    @override
-    def wait(self, ticket: Ticket) -> None:
-        ticket.wait()
-
-    def fileno(self) -> int:
-        """As `Worker.fileno`."""
-        return self._running_worker().fileno()
-
-    @override
     def close(self) -> None:
         self._twin.close()
         if self._worker is not None:
@@ -138,6 +116,7 @@ class CompiledCudaEngine(CopyEngine):
 
     # -- private
 
+    @override
     def _submit(self, copies: PlannedCopies) -> Ticket:
         if copies.plan is None:
             # Rare: the twin's stream knows nothing of the worker's, so the host keeps the order.
@@ -191,6 +170,7 @@ class CompiledCudaEngine(CopyEngine):
             if self._worker is not None:
                 self._worker.call("set_registered", self._worker.handle, int(not self._waiting))
 
+    @override
     def _running_worker(self) -> Worker:
         if self._worker is None or not self._worker.is_ours:
             with self._lock:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -36,15 +35,6 @@ class CpuTicket(Ticket):
     @override
     def done(self) -> bool:
         return self._arrived.is_set()
-
-    @override
-    def fence(self) -> float:
-        if self.done:
-            self._raise_failure()
-            return 0.0
-        start = time.perf_counter()
-        self.wait()
-        return time.perf_counter() - start
 
     @override
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -97,14 +87,6 @@ class CpuCopyEngine(CopyEngine):
         ticket = CpuTicket(copies)
         self._running_queue().put(ticket)
         return ticket
-
-    @override
-    def fence(self, ticket: Ticket) -> float:
-        return ticket.fence()
-
-    @override
-    def wait(self, ticket: Ticket) -> None:
-        ticket.wait()
 
     @override
     def close(self) -> None:

@@ -143,14 +143,6 @@ class CudaCopyEngine(CopyEngine):
         return ticket
 
     @override
-    def fence(self, ticket: Ticket) -> float:
-        return ticket.fence()
-
-    @override
-    def wait(self, ticket: Ticket) -> None:
-        ticket.wait()
-
-    @override
     def close(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()

@@ -11,6 +11,7 @@ and many small slices, not bandwidth.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
@@ -33,9 +34,8 @@ class Ticket(ABC):
     def done(self) -> bool:
         """Whether all bytes have arrived, or the copy has failed."""
 
-    @abstractmethod
     def fence(self) -> float:
-        """Make it safe for the calling thread to overwrite the sources.
+        """Make it safe for the calling thread to overwrite the sources: without a stream, wait for the copies.
 
         Returns:
             Seconds the calling thread was blocked. On CUDA the wait happens on the device and this is near zero.
@@ -43,6 +43,9 @@ class Ticket(ABC):
         Raises:
             CheckpointError: the copy failed; the destinations hold garbage.
         """
+        start = None if self.done else time.perf_counter()
+        self.wait()
+        return 0.0 if start is None else time.perf_counter() - start
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -78,9 +81,11 @@ class CopyEngine(Protocol):
 
     def fence(self, ticket: Ticket) -> float:
         """`ticket.fence()`: the sources may be overwritten after it; returns the seconds waited."""
+        return ticket.fence()
 
     def wait(self, ticket: Ticket) -> None:
         """`ticket.wait()`: the destinations may be read after it."""
+        ticket.wait()
 
     def close(self) -> None:
         """Finish what was submitted and release threads and streams. Closing twice is allowed."""

@@ -1,4 +1,4 @@
-"""The thread behind a compiled engine, and tickets for what it was given.
+"""The thread behind a compiled engine, what such engines share, and tickets for what they were given.
 
 The library numbers what is submitted; a ticket asks it by number and keeps the memory alive meanwhile, because the
 library has addresses only.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 import weakref
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native._engine import Ticket, copy_failed
+from lightning_moe_ckpt.native._copies import Copy, CopyList
+from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError, Part
 from lightning_moe_ckpt.native._plan import PlannedCopies
 
@@ -87,6 +88,41 @@ def _finish(free: Callable[..., Any], handle: ctypes.c_void_p, pid: int, pending
     pending.clear()
 
 
+class CompiledEngine(CopyEngine):
+    """What the engines on either part share: lists are arranged once, and a failure is told by the ticket."""
+
+    _newest: Ticket | None
+
+    @override
+    @abstractmethod
+    def prepare(self, copies: Sequence[Copy]) -> PlannedCopies: ...
+
+    @override
+    def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
+        try:
+            planned = copies if isinstance(copies, PlannedCopies) else self.prepare(_pairs(copies))
+            self._newest = self._submit(planned)
+        except (ValueError, RuntimeError) as error:
+            return FailedTicket(len(copies), error)
+        return self._newest
+
+    def fileno(self) -> int:
+        """As `Worker.fileno`."""
+        return self._running_worker().fileno()
+
+    @abstractmethod
+    def _submit(self, copies: PlannedCopies) -> Ticket:
+        """Queue a list behind what was submitted before it."""
+
+    @abstractmethod
+    def _running_worker(self) -> Worker:
+        """This process's thread, started now if need be."""
+
+
+def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
+    return list(copies.pairs()) if isinstance(copies, CopyList) else copies
+
+
 class CompiledTicket(Ticket):
     """A list waiting for, or done by, the compiled worker."""
 
@@ -102,15 +138,6 @@ class CompiledTicket(Ticket):
         if self._copies is not None and self.worker.is_ours:
             self._ask(timedelta(0))
         return self._copies is None
-
-    @override
-    def fence(self) -> float:
-        if self.done:
-            self._raise_failure()
-            return 0.0
-        start = time.perf_counter()
-        self.wait()
-        return time.perf_counter() - start
 
     @override
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -147,10 +174,6 @@ class FailedTicket(Ticket):
     @override
     def done(self) -> bool:
         return True
-
-    @override
-    def fence(self) -> float:
-        raise copy_failed(self._num_copies, self._error) from self._error
 
     @override
     def wait(self, timeout: timedelta | None = None) -> None:

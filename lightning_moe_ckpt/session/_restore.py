@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
     GenerationId,
+    Resume,
     RunStore,
     SegmentLayout,
     open_backend,
@@ -40,8 +41,6 @@ from lightning_moe_ckpt.storage import (
 )
 
 log = logging.getLogger(__name__)
-
-Resume = Literal["auto", "must", "never"]
 
 
 @dataclass(kw_only=True)

@@ -260,26 +260,35 @@ class TiedGPT(nn.Module):
         return self.head(self.norm(x_BSD)), total
 
 
+def tiny_mixtral(**options: Any) -> Any:
+    """Hugging Face's Mixtral, a few thousand random parameters.
+
+    Args:
+        options: more of its config.
+    """
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=MODEL_DIM,
+        intermediate_size=2 * MODEL_DIM,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=2,
+        max_position_embeddings=SEQUENCE,
+        **options,
+    )
+    return MixtralForCausalLM(config)
+
+
 class TinyMixtral(nn.Module):
     """Hugging Face's Mixtral from a random config; optionally with an expert that gets no token."""
 
     def __init__(self, *, never_routed: bool) -> None:
         super().__init__()
-        from transformers import MixtralConfig, MixtralForCausalLM
-
-        config = MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=MODEL_DIM,
-            intermediate_size=2 * MODEL_DIM,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=NUM_EXPERTS,
-            num_experts_per_tok=2,
-            max_position_embeddings=SEQUENCE,
-            use_cache=False,
-        )
-        self.model = MixtralForCausalLM(config)
+        self.model = tiny_mixtral(use_cache=False)
         if never_routed:
             for layer in self.model.model.layers:
                 layer.mlp.gate.register_forward_hook(_avoid_last_expert)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from campaign._data import SEQUENCE, VOCABULARY
-from campaign._models import MODEL_DIM, NUM_EXPERTS
+from campaign._models import MODEL_DIM, NUM_EXPERTS, tiny_mixtral
 from campaign._training import Module, Setup, train
 from lightning_moe_ckpt.testing._lives import Fit, Life
 
@@ -130,22 +130,7 @@ def _litgpt(*, moe: bool) -> Any:
 
 
 def _mixtral() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=MODEL_DIM,
-        intermediate_size=2 * MODEL_DIM,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=NUM_EXPERTS,
-        num_experts_per_tok=2,
-        max_position_embeddings=SEQUENCE,
-        attention_dropout=0.1,
-        router_jitter_noise=0.1,
-    )
-    return MixtralForCausalLM(config)
+    return tiny_mixtral(attention_dropout=0.1, router_jitter_noise=0.1)
 
 
 def _switch() -> Any:

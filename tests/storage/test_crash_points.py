@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -182,11 +183,8 @@ def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when:
         backend = _memory(tmp_path)
         _first_life(backend).write(40, finished_ranks)
         dying = CrashingBackend(backend, crash_at=crash_at, when=when)
-        try:
+        with suppress(Crashed):
             Job(dying)
-        except Crashed:
-            pass
-        else:
             break
         job = Job(backend)
         assert job.resumed == GenerationId(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
@@ -202,12 +200,10 @@ def test_crashes_in_a_row_lose_nothing(tmp_path: Path) -> None:
     _first_life(backend)
     newest, epochs = 30, {1}
     for crash_at in range(60):
-        try:
+        with suppress(Crashed):
             job = Job(CrashingBackend(backend, crash_at=crash_at))
             epochs.add(job.epoch)
             job.save(newest + 10)
-        except Crashed:
-            pass
         job = Job(backend)
         assert job.resumed is not None
         assert newest <= job.resumed.step <= newest + 10
@@ -368,13 +364,11 @@ class Model:
     def crash(self, crash_at: int, when: When) -> None:
         backend = CrashingBackend(self.backend, crash_at=crash_at, when=when)
         tentative: dict[GenerationId, bool] = {}
-        try:
+        with suppress(Crashed):
             job = Job(backend)
             self._follow(job)
             tentative[GenerationId(step=self.step + 10, epoch=job.epoch)] = True
             job.save(self.step + 10)
-        except Crashed:
-            pass
         self.restart(tentative)
 
     def restart(self, tentative: dict[GenerationId, bool]) -> None:
