@@ -22,10 +22,10 @@ from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
 from lightning_moe_ckpt.session._reordering import Reordering
-from lightning_moe_ckpt.session._ring import SegmentRing, Slot
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers import SegmentRing, Slot
 
 log = logging.getLogger(__name__)
 

@@ -36,11 +36,10 @@ from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_la
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report
 from lightning_moe_ckpt.session._restore import Found, Job, Runs
-from lightning_moe_ckpt.session._ring import SegmentRing
-from lightning_moe_ckpt.session._shm import expect_room, shared_directory, shared_name, unlink_shared_file
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId, Resume
+from lightning_moe_ckpt.tiers import SegmentRing, expect_room, shared_directory, shared_name, unlink_shared_file
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from lightning_moe_ckpt.native._memory import (
     prefer_node,
     preparing_threads,
 )
-from lightning_moe_ckpt.session._ring import SegmentRing
+from lightning_moe_ckpt.tiers._ring import SegmentRing
 
 NBYTES = 64 * mmap.PAGESIZE
 

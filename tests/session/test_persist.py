@@ -18,7 +18,6 @@ from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, StorageError
 from lightning_moe_ckpt.native import CpuCopyEngine
 from lightning_moe_ckpt.session import _persist
 from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
-from lightning_moe_ckpt.session._ring import SegmentRing
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -31,6 +30,7 @@ from lightning_moe_ckpt.storage import (
     open_backend,
     verify_records,
 )
+from lightning_moe_ckpt.tiers._ring import SegmentRing
 
 LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
 NOW = timedelta(0)

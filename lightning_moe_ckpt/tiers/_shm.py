@@ -23,14 +23,18 @@ from lightning_moe_ckpt.errors import ConfigurationError
 log = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # a tmpfs by definition; names carry the user and are created exclusively
+DIRECTORY_VARIABLE = "MOE_CKPT_SHARED_MEMORY"
 _RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 def shared_directory(fallback: Path | None = None) -> Path:
     """Where rings live: `/dev/shm`, or `fallback` (default: the temporary directory) on machines that have none.
 
-    A fallback on a disk works, but the kernel then writes the ring to that disk now and then.
+    A fallback on a disk works, but the kernel then writes the ring to that disk now and then. The environment variable
+    `MOE_CKPT_SHARED_MEMORY` names another tmpfs; processes that share one are one node to the tiers.
     """
+    if chosen := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(chosen)
     if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
         return _SHARED_MEMORY
     directory = fallback if fallback is not None else Path(tempfile.gettempdir())

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_moe_ckpt.errors import ConfigurationError, RingFull
-from lightning_moe_ckpt.session import _shm
-from lightning_moe_ckpt.session._ring import SegmentRing, Slot, slots_needed
-from lightning_moe_ckpt.session._shm import shared_directory, shared_name, unlink_shared_file
+from lightning_moe_ckpt.tiers import _shm
+from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot, slots_needed
+from lightning_moe_ckpt.tiers._shm import shared_directory, shared_name, unlink_shared_file
 
 
 @pytest.fixture

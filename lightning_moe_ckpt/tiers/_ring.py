@@ -32,7 +32,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import RingFull
-from lightning_moe_ckpt.session._shm import create_shared_file, map_shared_file, shared_directory, unlink_shared_file
+from lightning_moe_ckpt.tiers._shm import create_shared_file, map_shared_file, shared_directory, unlink_shared_file
 
 log = logging.getLogger(__name__)
 

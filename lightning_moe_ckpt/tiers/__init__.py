@@ -1,0 +1,13 @@
+"""Where generations are kept: in memory of this node, in memory of other nodes, in storage.
+
+A tier is one short contract (`Tier`); recovery asks the tiers in order of cost, per operator.
+"""
+
+from lightning_moe_ckpt.tiers._contract import Holding as Holding
+from lightning_moe_ckpt.tiers._contract import Tier as Tier
+from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
+from lightning_moe_ckpt.tiers._ring import Slot as Slot
+from lightning_moe_ckpt.tiers._shm import expect_room as expect_room
+from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
+from lightning_moe_ckpt.tiers._shm import shared_name as shared_name
+from lightning_moe_ckpt.tiers._shm import unlink_shared_file as unlink_shared_file
