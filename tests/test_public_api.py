@@ -47,9 +47,9 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.storage": """
         Backend Commit DIGEST_NAME Entry FsspecBackend GenerationId HuggingFaceEntry ModuleEntry ModuleLine
-        ObjectBackend OverflowEntry PosixBackend RangedBackend RankMarker RecordEntry RecordRows Resume Retrying
+        ObjectBackend OverflowEntry PosixBackend Backend RankMarker RecordEntry RecordRows Resume Retrying
         RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec checked_url create_once digest_of
-        dtype_code dtype_of open_backend open_ranged read_chunks read_record scrub_overflow scrub_segment
+        dtype_code dtype_of open_backend open_backend read_chunks read_record scrub_overflow scrub_segment
         verify_records
     """,
     "lightning_moe_ckpt.inspection": """

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.session import is_average
 from lightning_moe_ckpt.storage import (
-    RangedBackend,
+    Backend,
     RankMarker,
     RecordEntry,
     SegmentEntry,
@@ -61,7 +61,7 @@ class Assembler:
         markers: of all ranks, in order; one segment each.
     """
 
-    def __init__(self, backend: RangedBackend, markers: Iterable[RankMarker]) -> None:
+    def __init__(self, backend: Backend, markers: Iterable[RankMarker]) -> None:
         self._backend = backend
         self._segments: list[SegmentEntry] = [segment for marker in markers for segment in marker.segments]
         self.notes: list[str] = []

@@ -25,13 +25,13 @@ from lightning_moe_ckpt.inspection._report import describe, generation_rows, ins
 from lightning_moe_ckpt.inspection._screen import Screen
 from lightning_moe_ckpt.inspection._select import select
 from lightning_moe_ckpt.inspection._verify import Verdict, verify
-from lightning_moe_ckpt.storage import RangedBackend, RunView, open_ranged
+from lightning_moe_ckpt.storage import Backend, RunView, open_backend
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
 
 Run = Callable[[argparse.Namespace], int]
-Act = Callable[[RangedBackend, argparse.Namespace], int]
+Act = Callable[[Backend, argparse.Namespace], int]
 
 _LS = """\
 List what is stored under URL, newest first, and say of each generation whether a restart would try it.
@@ -140,7 +140,7 @@ def _declare(commands: Commands, name: str, summary: str, description: str, act:
 
 def _run(act: Act, args: argparse.Namespace) -> int:
     try:
-        backend = open_ranged(args.url, storage_options=dict(args.storage_option))
+        backend = open_backend(args.url, storage_options=dict(args.storage_option))
         try:
             return act(backend, args)
         finally:
@@ -182,21 +182,21 @@ def _size(text: str) -> int:
     return nbytes
 
 
-def _ls(backend: RangedBackend, args: argparse.Namespace) -> int:
+def _ls(backend: Backend, args: argparse.Namespace) -> int:
     view = RunView.open(backend)
     rows = generation_rows(view)
     _show(args, {"url": view.url, "run_id": view.run_id, "generations": rows}, lambda: ls_tables(view, rows))
     return 0
 
 
-def _inspect(backend: RangedBackend, args: argparse.Namespace) -> int:
+def _inspect(backend: Backend, args: argparse.Namespace) -> int:
     view = RunView.open(backend)
     document = describe(view, select(view, args.step))
     _show(args, document, lambda: inspect_tables(document))
     return 0
 
 
-def _verify(backend: RangedBackend, args: argparse.Namespace) -> int:
+def _verify(backend: Backend, args: argparse.Namespace) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     total = sum(each.nbytes for each in RunView.open(backend).generations() if each.committed)
     quiet = args.json or not sys.stderr.isatty()
@@ -223,7 +223,7 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
     return list(lines)
 
 
-def _export(backend: RangedBackend, args: argparse.Namespace) -> int:
+def _export(backend: Backend, args: argparse.Namespace) -> int:
     options = ExportOptions(
         format=args.format,
         optimizer=args.optimizer,

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.inspection._checkpoint import LightningCheckpoint
 from lightning_moe_ckpt.inspection._hugging_face import CONFIG, choose_model, model_names, write_folder
 from lightning_moe_ckpt.inspection._names import state_dict_names
 from lightning_moe_ckpt.inspection._select import kind_of, select
-from lightning_moe_ckpt.storage import Commit, ModuleEntry, RangedBackend, RankMarker, RunView
+from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
 
 ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -63,13 +63,11 @@ class ExportOptions:
     """Replace files that exist."""
 
 
-def export(
-    backend: RangedBackend, out: Path, options: ExportOptions | None = None, *, step: int | None = None
-) -> Export:
+def export(backend: Backend, out: Path, options: ExportOptions | None = None, *, step: int | None = None) -> Export:
     """Write a dense generation to `out`.
 
     Args:
-        backend: from `open_ranged`.
+        backend: from `open_backend`.
         out: `*.safetensors`, `*.ckpt`, or a folder.
         options: what to write; by default all that the ending of `out` asks for.
         step: which generation; by default the newest that a restart would try.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import (
+    Backend,
     Commit,
     OverflowEntry,
-    RangedBackend,
     RankMarker,
     RunView,
     SegmentEntry,
@@ -62,13 +62,11 @@ class Verdict:
         return self.nbytes / max(self.seconds, 1e-9)
 
 
-def verify(
-    backend: RangedBackend, *, step: int | None = None, everything: bool = False, show: Show | None = None
-) -> Verdict:
+def verify(backend: Backend, *, step: int | None = None, everything: bool = False, show: Show | None = None) -> Verdict:
     """Read all files of committed generations, and the log.
 
     Args:
-        backend: from `open_ranged`.
+        backend: from `open_backend`.
         step: only generations of this step.
         everything: also committed generations that the log rules out (of earlier runs, lives started over).
         show: progress.
@@ -96,7 +94,7 @@ def verify(
 
 
 def _verify_generation(
-    backend: RangedBackend, view: RunView, stored: StoredGeneration, verdict: Verdict, show: Show | None
+    backend: Backend, view: RunView, stored: StoredGeneration, verdict: Verdict, show: Show | None
 ) -> Iterator[str]:
     """What is wrong with one generation."""
     if stored.damage is not None:
@@ -141,7 +139,7 @@ def _files(marker: RankMarker) -> Iterator[SegmentEntry | OverflowEntry]:
             yield segment.side_file
 
 
-def _verify_file(backend: RangedBackend, stored: StoredGeneration, entry: SegmentEntry | OverflowEntry) -> None:
+def _verify_file(backend: Backend, stored: StoredGeneration, entry: SegmentEntry | OverflowEntry) -> None:
     if (nbytes := stored.sizes.get(entry.key)) != entry.nbytes:
         raise Corrupt(f"{entry.key}: {'is gone' if nbytes is None else f'has {nbytes} bytes'}, {entry.nbytes} written.")
     if isinstance(entry, SegmentEntry):

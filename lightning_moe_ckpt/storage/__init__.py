@@ -16,8 +16,6 @@ from lightning_moe_ckpt.storage._module import ModuleLine as ModuleLine
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
 from lightning_moe_ckpt.storage._object import ObjectBackend as ObjectBackend
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
-from lightning_moe_ckpt.storage._ranges import RangedBackend as RangedBackend
-from lightning_moe_ckpt.storage._ranges import open_ranged as open_ranged
 from lightning_moe_ckpt.storage._ranges import read_chunks as read_chunks
 from lightning_moe_ckpt.storage._record_table import RecordEntry as RecordEntry
 from lightning_moe_ckpt.storage._record_table import RecordRows as RecordRows

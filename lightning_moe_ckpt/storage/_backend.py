@@ -60,6 +60,14 @@ class Backend(Protocol):
     def get_into(self, key: str, out: memoryview) -> None:
         """Fill `out` completely. Raises `KeyMissing`, or `Corrupt` if the object has another size."""
 
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` completely with the bytes from `start` on.
+
+        Raises:
+            KeyMissing: there is no such object, unless `out` is empty.
+            Corrupt: it ends before; some stores say `StorageError`.
+        """
+
     def list(self, prefix: str) -> list[Entry]:
         """All objects whose key starts with `prefix`, sorted by key; never one that is half written."""
 

@@ -99,10 +99,14 @@ class FsspecBackend:
         nbytes = self._call("get", key, self._size)
         if nbytes != out.nbytes:
             raise Corrupt(f"{self.url}/{key}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
-        rest = out.cast("B") if nbytes else out
-        for start in range(0, nbytes, _CHUNK_NBYTES):
-            stop = min(start + _CHUNK_NBYTES, nbytes)
-            rest[start:stop] = self._range(key, start, stop)
+        self.get_range(key, 0, out)
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Download `out.nbytes` bytes from `start` on, chunk by chunk."""
+        rest = out.cast("B") if out.nbytes else out
+        for begin in range(0, out.nbytes, _CHUNK_NBYTES):
+            stop = min(begin + _CHUNK_NBYTES, out.nbytes)
+            rest[begin:stop] = self._range(key, start + begin, start + stop)
 
     def list(self, prefix: str) -> list[Entry]:
         """List the directory part of `prefix`, past every listing cache."""

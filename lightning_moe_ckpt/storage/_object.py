@@ -127,7 +127,7 @@ class ObjectBackend:
             self._fill(key, 0, out, self.get(key))
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on. Raises `KeyMissing`, or `Corrupt` if the object ends before."""
+        """Download `out.nbytes` bytes from `start` on, a few parts at a time."""
         what = f"get {key} at {self.url}"
         rest, deadline = out.cast("B") if out.nbytes else out, time.monotonic() + self._limit(out.nbytes)
         for begin in range(0, out.nbytes, self._part_nbytes * self._concurrency):

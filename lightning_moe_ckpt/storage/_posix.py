@@ -81,6 +81,15 @@ class PosixBackend:
             if nbytes != out.nbytes or _read_into(file.fileno(), out) != nbytes:
                 raise Corrupt(f"{path}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
 
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Read `out.nbytes` bytes from `start` on into `out`."""
+        path = self._path(key)
+        with _reported("get", path), path.open("rb", buffering=0) as file:
+            if (filled := _read_into(file.fileno(), out, start)) != out.nbytes:
+                raise Corrupt(
+                    f"{path}: ended at byte {start + filled} of {start + out.nbytes}. Another copy may be good."
+                )
+
     def list(self, prefix: str) -> list[Entry]:
         """Walk the directory part of `prefix`; temporary files are not shown."""
         directory = self._root / prefix.rpartition("/")[0]
@@ -225,11 +234,11 @@ def _write_all(file: int, views: Sequence[bytes | memoryview]) -> None:
             position, rest = position + written, rest[written:]
 
 
-def _read_into(file: int, out: memoryview) -> int:
-    """Fill `out`; returns the bytes read, fewer only at the end of the file."""
+def _read_into(file: int, out: memoryview, start: int = 0) -> int:
+    """Fill `out` from byte `start` on; returns the bytes read, fewer only at the end of the file."""
     rest, filled = out.cast("B") if out.nbytes else memoryview(bytearray()), 0
     while rest.nbytes:
-        count = os.readv(file, [rest[:_CHUNK_NBYTES]])
+        count = os.preadv(file, [rest[:_CHUNK_NBYTES]], start + filled)
         if count == 0:
             break
         filled, rest = filled + count, rest[count:]

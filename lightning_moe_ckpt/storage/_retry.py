@@ -64,6 +64,10 @@ class Retrying:
         """Fill `out`."""
         self._retry(lambda: self._backend.get_into(key, out))
 
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` from `start` on."""
+        self._retry(lambda: self._backend.get_range(key, start, out))
+
     def list(self, prefix: str) -> list[Entry]:
         """List objects."""
         return self._retry(lambda: self._backend.list(prefix))

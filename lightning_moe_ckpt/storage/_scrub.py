@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._ranges import RangedBackend, read_chunks
+from lightning_moe_ckpt.storage._backend import Backend
+from lightning_moe_ckpt.storage._ranges import read_chunks
 from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._records import OverflowEntry, SegmentEntry
 from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of
@@ -21,7 +22,7 @@ _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100_000_000  # a damaged length must not make us keep the file
 
 
-def scrub_segment(backend: RangedBackend, entry: SegmentEntry) -> None:
+def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
     """Read a segment file and check its header, its digest and that of every record.
 
     The caller has compared the size with the listing.
@@ -45,7 +46,7 @@ def scrub_segment(backend: RangedBackend, entry: SegmentEntry) -> None:
         _expect(f"{entry.key}: {record.name}", digest.hexdigest(), record.digest)
 
 
-def scrub_overflow(backend: RangedBackend, entry: OverflowEntry) -> None:
+def scrub_overflow(backend: Backend, entry: OverflowEntry) -> None:
     """Read a side file and check its digest. Raises `Corrupt` or `KeyMissing`."""
     file = xxhash.xxh3_128()
     for chunk in read_chunks(backend, entry.key, entry.nbytes):
@@ -53,7 +54,7 @@ def scrub_overflow(backend: RangedBackend, entry: OverflowEntry) -> None:
     _expect(entry.key, file.hexdigest(), entry.digest)
 
 
-def read_record(backend: RangedBackend, key: str, record: RecordEntry, out: memoryview) -> None:
+def read_record(backend: Backend, key: str, record: RecordEntry, out: memoryview) -> None:
     """Read one record of a segment into `out`, of exactly its size, and check its digest.
 
     Raises:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing
+from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import Backend, Entry
 
 
@@ -79,6 +79,22 @@ class BackendContract:
             with pytest.raises(Corrupt):
                 backend.get_into("a", memoryview(bytearray(nbytes)))
 
+    @pytest.mark.parametrize(("start", "nbytes"), [(0, 0), (0, 1), (4095, 2), (0, 2**21), (2**20, 2**20), (2**21, 0)])
+    def test_any_range_is_read(self, backend: Backend, start: int, nbytes: int) -> None:
+        """Ranges at the ends of an object, across pages, and the whole of it."""
+        written = (bytes(range(251)) * (2**21 // 251 + 1))[: 2**21]
+        backend.put("a", written)
+        out = bytearray(nbytes)
+        backend.get_range("a", start, memoryview(out))
+        assert out == written[start : start + nbytes]
+
+    def test_a_range_past_the_end_is_an_error(self, backend: Backend) -> None:
+        """`get_range` never fills a part of `out` and returns; a second copy may have the bytes."""
+        backend.put("a", b"12345")
+        for start, nbytes in ((0, 6), (4, 2), (5, 1), (100, 1)):
+            with pytest.raises((Corrupt, StorageError)):
+                backend.get_range("a", start, memoryview(bytearray(nbytes)))
+
     def test_missing_keys_are_named(self, backend: Backend) -> None:
         """Reading what is not there says which key, whether or not its directory is there."""
         backend.put("dir/present", b"x")
@@ -87,6 +103,8 @@ class BackendContract:
                 backend.get(key)
             with pytest.raises(KeyMissing, match=key):
                 backend.get_into(key, memoryview(bytearray(1)))
+            with pytest.raises(KeyMissing, match=key):
+                backend.get_range(key, 0, memoryview(bytearray(1)))
 
     def test_create_refuses_an_existing_key(self, backend: Backend) -> None:
         """The first object stays, whether `put` or `create` made it."""

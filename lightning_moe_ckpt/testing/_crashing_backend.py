@@ -60,6 +60,10 @@ class CrashingBackend:
         """Fill `out`."""
         self._pass(f"get_into {key}", lambda: self._backend.get_into(key, out))
 
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` from `start` on."""
+        self._pass(f"get_range {key}", lambda: self._backend.get_range(key, start, out))
+
     def list(self, prefix: str) -> list[Entry]:
         """List objects."""
         return self._pass(f"list {prefix}", lambda: self._backend.list(prefix))

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.session._restore import Found
-from lightning_moe_ckpt.storage import open_ranged
+from lightning_moe_ckpt.storage import open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.tiers import _shm
 
@@ -127,7 +127,7 @@ def every_rank(world_size: int, checkpoint: Callable[[int], CheckpointCallback],
 
 def whole(url: Path) -> list[str]:
     """Generations of a run in which every byte is as it was written."""
-    verdict = verify(open_ranged(str(url)))
+    verdict = verify(open_backend(str(url)))
     assert verdict.sound, verdict.problems
     return verdict.generations
 
@@ -380,7 +380,7 @@ def test_weights_can_be_carried_over_to_another_optimizer(run: Path, tmp_path: P
     """As the message says: through an export, into a run of its own."""
     from lightning_moe_ckpt.inspection import export
 
-    export(open_ranged(str(run)), tmp_path / "m.ckpt")
+    export(open_backend(str(run)), tmp_path / "m.ckpt")
     module = Net(optimizer=sgd)
     module.load_state_dict(torch.load(tmp_path / "m.ckpt", weights_only=True)["state_dict"])
     fit(DenseCheckpoint(tmp_path / "run", every_n_steps=1), module)

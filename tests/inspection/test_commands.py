@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.storage import FsspecBackend, PosixBackend
+from lightning_moe_ckpt.storage import FsspecBackend, PosixBackend, open_backend
 from lightning_moe_ckpt.storage import _ranges as ranges
 
 
@@ -286,7 +286,7 @@ def test_storage_options_reach_the_file_system(capsys: pytest.CaptureFixture[str
 def test_chunks_are_the_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str, nbytes: int) -> None:
     """Sizes around a chunk, through either kind of backend."""
     monkeypatch.setattr(ranges, "CHUNK_NBYTES", 64)
-    backend = ranges.open_ranged(str(tmp_path) if scheme == "file" else f"memory://{uuid.uuid4().hex}")
+    backend = open_backend(str(tmp_path) if scheme == "file" else f"memory://{uuid.uuid4().hex}")
     data = bytes(range(251)) * 4
     backend.put("a/b", data[:nbytes])
     assert b"".join(bytes(view) for view in ranges.read_chunks(backend, "a/b", nbytes)) == data[:nbytes]

@@ -16,7 +16,7 @@ from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.inspection import export
 from lightning_moe_ckpt.inspection._assemble import Assembler
-from lightning_moe_ckpt.storage import RankMarker, RunView, open_ranged
+from lightning_moe_ckpt.storage import RankMarker, RunView, open_backend
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -114,8 +114,8 @@ def test_where_to_write_is_checked_first(
 
 def test_damaged_parameters_are_not_exported(dense_run: tuple[str, Any], tmp_path: Path) -> None:
     """Every record's digest is checked on the way, and no file is left."""
-    backend = open_ranged(str(tmp_path / "copy"))
-    source = open_ranged(dense_run[0])
+    backend = open_backend(str(tmp_path / "copy"))
+    source = open_backend(dense_run[0])
     for entry in source.list(""):
         data = bytearray(source.get(entry.key))
         if entry.key.startswith("snap/000000000006") and entry.key.endswith(".safetensors"):
@@ -128,7 +128,7 @@ def test_damaged_parameters_are_not_exported(dense_run: tuple[str, Any], tmp_pat
 
 
 def _markers(url: str) -> list[RankMarker]:
-    view = RunView.open(open_ranged(url))
+    view = RunView.open(open_backend(url))
     commit = view.generations()[0].commit
     assert commit is not None
     return [view.read_marker(commit, rank) for rank in range(commit.world_size)]
@@ -137,7 +137,7 @@ def _markers(url: str) -> list[RankMarker]:
 def test_parts_that_do_not_add_up_are_refused(sharded_run: tuple[str, Any, Any]) -> None:
     """A part twice, or none at all, is never a tensor."""
     markers = _markers(sharded_run[0])
-    backend = open_ranged(sharded_run[0])
+    backend = open_backend(sharded_run[0])
     with pytest.raises(ConfigurationError, match="written by two ranks"):
         Assembler(backend, [*markers, markers[1]]).read("moe.w1")
     with pytest.raises(ConfigurationError, match="nobody wrote element"):
@@ -153,7 +153,7 @@ def test_state_that_is_not_there_yet_is_told(sharded_run: tuple[str, Any, Any]) 
         records = tuple(dataclasses.replace(r, present=r.state_key in {"param", "present"}) for r in segment.records)
         return dataclasses.replace(marker, segments=(dataclasses.replace(segment, records=records),))
 
-    backend = open_ranged(sharded_run[0])
+    backend = open_backend(sharded_run[0])
     parts = Assembler(backend, [markers[0], without(markers[1])])
     moments = parts.optimizer()["moe.w1/exp_avg"]
     assert moments[:2].any()

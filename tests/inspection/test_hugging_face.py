@@ -21,7 +21,7 @@ from inspection._runs import FEATURES, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
-from lightning_moe_ckpt.storage import RunView, open_ranged
+from lightning_moe_ckpt.storage import RunView, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 CONFIG: dict[str, Any] = {
@@ -219,7 +219,7 @@ def test_a_module_without_one_is_refused(
 
 def test_only_models_on_the_outside_are_described(tied_run: tuple[str, dict[str, Tensor]]) -> None:
     """Not the backbone inside `MixtralForCausalLM`, nor its layers, all of which keep the configuration."""
-    view = RunView.open(open_ranged(tied_run[0]))
+    view = RunView.open(open_backend(tied_run[0]))
     commit = view.generations()[0].commit
     assert commit is not None
     line, other, _ = (view.read_marker(commit, rank).module for rank in range(3))

@@ -24,7 +24,7 @@ from lightning_moe_ckpt.storage import (
     RunView,
     SegmentEntry,
     digest_of,
-    open_ranged,
+    open_backend,
     scrub_segment,
     verify_records,
 )
@@ -266,7 +266,7 @@ def test_nothing_stored_is_ever_unpickled(held: Held, tmp_path: Path, monkeypatc
 
 def test_a_missing_object_is_an_error_of_ours(tmp_path: Path) -> None:
     """Ranged reads name what is not there, or ends too soon."""
-    backend = open_ranged(str(tmp_path))
+    backend = open_backend(str(tmp_path))
     backend.put("a", b"123")
     with pytest.raises(KeyMissing):
         backend.get_range("b", 0, memoryview(bytearray(1)))

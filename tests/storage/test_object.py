@@ -17,7 +17,7 @@ import pytest
 from servers._s3 import S3Server, running
 
 from lightning_moe_ckpt.errors import ConfigurationError, KeyMissing, StorageError
-from lightning_moe_ckpt.storage import Backend, ObjectBackend, open_backend, open_ranged
+from lightning_moe_ckpt.storage import Backend, ObjectBackend, open_backend
 from lightning_moe_ckpt.storage._backend import open_without_retries
 from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
 from lightning_moe_ckpt.testing import BackendContract
@@ -103,7 +103,7 @@ def test_urls_of_object_stores_go_to_obstore(ministack: S3Server) -> None:
     url = ministack.url()
     backend = open_backend(url, storage_options=ministack.storage_options)
     backend.put("a", bytes(range(256)) * 100_000)
-    ranged = open_ranged(url, storage_options=ministack.storage_options)
+    ranged = open_backend(url, storage_options=ministack.storage_options)
     out = bytearray(1000)
     ranged.get_range("a", 255, memoryview(out))
     assert out == (bytes(range(256)) * 5)[255:1255]

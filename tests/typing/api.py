@@ -294,8 +294,8 @@ def describe_module(marker: storage.RankMarker) -> storage.HuggingFaceEntry | No
 
 
 def look_at_segments(url: str, segment: storage.SegmentEntry, overflow: storage.OverflowEntry) -> Iterator[memoryview]:
-    ranged = storage.open_ranged(url)
-    assert_type(ranged, storage.RangedBackend)
+    ranged = storage.open_backend(url)
+    assert_type(ranged, storage.Backend)
     view = storage.RunView.open(ranged)
     assert_type(view.generations(), list[storage.StoredGeneration])
     storage.scrub_segment(ranged, segment)
@@ -316,7 +316,7 @@ def lay_out(buffer: Tensor) -> Tensor:
 
 
 def examine(url: str, out: Path) -> inspection.Export:
-    ranged = storage.open_ranged(url)
+    ranged = storage.open_backend(url)
     verdict = inspection.verify(ranged, everything=True)
     assert_type(verdict, inspection.Verdict)
     assert_type(verdict.problems, list[inspection.FileProblem])
