@@ -44,6 +44,8 @@ class CheckpointCallback(Checkpoint):
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
+        bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
+            training; `None` for no cap. What does not fit skips generations.
         batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
             that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
             at which the state is dense, not beyond.
@@ -61,6 +63,7 @@ class CheckpointCallback(Checkpoint):
         keep: int = 2,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
+        bandwidth: int | None = None,
         batches: Batches = "reposition",
         stop_grace: timedelta = STOP_GRACE,
         freeze_heap: bool = True,
@@ -73,12 +76,13 @@ class CheckpointCallback(Checkpoint):
                 f"`{type(self).__name__}(storage_options={storage_options!r})` must be a dict: arguments of the file "
                 "system of the URL."
             )
+        require_count(self, "bandwidth", bandwidth, what="bytes per second", also=[None])
         require_choice(self, "batches", batches, ("reposition", "log"))
         if stop_grace < timedelta(0):
             raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
         self.url, self.keep, self.resume, self.batches = checked_url(url), keep, resume, batches
         self.stop_grace = stop_grace
-        self.storage_options, self.freeze_heap = storage_options, freeze_heap
+        self.storage_options, self.bandwidth, self.freeze_heap = storage_options, bandwidth, freeze_heap
         self._run: FitRun | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
@@ -169,6 +173,7 @@ class CheckpointCallback(Checkpoint):
             keep=self.keep,
             resume=self.resume,
             storage_options=self.storage_options,
+            bandwidth=self.bandwidth,
             freeze_heap=self.freeze_heap,
         )
         own = (CheckpointCallback, Replay)

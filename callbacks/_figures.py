@@ -68,6 +68,7 @@ class CheckpointFigures:
             **{f"moe/{name}": value.item() for name, value in self._generations.compute().items()},
             "moe/generations_complete": now.generations_complete,
             "moe/generations_committed": now.generations_committed,
+            **{f"moe/generations_skipped/{tier}": number for tier, number in now.generations_skipped.items()},
         }
 
     @staticmethod

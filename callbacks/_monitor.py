@@ -41,7 +41,7 @@ class ExpertLoadMonitor(Callback):
     * `moe/window` and `moe/window_position`: steps per window, and how many of the window under way are taken;
     * `moe/generation/<tier>` and `moe/lag_steps/<tier>`: the newest generation that is whole in a tier (`storage`), and
       how many steps training is ahead of it, less than none in replay; `moe/generations_complete` and
-      `moe/generations_committed`: how many;
+      `moe/generations_committed`: how many; `moe/generations_skipped/<tier>`: how many a tier never got, being busy;
     * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. While steps are repeated, every one
       has a row (unless the logger's file has one of that step already), and the progress bar shows `replay=3/6`.
 

@@ -47,6 +47,8 @@ class SparseCheckpoint(CheckpointCallback):
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
+        bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
+            training; `None` for no cap. What does not fit skips generations.
         batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
             that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
             at which the state is dense, not beyond.
@@ -78,6 +80,7 @@ class SparseCheckpoint(CheckpointCallback):
         keep: int = 2,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
+        bandwidth: int | None = None,
         batches: Batches = "reposition",
         stop_grace: timedelta = STOP_GRACE,
         freeze_heap: bool = True,
@@ -87,6 +90,7 @@ class SparseCheckpoint(CheckpointCallback):
             keep=keep,
             resume=resume,
             storage_options=storage_options,
+            bandwidth=bandwidth,
             batches=batches,
             stop_grace=stop_grace,
             freeze_heap=freeze_heap,

@@ -22,6 +22,7 @@ from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
 from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
 from lightning_moe_ckpt.session._reordering import Reordering
+from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
@@ -62,6 +63,7 @@ class CaptureSession:
         engine: copies device tensors to the ring.
         worker: persists sealed segments.
         stalls: where every wait is recorded.
+        skips: is told of complete generations that the worker never got.
         make_ring: allocates a ring for a slot size in bytes and a window length in steps.
         relayout: the plan in force with a larger journal capacity, in bytes.
         reordering: what the exchange at window boundaries carries for plans in another order; `None` without.
@@ -75,12 +77,13 @@ class CaptureSession:
         engine: CopyEngine,
         worker: PersistWorker,
         stalls: StallMeter,
+        skips: Skips,
         make_ring: Callable[[int, int], SegmentRing],
         relayout: Callable[[int], WindowLayout],
         reordering: Reordering | None = None,
     ) -> None:
         self._epoch, self._exchange, self._engine = epoch, exchange, engine
-        self._worker, self._stalls = worker, stalls
+        self._worker, self._stalls, self._skips = worker, stalls, skips
         self._make_ring, self._relayout, self._reordering = make_ring, relayout, reordering
         self._journal_nbytes = 0
         self.failures: list[str] = []
@@ -283,6 +286,7 @@ class CaptureSession:
     def _begin_persist(self, window: _Window) -> None:
         assert self._ring is not None
         self._ring.pin(window.generation)
+        self._skips.taken()
         self._worker.begin(
             window.generation,
             plan_hash=window.layout.plan_hash,
@@ -355,6 +359,8 @@ class CaptureSession:
             return
         self._window = None
         self._ring.finish_window(window.generation)
+        if self._complete is not None and not self._complete.persist:
+            self._skips.skipped(self._complete.generation)
         self._complete = window
         self.generations_complete += 1
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +22,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._averages import Averages
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
+from lightning_moe_ckpt.session._config import LifeConfig
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._heap import FrozenHeap
@@ -36,9 +34,10 @@ from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_la
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report
 from lightning_moe_ckpt.session._restore import Found, Job, Runs
+from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._writer import SegmentWriter
-from lightning_moe_ckpt.storage import GenerationId, Resume
+from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing, expect_room, shared_directory, shared_name, unlink_shared_file
 
 log = logging.getLogger(__name__)
@@ -51,21 +50,6 @@ RING_GENERATIONS = 3
 
 RING_HEADROOM = 0.25
 """By how much segments of a later plan may exceed those of the first one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LifeConfig:
-    """Where a run's checkpoints live and how it resumes."""
-
-    url: str
-    keep: int = 2
-    """Committed generations kept."""
-    resume: Resume = "auto"
-    storage_options: Mapping[str, Any] | None = None
-    commit_timeout: timedelta = timedelta(seconds=120)
-    """How long a generation may take to become durable at start and end, when training waits for it."""
-    freeze_heap: bool = True
-    """Whether the process's garbage collector may leave out what is alive after the first generation."""
 
 
 class Life:
@@ -112,6 +96,7 @@ class Life:
             module=module,
         )
         self._stalls, self.clock, self._heap = StallMeter(), HookClock(), FrozenHeap(wanted=config.freeze_heap)
+        self._skips = Skips(STORAGE)
         self._runs: Runs | None = None
         self._worker: PersistWorker | None = None
         self._capture: CaptureSession | None = None
@@ -138,7 +123,13 @@ class Life:
         started = time.perf_counter()
         view, ops, groups = self._view, self._operators, self._groups
         identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype)
-        self._runs = Runs(self._config.url, self._config.storage_options, self._exchange, groups)
+        self._runs = Runs(
+            self._config.url,
+            self._config.storage_options,
+            self._exchange,
+            groups,
+            bandwidth=self._config.bandwidth,
+        )
         job = Job(identity=identity, operators=ops, schema=view.schema, params=view.params)
         self._found = self._runs.open(resume=self._config.resume, job=job)
         # Until a tier adopts them: what an earlier life had in shared memory is of no use, whether we need a ring or not.
@@ -161,6 +152,7 @@ class Life:
             engine=self._engine,
             worker=self._worker,
             stalls=self._stalls,
+            skips=self._skips,
             make_ring=self._make_ring,
             relayout=self._planner.relayout,
             reordering=self._planner.reordering,
@@ -421,6 +413,7 @@ class Life:
             self._replay = None
         if self._worker is not None:
             self._worker.close()
+        self._skips.close()
         if self._capture is not None:
             self._capture.close()
         self._engine.close()
@@ -445,6 +438,7 @@ class Life:
             generations_complete=capture.generations_complete if capture is not None else 0,
             generations_committed=self._committed,
             generations=dict(self._newest),
+            generations_skipped={STORAGE: self._skips.total},
             windows_skipped=capture.windows_skipped if capture is not None else 0,
             resumed_from=self._found.generation.step if self._found is not None else None,
             replayed_steps=self._replayed,

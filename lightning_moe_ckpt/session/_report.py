@@ -37,7 +37,10 @@ class Report:
 
     `storage` means committed on the coordinator, and "my part is stored" on other ranks.
     """
+    generations_skipped: dict[str, int]
+    """Complete generations that a tier never got, because it was still busy when a newer one was complete."""
     windows_skipped: int
+    """Windows that were not begun, because memory was full of generations that are still being read."""
     resumed_from: int | None
     """Boundary at which this life became, or will become, dense again; `None` for a fresh start."""
     replayed_steps: int

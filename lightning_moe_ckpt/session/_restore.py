@@ -102,14 +102,21 @@ class Runs:
         storage_options: for the backend.
         exchange: control exchange between ranks.
         groups: this rank's place.
+        bandwidth: bytes per second that this rank may write; `None` for no cap.
     """
 
     def __init__(
-        self, url: str, storage_options: Mapping[str, Any] | None, exchange: Exchange, groups: ParallelGroups
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None,
+        exchange: Exchange,
+        groups: ParallelGroups,
+        *,
+        bandwidth: int | None = None,
     ) -> None:
         self._exchange, self._groups = exchange, groups
         with exchange.together():  # a package can be missing on one machine only
-            self._backend: Backend = open_backend(url, storage_options=storage_options)
+            self._backend: Backend = open_backend(url, storage_options=storage_options, bandwidth=bandwidth)
             _refuse_process_memory(self._backend.url, groups.world_size)
         self.store: RunStore
         self.epoch = 0

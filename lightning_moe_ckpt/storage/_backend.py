@@ -81,59 +81,65 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """Release connections; no call may follow."""
+        """Release connections; no call may follow, but again `close`.
+
+        From any thread: a write that waits, or is between two chunks, ends with a `StorageError` and leaves nothing.
+        """
 
 
-def open_backend(url: str, *, storage_options: StorageOptions | None = None) -> Backend:
+def open_backend(url: str, *, storage_options: StorageOptions | None = None, bandwidth: int | None = None) -> Backend:
     """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet.
 
     Args:
         url: a path, `file://`, `s3://`, `gs://`, `az://`, or any other URL fsspec knows. Open after a fork, not before.
         storage_options: in the words of s3fs, gcsfs, adlfs or whatever fsspec file system serves the URL; not
             accepted for paths.
+        bandwidth: bytes per second that `put` may write, all threads of this process together; `None` for no cap.
 
     Raises:
         ConfigurationError: it names no place, its scheme is unknown, its package is missing, or the options do not fit.
     """
     from lightning_moe_ckpt.storage._retry import Retrying
 
-    return Retrying(open_without_retries(url, storage_options=storage_options))
+    return Retrying(open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth))
 
 
-def open_without_retries(url: str, *, storage_options: StorageOptions | None = None) -> Backend:
+def open_without_retries(
+    url: str, *, storage_options: StorageOptions | None = None, bandwidth: int | None = None
+) -> Backend:
     """As `open_backend`, without the retries."""
     url = checked_url(url)
     factory = _FACTORIES.get(scheme_of(url), _open_fsspec)
-    return factory(url, storage_options or {})
+    return factory(url, storage_options or {}, bandwidth)
 
 
-def _open_posix(url: str, storage_options: StorageOptions) -> Backend:
+def _open_posix(url: str, storage_options: StorageOptions, bandwidth: int | None) -> Backend:
     from lightning_moe_ckpt.storage._posix import PosixBackend
 
     if storage_options:
         raise ConfigurationError(f"`{url}` is a path and takes no storage_options, got {sorted(storage_options)}.")
-    return PosixBackend(re.sub(r"^\w+://", "", url))
+    return PosixBackend(re.sub(r"^\w+://", "", url), bandwidth=bandwidth)
 
 
-def _open_fsspec(url: str, storage_options: StorageOptions) -> Backend:
+def _open_fsspec(url: str, storage_options: StorageOptions, bandwidth: int | None) -> Backend:
     from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
-    return FsspecBackend(url, storage_options=storage_options)
+    return FsspecBackend(url, storage_options=storage_options, bandwidth=bandwidth)
 
 
-def _open_object(url: str, storage_options: StorageOptions) -> Backend:
+def _open_object(url: str, storage_options: StorageOptions, bandwidth: int | None) -> Backend:
     from lightning_moe_ckpt.storage._object import ObjectBackend
     from lightning_moe_ckpt.storage._object_options import Unmapped
 
     try:
-        return ObjectBackend(url, storage_options=storage_options)
+        return ObjectBackend(url, storage_options=storage_options, bandwidth=bandwidth)
     except Unmapped as unmapped:
         log.warning("%s: obstore has no word for %s; the fsspec file system is used, which is slower", url, unmapped)
-        return _open_fsspec(url, storage_options)
+        return _open_fsspec(url, storage_options, bandwidth)
 
 
 # Schemes that do not go through fsspec.
-_FACTORIES: dict[str, Callable[[str, StorageOptions], Backend]] = {
+_FACTORIES: dict[str, Callable[[str, StorageOptions, int | None], Backend]] = {
     **dict.fromkeys(("file", "local"), _open_posix),
     **dict.fromkeys(SCHEMES, _open_object),
 }

@@ -24,6 +24,7 @@ from fsspec.registry import known_implementations
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.storage._pace import Pace
 
 _CHUNK_NBYTES = 16 * 2**20
 _IN_PROCESS = {"memory", "file", "local"}  # check-then-write, so this process takes turns; and never hanging
@@ -42,6 +43,7 @@ class FsspecBackend:
         storage_options: Mapping[str, object] | None = None,
         timeout: timedelta = timedelta(seconds=60),
         min_nbytes_per_second: int = 4 * 2**20,
+        bandwidth: int | None = None,
     ) -> None:
         """Open the file system of `url`; nothing is read or written.
 
@@ -50,6 +52,8 @@ class FsspecBackend:
             storage_options: arguments of the file system.
             timeout: limit of one call, to which the time for its bytes is added.
             min_nbytes_per_second: the slowest transfer that counts as alive.
+            bandwidth: bytes per second that `put` may write, as a mean over objects: one object is one call, and goes
+                at the speed of the file system. `None` for no cap.
 
         Raises:
             ConfigurationError: unknown scheme, missing package, or options the file system refuses.
@@ -57,7 +61,7 @@ class FsspecBackend:
         self._url = url.rstrip("/") if not url.endswith("://") else url
         self._fs = _file_system(url, dict(storage_options or {}))
         self._root = str(self._fs._strip_protocol(url)).rstrip("/")  # noqa: SLF001 - the documented way to a path
-        self._timeout = timeout
+        self._timeout, self._pace = timeout, Pace(bandwidth)
         self._min_nbytes_per_second = min_nbytes_per_second
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._in_process = not protocols.isdisjoint(_IN_PROCESS)
@@ -75,6 +79,7 @@ class FsspecBackend:
     def put(self, key: str, *views: bytes | memoryview) -> None:
         """Upload one object."""
         body = _joined(views)
+        self._pace.wait(len(body))
         self._call("put", key, lambda path: self._pipe(path, body), nbytes=len(body))
 
     def create(self, key: str, data: bytes) -> None:
@@ -123,7 +128,8 @@ class FsspecBackend:
         """Nothing to do: incomplete uploads of these file systems are not visible to us."""
 
     def close(self) -> None:
-        """Connections belong to fsspec's instance cache."""
+        """Connections belong to fsspec's instance cache; no write begins any more."""
+        self._pace.close()
 
     def _holds(self, key: str) -> bool:
         return any(entry.key == key for entry in self.list(key))

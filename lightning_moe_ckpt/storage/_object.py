@@ -24,6 +24,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage._backend import Entry, probe_create
 from lightning_moe_ckpt.storage._object_options import split_url, translate
+from lightning_moe_ckpt.storage._pace import Pace
 
 PART_NBYTES = 16 * 2**20
 _MIN_PART_NBYTES = 5 * 2**20  # of S3, but for the last part
@@ -46,6 +47,7 @@ class ObjectBackend:
         storage_options: Mapping[str, object] | None = None,
         timeout: timedelta = timedelta(seconds=60),
         min_nbytes_per_second: int = 4 * 2**20,
+        bandwidth: int | None = None,
     ) -> None:
         """Open the store of `url`; nothing is read or written.
 
@@ -54,6 +56,7 @@ class ObjectBackend:
             storage_options: as for s3fs, gcsfs or adlfs, or in obstore's words.
             timeout: limit of one call, to which the time for its bytes is added.
             min_nbytes_per_second: the slowest transfer that counts as alive.
+            bandwidth: bytes per second that `put` may write; `None` for no cap.
 
         Raises:
             ConfigurationError: no bucket, or the parent of this process already uses object stores.
@@ -65,7 +68,9 @@ class ObjectBackend:
             raise ConfigurationError(f"`{url}` names {error}.") from error
         options = translate(kind, storage_options or {})
         self._url, self._timeout, self._min_rate = url.rstrip("/"), timeout, min_nbytes_per_second
-        self._part_nbytes = max(options.transfer.get("part_nbytes", PART_NBYTES), _MIN_PART_NBYTES)
+        self._pace = Pace(bandwidth)
+        part_nbytes = max(options.transfer.get("part_nbytes", PART_NBYTES), _MIN_PART_NBYTES)
+        self._part_nbytes = self._pace.chunk_nbytes(part_nbytes, least=_MIN_PART_NBYTES)
         self._concurrency = options.transfer.get("max_concurrency", 4)
         part_limit = timeout + timedelta(seconds=self._part_nbytes / min_nbytes_per_second)
         client = {"connect_timeout": timedelta(seconds=min(10.0, timeout.total_seconds())), "timeout": part_limit}
@@ -98,7 +103,7 @@ class ObjectBackend:
         """Upload one object, in parts if it is big."""
         nbytes = sum(memoryview(view).nbytes for view in views)
         what = f"put {key} at {self.url}"
-        pieces = self._pieces(views, what, time.monotonic() + self._limit(nbytes))
+        pieces = self._pieces(views, what, time.monotonic() + self._limit(nbytes) + self._pace.seconds(nbytes))
         big = nbytes > self._part_nbytes
         body = pieces if big else list(pieces)
         put = partial(obstore.put, use_multipart=big, chunk_size=self._part_nbytes, max_concurrency=self._concurrency)
@@ -159,7 +164,8 @@ class ObjectBackend:
         """Nothing to do: a lifecycle rule of the bucket removes uploads that were never completed."""
 
     def close(self) -> None:
-        """Connections close with the store's last reference."""
+        """Connections close with the store's last reference; uploads under way are abandoned at their next part."""
+        self._pace.close()
 
     def _ranges(self, key: str, places: Mapping[str, Sequence[int]]) -> Sequence[Any]:
         try:
@@ -195,6 +201,7 @@ class ObjectBackend:
             rest = memoryview(view)
             rest = rest.cast("B") if rest.nbytes else memoryview(b"")
             while rest.nbytes:
+                self._pace.wait(min(rest.nbytes, self._part_nbytes))
                 self._in_time(what, deadline, done)
                 piece, rest = rest[: self._part_nbytes], rest[self._part_nbytes :]
                 done += piece.nbytes

@@ -24,11 +24,13 @@ from pathlib import Path
 
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.storage._pace import Pace
 
 log = logging.getLogger(__name__)
 
 _CHUNK_NBYTES = 4 * 2**20
 _MAX_PRUNED = 100
+_UNPACED = Pace()  # for what is small and waited for: the log, manifests
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts: names are durable with the file there
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -37,8 +39,15 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 class PosixBackend:
     """Files under one directory: local disk, Lustre, NFS. Safe to use from any thread and after a fork."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, bandwidth: int | None = None) -> None:
+        """Name the directory; nothing is read or written.
+
+        Args:
+            root: made when something is written.
+            bandwidth: bytes per second that `put` may write; `None` for no cap.
+        """
         self._root = Path(root).expanduser().absolute()
+        self._pace = Pace(bandwidth)
         self._synced: set[Path] = set()  # directories known to be in their parent on the medium
 
     @property
@@ -54,7 +63,7 @@ class PosixBackend:
     def put(self, key: str, *views: bytes | memoryview) -> None:
         """Write, sync, rename, sync the directory."""
         path = self._path(key)
-        with _reported("put", path), self._written(path, views) as temporary:
+        with _reported("put", path), self._written(path, views, self._pace) as temporary:
             temporary.replace(path)
             _sync_directory(path.parent)
 
@@ -119,11 +128,12 @@ class PosixBackend:
                     self._prune(Path(file.path).parent)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing is held open; writes under way are abandoned."""
+        self._pace.close()
 
     def _link(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with _reported("create", path), self._written(path, (data,)) as temporary:
+        with _reported("create", path), self._written(path, (data,), _UNPACED) as temporary:
             try:
                 path.hardlink_to(temporary)
             except FileExistsError as error:
@@ -137,13 +147,13 @@ class PosixBackend:
             _sync_directory(path.parent)
 
     @contextmanager
-    def _written(self, path: Path, views: Sequence[bytes | memoryview]) -> Iterator[Path]:
+    def _written(self, path: Path, views: Sequence[bytes | memoryview], pace: Pace) -> Iterator[Path]:
         """Yield a synced temporary file beside `path`; gone afterwards unless it was renamed."""
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             file = self._open_new(temporary)
             try:
-                _write_all(file, views)
+                _write_all(file, views, pace)
                 os.fsync(file)
             finally:
                 os.close(file)
@@ -222,14 +232,16 @@ def _sync_directory(directory: Path) -> None:
         os.close(file)
 
 
-def _write_all(file: int, views: Sequence[bytes | memoryview]) -> None:
+def _write_all(file: int, views: Sequence[bytes | memoryview], pace: Pace) -> None:
     """Write views straight from their memory; `os.write` releases the GIL for each chunk."""
-    position = 0
+    position, chunk_nbytes = 0, pace.chunk_nbytes(_CHUNK_NBYTES)
     for view in views:
         rest = memoryview(view)
         rest = rest.cast("B") if rest.nbytes else memoryview(b"")
         while rest.nbytes:
-            written = os.write(file, rest[:_CHUNK_NBYTES])
+            chunk = rest[:chunk_nbytes]
+            pace.wait(chunk.nbytes)
+            written = os.write(file, chunk)
             _start_writeback(file, position, written)
             position, rest = position + written, rest[written:]
 

@@ -9,8 +9,11 @@ class TestMyBackend(BackendContract):
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,10 @@ class BackendContract:
     def make_backend(self, tmp_path: Path) -> Backend:
         """A backend over an empty store that is this test's own."""
         raise NotImplementedError
+
+    def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
+        """The same, with writes capped at `bandwidth` bytes per second; without it the tests of the cap are skipped."""
+        pytest.skip("no backend with a cap on its bandwidth")
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
@@ -184,6 +191,35 @@ class BackendContract:
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(work, range(6)))
         assert backend.list("") == []
+
+    def test_writes_stay_below_the_bandwidth(self, tmp_path: Path) -> None:
+        """Over several objects and threads; what is written is what was given."""
+        bandwidth, sizes = 16 * 2**20, (6 * 2**20, 5 * 2**20 + 1, 3, 4 * 2**20)
+        with closing(self.make_paced_backend(tmp_path, bandwidth)) as backend:
+            bodies = {f"dir/{number}": os.urandom(nbytes) for number, nbytes in enumerate(sizes)}
+            start = time.monotonic()
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(backend.put, bodies.keys(), bodies.values()))
+            seconds = time.monotonic() - start
+            assert {key: backend.get(key) for key in bodies} == bodies
+        # The last chunk, which may be a whole object, goes as soon as those before it have had their time.
+        assert seconds >= (sum(sizes) - max(sizes)) / bandwidth
+
+    def test_a_write_that_waits_for_bandwidth_holds_up_nobody(self, tmp_path: Path) -> None:
+        """Others read and list meanwhile; closing ends it at once, and nothing of it is visible."""
+        backend = self.make_paced_backend(tmp_path, 1)
+        backend.create("small", b"x")
+        backend.put("first", b"takes the place of the next hour" * 200)
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(backend.put, "dir/slow", bytes(12 * 2**20))
+            for _ in range(10):
+                assert backend.get("small") == b"x"
+                assert [entry.key for entry in backend.list("")] == ["first", "small"]
+            assert not writing.done()
+            backend.close()
+            with pytest.raises(StorageError, match="closed"):
+                writing.result(60)
+            assert [entry.key for entry in backend.list("")] == ["first", "small"]
 
 
 def _creator(backend: Backend, key: str) -> Callable[[int], bool]:

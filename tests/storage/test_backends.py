@@ -36,6 +36,9 @@ class TestPosixBackend(BackendContract):
     def make_backend(self, tmp_path: Path) -> Backend:
         return PosixBackend(tmp_path / "deep" / "run")
 
+    def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
+        return PosixBackend(tmp_path / "run", bandwidth=bandwidth)
+
 
 class TestFsspecMemory(BackendContract):
     """fsspec's dictionary of objects."""
@@ -83,12 +86,18 @@ class TestFsspecRemote(BackendContract):
     def make_backend(self, tmp_path: Path) -> Backend:
         return FsspecBackend(f"remote://{uuid.uuid4().hex}/run")
 
+    def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
+        return FsspecBackend(f"remote://{uuid.uuid4().hex}/run", bandwidth=bandwidth)
+
 
 class TestRetrying(BackendContract):
     """Retries change no answer."""
 
     def make_backend(self, tmp_path: Path) -> Backend:
         return open_backend(f"file://{tmp_path}/run")
+
+    def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
+        return open_backend(f"file://{tmp_path}/run", bandwidth=bandwidth)
 
 
 def _no_pause(seconds: float) -> None:

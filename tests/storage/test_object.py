@@ -72,6 +72,11 @@ class TestMinistack(BackendContract):
     def make_backend(self, tmp_path: Path) -> Backend:
         return opened(self.server)
 
+    def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
+        return ObjectBackend(
+            self.server.url(), storage_options=self.server.storage_options, timeout=QUICK, bandwidth=bandwidth
+        )
+
 
 class TestRclone(BackendContract):
     """A store that checks signatures and ignores conditions."""

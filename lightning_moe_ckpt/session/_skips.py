@@ -1,0 +1,74 @@
+"""Counts the complete generations that a tier passes over because it is slower than training, and says so.
+
+A tier that is free takes the newest complete generation; those completed while it was busy are never stored there.
+One line says when such a stretch begins and one, with the numbers, when it is over: when two generations in a row were
+taken with none passed over in between, or at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from lightning_moe_ckpt.storage import GenerationId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Stretch:
+    first: GenerationId
+    last: GenerationId
+    num_skipped: int = 0
+    num_taken: int = 0
+    behind: bool = True
+    """Whether one was passed over since the tier took the last one."""
+
+
+class Skips:
+    """What one tier has passed over.
+
+    Args:
+        tier: its name, for messages.
+    """
+
+    def __init__(self, tier: str) -> None:
+        self.total = 0
+        """Generations passed over so far."""
+        self._tier = tier
+        self._stretch: _Stretch | None = None
+
+    def skipped(self, generation: GenerationId) -> None:
+        """A newer generation is complete, and this one was never taken."""
+        if self._stretch is None:
+            self._stretch = _Stretch(generation, generation)
+            log.warning(
+                "%s is slower than training: %s is skipped, the newest goes first whenever it is free. Take generations "
+                "less often if that goes on",
+                self._tier,
+                generation,
+            )
+        self.total += 1
+        self._stretch.num_skipped += 1
+        self._stretch.last, self._stretch.behind = generation, True
+
+    def taken(self) -> None:
+        """The tier begins a generation."""
+        stretch = self._stretch
+        if stretch is not None and not stretch.behind:
+            self.close()
+        elif stretch is not None:
+            stretch.num_taken, stretch.behind = stretch.num_taken + 1, False
+
+    def close(self) -> None:
+        """End the stretch, if there is one."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            log.warning(
+                "%s was slower than training: %d generations were skipped, from %s to %s, and %d taken meanwhile",
+                self._tier,
+                stretch.num_skipped,
+                stretch.first,
+                stretch.last,
+                stretch.num_taken,
+            )

@@ -1,0 +1,131 @@
+"""Storage that is slower than training costs generations, newest first kept, and is said once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.storage import GenerationId, PosixBackend
+from lightning_moe_ckpt.storage._names import parse_snap_key
+
+
+class Linear(LightningModule):
+    """One layer."""
+
+    def __init__(self, features: int = 4) -> None:
+        super().__init__()
+        self.net = nn.Linear(features, features)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def fit(checkpoint: DenseCheckpoint, *others: Callback, steps: int, features: int = 4) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[*others, checkpoint],
+        )  # fmt: skip
+        trainer.fit(Linear(features), DataLoader(TensorDataset(torch.ones(6, features))))
+
+
+class Gate:
+    """Lets segments through, or not, and writes down which came."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.reached = threading.Event()
+        self.taken: list[int] = []
+
+    @contextmanager
+    def before_every_put(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        put = PosixBackend.put
+
+        def gated(backend: PosixBackend, key: str, *views: Any) -> None:
+            place = parse_snap_key(key)
+            if place is not None and key.endswith(".safetensors"):
+                self.taken.append(place[0].step)
+                self.reached.set()
+                assert self.open.wait(60)
+            put(backend, key, *views)
+
+        monkeypatch.setattr(PosixBackend, "put", gated)
+        try:
+            yield
+        finally:
+            self.open.set()
+
+
+class Outage(Callback):
+    """Storage stands still from step 3 to step 8, and from step 11 to step 13."""
+
+    def __init__(self, gate: Gate, checkpoint: DenseCheckpoint) -> None:
+        self.gate, self.checkpoint = gate, checkpoint
+
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        step = trainer.global_step
+        if step not in {4, 5, 6, 7, 8, 12, 13}:
+            assert self.checkpoint.wait_committed(60)
+        if step in {3, 11}:
+            self.gate.reached.clear()
+            self.gate.open.clear()
+        if step in {8, 13}:
+            assert self.gate.reached.wait(60)
+            self.gate.open.set()
+            assert self.checkpoint.wait_committed(60)
+
+
+def test_the_newest_goes_first_and_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While storage stands still training goes on; then storage takes the newest complete one and leaves out the rest."""
+    gate, checkpoint = Gate(), DenseCheckpoint(str(tmp_path), every_n_steps=1, keep=100)
+    with gate.before_every_put(monkeypatch), caplog.at_level(logging.WARNING):
+        fit(checkpoint, Outage(gate, checkpoint), steps=16)
+    report = checkpoint.report
+    skipped = sorted(set(range(17)) - set(gate.taken))
+    assert gate.taken == sorted(gate.taken)
+    assert len(skipped) >= 4
+    assert report.generations_skipped == {"storage": len(skipped)}
+    said = [record.message for record in caplog.records if "slower than training" in record.message]
+    assert [line.split(":")[0] for line in said] == [
+        "storage is slower than training",
+        "storage was slower than training",
+    ] * 2
+    stretches = [[step for step in skipped if step < 10], [step for step in skipped if step > 10]]
+    for steps, start, end in zip(stretches, said[::2], said[1::2], strict=True):
+        first, last = (GenerationId(step=step, epoch=1) for step in (steps[0], steps[-1]))
+        assert f"{first} is skipped" in start
+        assert f"{len(steps)} generations were skipped, from {first} to {last}" in end
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_bandwidth_below_what_training_makes_skips_and_never_stops_it(tmp_path: Path) -> None:
+    """The cap holds at the only place that can wait, the persist thread; the last step is stored all the same."""
+    checkpoint = DenseCheckpoint(str(tmp_path), every_n_steps=1, bandwidth=400_000)
+    fit(checkpoint, steps=40, features=64)
+    report = checkpoint.report
+    assert report.generations_skipped["storage"] > 0
+    assert report.generations["storage"] == 40
+    assert report.nbytes_persisted <= 400_000 * (report.seconds + 5)
+    resumed = DenseCheckpoint(str(tmp_path), every_n_steps=1)
+    fit(resumed, steps=41, features=64)
+    assert resumed.report.resumed_from == 40
