@@ -7,6 +7,7 @@ from lightning_moe_ckpt.storage._backend import Backend as Backend
 from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import create_once as create_once
 from lightning_moe_ckpt.storage._backend import open_backend as open_backend
+from lightning_moe_ckpt.storage._backend import wrapping_backends as wrapping_backends
 from lightning_moe_ckpt.storage._digest import DIGEST_NAME as DIGEST_NAME
 from lightning_moe_ckpt.storage._digest import digest_of as digest_of
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,8 @@ from lightning_moe_ckpt.storage._url import checked_url, scheme_of
 log = logging.getLogger(__name__)
 
 StorageOptions = Mapping[str, object]
+
+_wrappers: list[Callable[[Backend], Backend]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,20 @@ def open_backend(url: str, *, storage_options: StorageOptions | None = None, ban
     """
     from lightning_moe_ckpt.storage._retry import Retrying
 
-    return Retrying(open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth))
+    backend = open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth)
+    for wrap in _wrappers:
+        backend = wrap(backend)
+    return Retrying(backend)
+
+
+@contextlib.contextmanager
+def wrapping_backends(wrap: Callable[[Backend], Backend]) -> Iterator[None]:
+    """Put `wrap` around every backend that `open_backend` opens meanwhile, below its retries: for tests of failures."""
+    _wrappers.append(wrap)
+    try:
+        yield
+    finally:
+        _wrappers.remove(wrap)
 
 
 def open_without_retries(

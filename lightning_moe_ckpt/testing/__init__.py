@@ -6,9 +6,9 @@ from lightning_moe_ckpt.testing._crashing_backend import CrashingBackend as Cras
 from lightning_moe_ckpt.testing._lives import Life as Life
 from lightning_moe_ckpt.testing._lives import LifeFailed as LifeFailed
 from lightning_moe_ckpt.testing._lives import LifeResult as LifeResult
-from lightning_moe_ckpt.testing._lives import Seam as Seam
 from lightning_moe_ckpt.testing._lives import assert_same_end as assert_same_end
 from lightning_moe_ckpt.testing._lives import run_lives as run_lives
 from lightning_moe_ckpt.testing._lives_end import capture_end as capture_end
 from lightning_moe_ckpt.testing._lives_end import differences as differences
 from lightning_moe_ckpt.testing._lives_kill import Kill as Kill
+from lightning_moe_ckpt.testing._seam import Seam as Seam

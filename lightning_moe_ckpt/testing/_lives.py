@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -43,30 +42,14 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_moe_ckpt.testing._lives_end import Record, Recorder, differences
-from lightning_moe_ckpt.testing._lives_kill import Kill, Killer, LateKiller, StorageKiller, strike
+from lightning_moe_ckpt.testing._lives_kill import Kill, Killer, StorageKiller, strike
+from lightning_moe_ckpt.testing._seam import Seam
 
 FIRST_SEED = 1234
 """Seed of the first life, hence of the fault-free run."""
 
 DETECTION_DELAY = 0.02
 """Seconds between the death of one rank and the SIGKILL of the others; torchrun polls at 0.1."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seam:
-    """A replacement put into every process of a life, to show what breaks without the original."""
-
-    module: str
-    attribute: str
-    """Dotted path inside the module, e.g. `Session.seal`."""
-    replacement: Any
-
-    def apply(self) -> None:
-        """Replace for the rest of this process. Raises `AttributeError` if there is nothing to replace."""
-        *path, name = self.attribute.split(".")
-        owner = reduce(getattr, path, importlib.import_module(self.module))
-        getattr(owner, name)
-        setattr(owner, name, self.replacement)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +85,8 @@ class Life:
         die = partial(strike, recorder.write, self.kill)
         if self.kill.phase == "storage":
             StorageKiller(self.kill, die).install()
-        return [Killer(self.kill, die), *own, recorder, LateKiller(self.kill, die)]
+        killer = Killer(self.kill, die)
+        return [killer, *own, recorder, killer.late()]
 
 
 Fit = Callable[[Life], Mapping[str, Any]]

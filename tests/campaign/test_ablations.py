@@ -13,8 +13,8 @@ import pytest
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._lives import Seam
 from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._seam import Seam
 
 SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
 KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (5, 6, 7, 8)]

@@ -14,8 +14,9 @@ import pytest
 from campaign._pairs import pairwise, product
 from campaign._training import Setup
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing._lives import Life, LifeFailed, LifeResult, Seam, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._lives import Life, LifeFailed, LifeResult, assert_same_end, run_lives
 from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._seam import Seam
 
 THREE_RANKS = Setup(world_size=3, strategy="ddp")
 

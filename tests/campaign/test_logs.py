@@ -16,8 +16,9 @@ from typing_extensions import override
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._lives import Life, Seam
+from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._seam import Seam
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

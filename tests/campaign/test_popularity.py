@@ -13,8 +13,9 @@ from campaign._campaign import Campaigns, checkpoints
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.storage import Commit, RunView, open_backend
-from lightning_moe_ckpt.testing._lives import LifeResult, Seam
+from lightning_moe_ckpt.testing._lives import LifeResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._seam import Seam
 
 WINDOW = 3
 EVERYTHING = 1000

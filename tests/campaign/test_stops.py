@@ -13,8 +13,9 @@ from campaign._stops import Repeating, looking_around, require_clean, require_sa
 from campaign._training import Checkpointing, Setup
 from campaign._variants import Variant
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
-from lightning_moe_ckpt.testing._lives import LifeResult, Seam
+from lightning_moe_ckpt.testing._lives import LifeResult
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
+from lightning_moe_ckpt.testing._seam import Seam
 
 SPARSE = Setup(batches=4, checkpointing=Checkpointing(policy="sparse", window=3))
 DENSE = replace(SPARSE, checkpointing=Checkpointing(policy="dense", every_n_steps=100))

@@ -380,6 +380,11 @@ def replay(state: native.AdamState, gradient: Tensor) -> Tensor:
 # -- testing: contracts and kills for tests of one's own
 
 
+def watch(around: Callable[[storage.Backend], storage.Backend]) -> storage.Backend:
+    with storage.wrapping_backends(around):
+        return storage.open_backend("memory://watched")
+
+
 class TestMyBackend(testing.BackendContract):
     @override
     def make_backend(self, tmp_path: Path) -> storage.Backend:

@@ -1,0 +1,98 @@
+"""A backend whose calls pass through a function: where crashes, delays and failures of storage are put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from lightning_moe_ckpt.storage import Backend, Entry
+
+T = TypeVar("T")
+Verb = Literal["put", "create", "get", "get_into", "get_range", "list", "delete", "sweep"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCall:
+    """One call of a backend."""
+
+    verb: Verb
+    key: str
+    """For `list` and `sweep` a prefix."""
+    nbytes: int = 0
+    """Bytes written or to be filled; 0 where only the answer shows them."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether it needs room in the store."""
+        return self.verb in {"put", "create"}
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.key}"
+
+
+class Around(Protocol):
+    """What stands between the caller and a backend. Called from any thread, by several at once."""
+
+    def __call__(self, call: StorageCall, operation: Callable[[], T]) -> T:
+        """Run `operation`, or raise what the caller is to see in its place."""
+
+
+class WatchedBackend:
+    """Passes every call, and its result, through `around`."""
+
+    def __init__(self, backend: Backend, around: Around) -> None:
+        """Wrap `backend`.
+
+        Args:
+            backend: the store.
+            around: decides about each call.
+        """
+        self._backend, self._around = backend, around
+
+    @property
+    def url(self) -> str:
+        """Where the objects are."""
+        return self._backend.url
+
+    @property
+    def creates_exclusively(self) -> bool:
+        """Whether `create` refuses an existing key."""
+        return self._backend.creates_exclusively
+
+    def put(self, key: str, *views: bytes | memoryview) -> None:
+        """Store an object."""
+        nbytes = sum(memoryview(view).nbytes for view in views)
+        self._around(StorageCall("put", key, nbytes), lambda: self._backend.put(key, *views))
+
+    def create(self, key: str, data: bytes) -> None:
+        """Store an object if the key is free."""
+        self._around(StorageCall("create", key, len(data)), lambda: self._backend.create(key, data))
+
+    def get(self, key: str) -> bytes:
+        """Read an object."""
+        return self._around(StorageCall("get", key), lambda: self._backend.get(key))
+
+    def get_into(self, key: str, out: memoryview) -> None:
+        """Fill `out`."""
+        self._around(StorageCall("get_into", key, out.nbytes), lambda: self._backend.get_into(key, out))
+
+    def get_range(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` from `start` on."""
+        self._around(StorageCall("get_range", key, out.nbytes), lambda: self._backend.get_range(key, start, out))
+
+    def list(self, prefix: str) -> list[Entry]:
+        """List objects."""
+        return self._around(StorageCall("list", prefix), lambda: self._backend.list(prefix))
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        self._around(StorageCall("delete", key), lambda: self._backend.delete(key))
+
+    def sweep(self, prefix: str) -> None:
+        """Remove leftovers."""
+        self._around(StorageCall("sweep", prefix), lambda: self._backend.sweep(prefix))
+
+    def close(self) -> None:
+        """Release connections."""
+        self._backend.close()
