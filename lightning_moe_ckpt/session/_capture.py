@@ -1,9 +1,9 @@
-"""The life of a window: boundaries are captured, sealed one batch later, and handed to the persist worker.
+"""The life of a window: boundaries are captured, sealed one batch later, and handed to the tiers.
 
 At boundary t the slices of this slot are copied into a segment of the ring, overlapped with forward and backward of
 t+1; `fence` waits for the copies before the optimizer overwrites their sources; `seal` writes the journal at the next
 batch start. A window whose segments are all sealed is a generation. All ranks open windows together: one small
-exchange decides whether a window starts and whether storage takes it, so that no rank fills half a generation.
+exchange decides whether a window starts and which tiers take it, so that no rank fills half a generation.
 
 Source: MoEvement (2024), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 """
@@ -13,36 +13,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
-from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
 from lightning_moe_ckpt.session._reordering import Reordering
-from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.session._tiers import Tiers, Window
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing, Slot
 
 log = logging.getLogger(__name__)
 
-_VOTES = 5
-"""Integers that every rank tells the others before a window, before what it adds for the order of experts."""
-
-
-@dataclass(kw_only=True)
-class _Window:
-    generation: GenerationId
-    first: int
-    layout: WindowLayout
-    persist: bool
-    spoiled: bool = False
-    """A segment could not be taken: the window runs to its end, so that ranks stay in step, but gives no generation."""
-    segments: list[SealedSegment] = field(default_factory=list)
+_VOTES = 4
+"""Integers that every rank tells the others before a window, before those of the tiers and of the order of experts."""
 
 
 @dataclass(kw_only=True)
@@ -61,9 +49,8 @@ class CaptureSession:
         epoch: number of this life.
         exchange: control exchange between the ranks.
         engine: copies device tensors to the ring.
-        worker: persists sealed segments.
+        tiers: take sealed segments.
         stalls: where every wait is recorded.
-        skips: is told of complete generations that the worker never got.
         make_ring: allocates a ring for a slot size in bytes and a window length in steps.
         relayout: the plan in force with a larger journal capacity, in bytes.
         reordering: what the exchange at window boundaries carries for plans in another order; `None` without.
@@ -75,28 +62,27 @@ class CaptureSession:
         epoch: int,
         exchange: Exchange,
         engine: CopyEngine,
-        worker: PersistWorker,
+        tiers: Tiers,
         stalls: StallMeter,
-        skips: Skips,
         make_ring: Callable[[int, int], SegmentRing],
         relayout: Callable[[int], WindowLayout],
         reordering: Reordering | None = None,
     ) -> None:
         self._epoch, self._exchange, self._engine = epoch, exchange, engine
-        self._worker, self._stalls, self._skips = worker, stalls, skips
+        self._tiers, self._stalls = tiers, stalls
         self._make_ring, self._relayout, self._reordering = make_ring, relayout, reordering
         self._journal_nbytes = 0
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
         self._layout: WindowLayout | None = None
         self._ring: SegmentRing | None = None
-        self._window: _Window | None = None
+        self._window: Window | None = None
         self._pending: _Pending | None = None
         self._ticket: Ticket | None = None
         """Of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
         self._writers: dict[int, SegmentWriter] = {}
-        self._complete: _Window | None = None
+        self._complete: Window | None = None
         self.generations_complete = 0
         self.windows_skipped = 0
         self.segments_captured = 0
@@ -150,18 +136,19 @@ class CaptureSession:
         following = self._following(reordering)
         inputs = reordering.inputs() if reordering is not None else []
         with self._stalls.measure("exchange"):
-            votes = self._exchange.gather([*self._votes(following), *inputs])
+            votes = self._exchange.gather([*self._votes(following), *self._tiers.votes(), *inputs])
+        behind = _VOTES + self._tiers.num_votes
         if reordering is not None:
-            reordering.agreed([vote[_VOTES:] for vote in votes])
-        self._settle_last(spoiled=any(vote[3] for vote in votes))
-        self._grow_journal(max(vote[2] for vote in votes))
+            reordering.agreed([vote[behind:] for vote in votes])
+        self._settle_last(spoiled=any(vote[2] for vote in votes))
+        self._tiers.agreed([vote[_VOTES:behind] for vote in votes])
+        self._grow_journal(max(vote[1] for vote in votes))
         if following is not None and use is not None:
-            self._follow(following, use, fits=all(vote[4] for vote in votes))
-        if not (all(vote[1] for vote in votes) or self._has_room_now()):
+            self._follow(following, use, fits=all(vote[3] for vote in votes))
+        if not (all(vote[0] for vote in votes) or self._has_room_now()):
             self.windows_skipped += 1
             return False
-        idle = all(vote[0] for vote in votes)
-        self._start(step, persist=idle and not self._take_newest())
+        self._start(step)
         return True
 
     def capture(self, step: int, outcome: Journal) -> None:
@@ -211,7 +198,7 @@ class CaptureSession:
         if step == window.generation.step:
             self._finish(window)
 
-    def _seal_segment(self, window: _Window, pending: _Pending, start: Journal, *, disturbed: bool) -> None:
+    def _seal_segment(self, window: Window, pending: _Pending, start: Journal, *, disturbed: bool) -> None:
         assert self._ring is not None
         with self._stalls.measure("journal"):
             pending.writer.recopy_changed(pending.ticket, everything=disturbed)
@@ -229,10 +216,9 @@ class CaptureSession:
                 self._spoil(str(error))
                 return
         self._ring.seal(pending.slot)
-        segment = pending.writer.sealed(pending.step, pending.ticket)
+        segment = pending.writer.sealed(window.generation, pending.step, pending.ticket)
         window.segments.append(segment)
-        if window.persist:
-            self._worker.add(window.generation, segment)
+        self._tiers.add(window, segment)
 
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
@@ -241,10 +227,8 @@ class CaptureSession:
         window, self._window = self._window, None
         if window is None:
             return
-        assert self._ring is not None
-        if window.persist:
-            self._worker.abandon(window.generation)
-        self._ring.abort_window(window.generation)
+        self._tiers.abandon(window)
+        window.ring.abort_window(window.generation)
 
     def close(self) -> None:
         """Give the ring's memory back; nothing may be pending."""
@@ -266,7 +250,7 @@ class CaptureSession:
         fits = following is None or self._ring.fits(following.slot_nbytes, len(following.slots))
         window = max(len(self._layout.slots), len(following.slots) if following is not None and fits else 0)
         room = self._ring.has_room(window)
-        return [int(self._worker.idle), int(room), self._journal_nbytes, int(self._spoiled_last), int(fits)]
+        return [int(room), self._journal_nbytes, int(self._spoiled_last), int(fits)]
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
         if fits:
@@ -274,37 +258,14 @@ class CaptureSession:
         else:
             log.warning("a new order of experts needs larger segments than the ring has; the old one stays in force")
 
-    def _start(self, step: int, *, persist: bool) -> None:
+    def _start(self, step: int) -> None:
         assert self._layout is not None
         assert self._ring is not None
         generation = GenerationId(step=step + len(self._layout.slots) - 1, epoch=self._epoch)
-        self._window = _Window(generation=generation, first=step, layout=self._layout, persist=persist)
+        self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
         self._ring.begin_window(generation)
-        if persist:
-            self._begin_persist(self._window)
-
-    def _begin_persist(self, window: _Window) -> None:
-        assert self._ring is not None
-        self._ring.pin(window.generation)
-        self._skips.taken()
-        self._worker.begin(
-            window.generation,
-            plan_hash=window.layout.plan_hash,
-            plan_json=window.layout.plan_json,
-            num_segments=len(window.layout.slots),
-            on_released=self._ring.unpin,
-        )
-
-    def _take_newest(self) -> bool:
-        """Storage is free everywhere: give it the newest complete generation, if it has not had it."""
-        newest = self._complete
-        if newest is None or newest.persist:
-            return False
-        newest.persist = True
-        self._begin_persist(newest)
-        for segment in newest.segments:
-            self._worker.add(newest.generation, segment)
-        return True
+        self._tiers.offer(self._complete)
+        self._tiers.open(self._window)
 
     def _settle_last(self, *, spoiled: bool) -> None:
         """Everybody who is here has ended the previous window: it is complete everywhere, or nowhere of use."""
@@ -312,7 +273,7 @@ class CaptureSession:
         if self._complete is None or self._ring is None:
             return
         if spoiled:
-            self._worker.abandon(self._complete.generation)
+            self._tiers.abandon(self._complete)
             self._complete = None
         else:
             self._ring.complete_everywhere(self._complete.generation)
@@ -348,19 +309,17 @@ class CaptureSession:
             return
         window.spoiled = True
         self.failures.append(f"generation {window.generation.step} was not taken: {reason}")
-        if window.persist:
-            self._worker.abandon(window.generation)
+        self._tiers.abandon(window)
 
-    def _finish(self, window: _Window) -> None:
-        assert self._ring is not None
+    def _finish(self, window: Window) -> None:
         self._spoiled_last = window.spoiled
         if window.spoiled:
             self.abort_window()
             return
         self._window = None
-        self._ring.finish_window(window.generation)
-        if self._complete is not None and not self._complete.persist:
-            self._skips.skipped(self._complete.generation)
+        window.ring.finish_window(window.generation)
+        if self._complete is not None:
+            self._tiers.superseded(self._complete)
         self._complete = window
         self.generations_complete += 1
 

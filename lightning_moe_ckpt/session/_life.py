@@ -23,27 +23,26 @@ from lightning_moe_ckpt.session._averages import Averages
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._config import LifeConfig
+from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._heap import FrozenHeap
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._planning import Planner, WindowPolicy, dense_layout, dense_nbytes, lay_out
+from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
+from lightning_moe_ckpt.session._planning import Planner, dense_nbytes, lay_out
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report
 from lightning_moe_ckpt.session._restore import Found, Job, Runs
-from lightning_moe_ckpt.session._skips import Skips
+from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
-from lightning_moe_ckpt.session._writer import SegmentWriter
+from lightning_moe_ckpt.session._tiers import Tiers
+from lightning_moe_ckpt.session._windows import WindowPolicy
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing, expect_room, shared_directory, shared_name, unlink_shared_file
 
 log = logging.getLogger(__name__)
-
-STORAGE = "storage"
-"""Name of the tier that survives everything; host and peer memory get theirs when they hold generations."""
 
 RING_GENERATIONS = 3
 """Snapshot, persist and recovery each hold one: the ring never runs out, however slow storage is."""
@@ -96,17 +95,16 @@ class Life:
             module=module,
         )
         self._stalls, self.clock, self._heap = StallMeter(), HookClock(), FrozenHeap(wanted=config.freeze_heap)
-        self._skips = Skips(STORAGE)
         self._runs: Runs | None = None
-        self._worker: PersistWorker | None = None
+        self._storage: PersistWorker | None = None
+        self._tiers = Tiers([])
         self._capture: CaptureSession | None = None
         self._engine = create_engine(next(iter(self._view.params.values())).device)
         self._found: Found | None = None
         self._replay: Replay | None = None
         self._replay_layout: WindowLayout | None = None
         self._unsettled: Replay | None = None
-        self._steps = self._replayed = self._mismatches = self._committed = self._persisted_nbytes = 0
-        self._newest: dict[str, int] = {}
+        self._steps = self._replayed = self._mismatches = 0
         self._restore_seconds = 0.0
         self._outcome: Journal = {}
         self._began: tuple[float, float] | None = None  # time, and seconds on the clock of hooks
@@ -136,23 +134,13 @@ class Life:
         unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
         with self._exchange.together():  # how large a ring must be exactly is known with the first plan
             expect_room(shared_directory(), RING_GENERATIONS * self._dense_nbytes)
-        self._worker = PersistWorker(
-            self._runs.store,
-            rank=groups.rank,
-            world_size=groups.world_size,
-            keep=self._config.keep,
-            policy={"policy": self._policy.kind, **identity.policy()},
-            module=describe(view.module, view.schema, self._extra) if self._exchange.is_coordinator else None,
-            commit_timeout=self._config.commit_timeout,
-            on_durable=self._durable,
-        )
+        self._tiers = self._join_tiers(identity)
         self._capture = CaptureSession(
             epoch=self._runs.epoch,
             exchange=self._exchange,
             engine=self._engine,
-            worker=self._worker,
+            tiers=self._tiers,
             stalls=self._stalls,
-            skips=self._skips,
             make_ring=self._make_ring,
             relayout=self._planner.relayout,
             reordering=self._planner.reordering,
@@ -160,7 +148,6 @@ class Life:
         self._planner.begin()
         if self._found is None:
             return None
-        self._newest[STORAGE] = self._found.generation.step
         start = self._load(self._found)
         self._restore_seconds = time.perf_counter() - started
         log.info(
@@ -172,6 +159,23 @@ class Life:
             len(self._found.segments) - 1,
         )
         return start
+
+    def _join_tiers(self, identity: Identity) -> Tiers:
+        """One worker per tier, in the same order on all ranks."""
+        assert self._runs is not None
+        markers = Markers(
+            run_id=self._runs.run_id,
+            rank=self._groups.rank,
+            world_size=self._groups.world_size,
+            policy={"policy": self._policy.kind, **identity.policy()},
+            module=describe(self._view.module, self._view.schema, self._extra)
+            if self._exchange.is_coordinator
+            else None,
+        )
+        self._storage = PersistWorker(
+            self._runs.store, markers, keep=self._config.keep, commit_timeout=self._config.commit_timeout
+        )
+        return Tiers([self._storage])
 
     def _load(self, found: Found) -> Journal:
         assert self._capture is not None
@@ -347,12 +351,12 @@ class Life:
         Returns:
             Whether it is durable on all ranks.
         """
-        capture, worker = self._capture, self._worker
+        capture, storage = self._capture, self._storage
         assert capture is not None
-        assert worker is not None
+        assert storage is not None
         began = time.perf_counter()
         capture.abort_window()
-        saved = self._exchange.all_agree(worker.drain(timeout)) and self._write_dense(
+        saved = self._exchange.all_agree(storage.drain(timeout)) and self._write_dense(
             step, start, timeout=timeout - (time.perf_counter() - began)
         )
         seconds = time.perf_counter() - began
@@ -365,28 +369,23 @@ class Life:
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
-        """Capture everything at once through a temporary buffer and wait until it is durable everywhere."""
-        outcome = {"step": step, "losses": [], "popularity": self._planner.state()}
-        journal = {"outcome": outcome, "start": start}
         assert self._runs is not None
-        assert self._worker is not None
-        with self._stalls.measure("dense"):
-            committed = self._committed
-            # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
-            journal_nbytes = max(2 * len(encode(journal)), self._planner.journal_nbytes)
-            layout = dense_layout(self._view, self._groups, journal_nbytes)
-            slot = layout.slots[0]
-            writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
-            ticket = writer.start()
-            writer.write_local(journal)
-            generation = GenerationId(step=step, epoch=self._runs.epoch)
-            self._worker.begin(
-                generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1, on_released=None
-            )
-            self._worker.add(generation, writer.sealed(step, ticket))
-            self._worker.drain(timeout)
-            # Nobody trains on, or leaves, before the coordinator has committed.
-            return self._exchange.all_agree(self._committed > committed)
+        assert self._storage is not None
+        dense = DenseCapture(
+            view=self._view,
+            groups=self._groups,
+            exchange=self._exchange,
+            engine=self._engine,
+            worker=self._storage,
+            stalls=self._stalls,
+        )
+        return dense.write(
+            GenerationId(step=step, epoch=self._runs.epoch),
+            start,
+            popularity=self._planner.state(),
+            journal_nbytes=self._planner.journal_nbytes,
+            timeout=timeout,
+        )
 
     # -- end
 
@@ -402,7 +401,7 @@ class Life:
 
     def drain(self, timeout: float) -> bool:
         """Wait until everything handed to storage is durable; seconds."""
-        return self._worker is None or self._worker.drain(timeout)
+        return self._storage is None or self._storage.drain(timeout)
 
     def close(self) -> None:
         """Release threads, shared memory and hooks; what was sealed stays on its way until the worker is done."""
@@ -411,9 +410,7 @@ class Life:
         if self._replay is not None:
             self._replay.unfreeze()
             self._replay = None
-        if self._worker is not None:
-            self._worker.close()
-        self._skips.close()
+        self._tiers.close()
         if self._capture is not None:
             self._capture.close()
         self._engine.close()
@@ -424,23 +421,25 @@ class Life:
         """Figures so far."""
         capture = self._capture
         taken = capture.segments_captured if capture is not None else 0
+        resumed_from = self._found.generation.step if self._found is not None else None
+        resumed = {STORAGE: resumed_from} if resumed_from is not None else {}
         return Report(
             steps=self._steps,
             window=len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
             window_position=capture.window_position if capture is not None else 0,
             nbytes_per_step=capture.nbytes_captured / taken if capture is not None and taken else 0.0,
             nbytes_captured=capture.nbytes_captured if capture is not None else 0,
-            nbytes_persisted=self._persisted_nbytes,
+            nbytes_persisted=self._storage.nbytes_complete if self._storage is not None else 0,
             dense_nbytes=self._dense_nbytes,
             stall_seconds=self._stalls.totals(),
             overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
             seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
-            generations_committed=self._committed,
-            generations=dict(self._newest),
-            generations_skipped={STORAGE: self._skips.total},
+            generations_committed=self._storage.num_complete if self._storage is not None else 0,
+            generations=resumed | self._tiers.newest(),
+            generations_skipped=self._tiers.skipped(),
             windows_skipped=capture.windows_skipped if capture is not None else 0,
-            resumed_from=self._found.generation.step if self._found is not None else None,
+            resumed_from=resumed_from,
             replayed_steps=self._replayed,
             replay_steps=len(self._found.segments) - 1 if self._found is not None else 0,
             replay_mismatches=self._mismatches,
@@ -472,21 +471,13 @@ class Life:
         self._engine.register(ring.memory)
         return ring
 
-    def _durable(self, generation: GenerationId, seconds: float, nbytes: int) -> None:
-        """Called by the persist thread."""
-        self._committed += 1
-        self._persisted_nbytes += nbytes
-        self._newest[STORAGE] = generation.step  # never earlier than the last one: the worker takes them in order
-        log.info("%s is durable: %.1f MiB in %.2f s", generation, nbytes / 2**20, seconds)
-
     def _report_failures(self) -> None:
-        assert self._worker is not None
         assert self._capture is not None
-        for failure in self._worker.take_failures():
-            log.error("a checkpoint was not saved; training goes on: %s", failure)
+        for tier, failure in self._tiers.take_failures():
+            log.error("%s: a checkpoint was not saved; training goes on: %s", tier, failure)
         while self._capture.failures:
             log.error("a checkpoint was not taken; training goes on: %s", self._capture.failures.pop(0))
-        if self._worker.fenced:
+        if self._tiers.fenced:
             raise Fenced(
                 f"{self._config.url}: a later start of this run has taken over, nothing of this process is stored any "
                 "more. Stop this process, or give one of the two jobs another URL."

@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_moe_ckpt.native import CopyEngine, CopyList, Ticket
 from lightning_moe_ckpt.session._journal import Journal, encode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
-from lightning_moe_ckpt.session._persist import SealedSegment
-from lightning_moe_ckpt.storage import RecordRows
+from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.storage import GenerationId, RecordRows
 
 
 class BufferChanged(Exception):
@@ -88,11 +88,14 @@ class SegmentWriter:
         payload = encode_journal(journal, place.numel())
         place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
-    def sealed(self, step: int, ticket: Ticket) -> SealedSegment:
-        """What the persist worker needs of the segment of boundary `step`."""
+    def sealed(self, generation: GenerationId, step: int, ticket: Ticket) -> SealedSegment:
+        """What the tiers need of the segment that `generation` has of boundary `step`."""
         view = as_memoryview(self.view)[: self.layout.segment.nbytes]
         assert self._records is not None
-        return SealedSegment(step=step, view=view, records=self._records, ticket=ticket)
+        rank = self.layout.groups.rank
+        return SealedSegment(
+            generation=generation, rank=rank, step=step, view=view, records=self._records, ticket=ticket
+        )
 
     def _refresh(self) -> None:
         bases = [*self._params, *self.layout.view.states(self._fqns)]

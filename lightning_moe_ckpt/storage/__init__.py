@@ -15,6 +15,7 @@ from lightning_moe_ckpt.storage._module import HuggingFaceEntry as HuggingFaceEn
 from lightning_moe_ckpt.storage._module import ModuleEntry as ModuleEntry
 from lightning_moe_ckpt.storage._module import ModuleLine as ModuleLine
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
+from lightning_moe_ckpt.storage._names import segment_key as segment_key
 from lightning_moe_ckpt.storage._object import ObjectBackend as ObjectBackend
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._ranges import read_chunks as read_chunks

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, StorageError
 from lightning_moe_ckpt.native import CpuCopyEngine
-from lightning_moe_ckpt.session import _persist
-from lightning_moe_ckpt.session._persist import PersistWorker, SealedSegment
+from lightning_moe_ckpt.session import _worker
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -40,8 +42,15 @@ def generation(step: int, epoch: int = 1) -> GenerationId:
     return GenerationId(step=step, epoch=epoch)
 
 
-def segment(step: int, value: float = 1.0, memory: torch.Tensor | None = None) -> SealedSegment:
-    """A real segment whose tensors all hold `value`."""
+def segment(
+    step: int,
+    value: float = 1.0,
+    memory: torch.Tensor | None = None,
+    *,
+    of: GenerationId | None = None,
+    rank: int = 0,
+) -> SealedSegment:
+    """A real segment whose tensors all hold `value`; of the generation of its own step, unless said otherwise."""
     memory = memory if memory is not None else torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     LAYOUT.write_header(memory)
     for name in LAYOUT.spans:
@@ -54,7 +63,10 @@ def segment(step: int, value: float = 1.0, memory: torch.Tensor | None = None) -
         )
         for name, span in LAYOUT.spans.items()
     ]  # fmt: skip
-    return SealedSegment(step=step, view=memoryview(memory.numpy().data)[: LAYOUT.nbytes], records=RecordRows(entries))
+    return SealedSegment(
+        generation=of if of is not None else generation(step), rank=rank, step=step,
+        view=memoryview(memory.numpy().data)[: LAYOUT.nbytes], records=RecordRows(entries),
+    )  # fmt: skip
 
 
 class Pages(bytearray):
@@ -106,8 +118,8 @@ class Bench:
 
     def make(self, **options: Any) -> PersistWorker:
         return PersistWorker(
-            self.sink, rank=options.pop("rank", 0), world_size=1, keep=2,
-            on_durable=lambda g, *_: self.durable.append(g.step), retry_pauses=(NOW, NOW), **options,
+            self.sink, Markers(run_id="run", rank=options.pop("rank", 0), world_size=1), keep=2,
+            on_complete=lambda g, *_: self.durable.append(g.step), retry_pauses=(NOW, NOW), **options,
         )  # fmt: skip
 
     def begin(self, step: int, num_segments: int) -> GenerationId:
@@ -306,10 +318,10 @@ def test_a_copy_under_way_is_waited_for(bench: Bench, monkeypatch: pytest.Monkey
     memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     sealed = segment(1, memory=memory)
     ticket = engine.submit([(torch.full((8,), 5.0), LAYOUT.view(memory, "w"))])
-    bench.worker.add(bench.begin(1, 1), SealedSegment(step=1, view=sealed.view, records=sealed.records, ticket=ticket))
+    bench.worker.add(bench.begin(1, 1), replace(sealed, ticket=ticket))
     assert bench.worker.drain(30)
     bad = engine.submit([(torch.ones(1), torch.ones(2))])
-    bench.worker.add(bench.begin(2, 1), SealedSegment(step=2, view=sealed.view, records=sealed.records, ticket=bad))
+    bench.worker.add(bench.begin(2, 1), replace(sealed, generation=generation(2), step=2, ticket=bad))
     assert bench.worker.drain(30)
     engine.close()
     (record, _) = bench.sink.markers[0].segments[0].records
@@ -362,7 +374,7 @@ def test_close_interrupts_the_pause_before_a_retry() -> None:
 
 def test_a_store_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """`close` returns after a bounded time and says so."""
-    monkeypatch.setattr(_persist, "_CLOSE_TIMEOUT", timedelta(milliseconds=20))
+    monkeypatch.setattr(_worker, "_CLOSE_TIMEOUT", timedelta(milliseconds=20))
     bench = Bench()
     bench.sink.hold["segment 1"] = threading.Event()
     bench.worker.add(bench.begin(1, 1), segment(1))
@@ -393,7 +405,10 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
     epoch = stores[0].epoch
     assert epoch is not None
     rings = [SegmentRing(tmp_path, torch.zeros(6 * 4096 * 2, dtype=torch.uint8), 4096 * 2) for _ in stores]
-    workers = [PersistWorker(store, rank=rank, world_size=3, keep=1) for rank, store in enumerate(stores)]
+    workers = [
+        PersistWorker(store, Markers(run_id=store.run_id, rank=rank, world_size=3), keep=1)
+        for rank, store in enumerate(stores)
+    ]
     for last in (2, 4):
         name = generation(last, epoch)
         for rank in (2, 1, 0):  # the coordinator is not the last to start, and waits for the others
@@ -402,7 +417,7 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
             workers[rank].begin(name, plan_hash="h", plan_json="p", num_segments=2, on_released=rings[rank].unpin)
             for step in (last - 1, last):
                 slot = rings[rank].acquire(name, step)
-                sealed = segment(step, value=float(100 * rank + step), memory=slot.view)
+                sealed = segment(step, value=float(100 * rank + step), memory=slot.view, of=name, rank=rank)
                 rings[rank].seal(slot)
                 workers[rank].add(name, sealed)
             rings[rank].finish_window(name)
@@ -430,13 +445,18 @@ def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path
     epoch = stores[0].epoch
     assert epoch is not None
     workers = [
-        PersistWorker(store, rank=rank, world_size=2, keep=2, commit_timeout=timedelta(milliseconds=50))
+        PersistWorker(
+            store,
+            Markers(run_id=store.run_id, rank=rank, world_size=2),
+            keep=2,
+            commit_timeout=timedelta(milliseconds=50),
+        )
         for rank, store in enumerate(stores)
     ]
     for step, num_ranks in ((1, 2), (2, 1)):
         for rank in reversed(range(num_ranks)):
             workers[rank].begin(generation(step, epoch), plan_hash="h", plan_json="", num_segments=1)
-            workers[rank].add(generation(step, epoch), segment(step))
+            workers[rank].add(generation(step, epoch), segment(step, of=generation(step, epoch), rank=rank))
             assert num_ranks == 1 or rank == 0 or workers[rank].drain(30)
         assert workers[0].drain(30)
     assert [commit.generation.step for commit in stores[0].candidates()] == [1]

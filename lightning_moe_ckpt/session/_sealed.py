@@ -1,0 +1,122 @@
+"""A sealed segment and the marker over a generation's segments, as every tier keeps them: digested once, made once.
+
+Each tier has a thread of its own. Whichever asks first computes, the others wait for it and take the same value; so a
+copy in one tier can be checked against, and mended from, a copy in any other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_moe_ckpt.native import Ticket
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    ModuleEntry,
+    ModuleLine,
+    RankMarker,
+    RecordRows,
+    SegmentEntry,
+    digest_of,
+    segment_key,
+)
+
+_REMEMBERED = 4
+"""Markers kept for tiers that have not asked yet; a slower one has its own made again."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class SealedSegment:
+    """A segment whose bytes are final, or will be when its ticket is done."""
+
+    generation: GenerationId
+    rank: int
+    step: int
+    view: memoryview
+    """All bytes of the file; not written to until the generation is released."""
+    records: RecordRows
+    """What the marker says of its records, but for their digests."""
+    ticket: Ticket | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
+
+    def digested(self) -> SegmentEntry:
+        """What the marker says of it; the first call waits for the copy and digests, from any thread.
+
+        Raises:
+            CheckpointError: the copy failed.
+        """
+        with self._lock:
+            if self._entry is None:
+                self._entry = self._digest()
+            return self._entry
+
+    def _digest(self) -> SegmentEntry:
+        if self.ticket is not None:
+            self.ticket.wait()
+        return SegmentEntry(
+            step=self.step,
+            key=segment_key(self.generation, self.rank, self.step),
+            nbytes=self.view.nbytes,
+            digest=digest_of(self.view),
+            records=self.records.digested(self.view),
+        )
+
+
+class Markers:
+    """Makes the markers of one rank.
+
+    Args:
+        run_id: of the run in storage.
+        rank: this rank; rank 0 is the coordinator, which commits and deletes.
+        world_size: ranks whose markers a commit needs.
+        policy: what the markers say of the policy, the same on all ranks; JSON values.
+        module: what the marker of rank 0 says of the module.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        rank: int,
+        world_size: int,
+        policy: Mapping[str, object] | None = None,
+        module: ModuleEntry | None = None,
+    ) -> None:
+        self.run_id, self.rank, self.world_size = run_id, rank, world_size
+        self._policy = dict(policy or {})
+        self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
+        self._lock = threading.Lock()
+        self._made: dict[GenerationId, RankMarker] = {}
+
+    def of(
+        self, generation: GenerationId, entries: Sequence[SegmentEntry], *, plan_hash: str, plan_json: str
+    ) -> RankMarker:
+        """The marker of a generation whose segments are all digested; from any thread.
+
+        Args:
+            generation: its name.
+            entries: of all its segments, in any order.
+            plan_hash: equal on all ranks, or the commit fails.
+            plan_json: kept as `plan` in the marker's policy.
+        """
+        segments = tuple(sorted(entries, key=lambda entry: entry.step))
+        with self._lock:
+            known = self._made.get(generation)
+            if known is not None and [e.digest for e in known.segments] == [e.digest for e in segments]:
+                return known
+            marker = RankMarker(
+                run_id=self.run_id,
+                rank=self.rank,
+                world_size=self.world_size,
+                generation=generation,
+                plan_hash=plan_hash,
+                segments=segments,
+                policy={**self._policy, "plan": plan_json},
+                module=self._module,
+            )
+            self._made[generation] = marker
+            for oldest in list(self._made)[:-_REMEMBERED]:
+                del self._made[oldest]
+            return marker

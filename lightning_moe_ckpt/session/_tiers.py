@@ -1,0 +1,187 @@
+"""Which generation goes to which tier, decided alike on all ranks.
+
+A tier that takes every generation gets its segments as they are sealed. Any other gets, when it is idle on all ranks,
+the newest complete generation that it has not had, else the one that begins; while it is busy generations pass it by.
+So a slow tier never stretches the window or starves another.
+
+A generation is complete in a tier when every rank holds it there. Ranks do not compare the newest that each holds, of
+which the smallest may be one that another rank failed to keep: each says which of the generations given to the tier
+it holds, and what all of them say is complete.
+
+Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_moe_ckpt.session._layout import WindowLayout
+from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.session._skips import Skips
+from lightning_moe_ckpt.session._worker import Failure, TierWorker
+from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers import SegmentRing
+
+_OUTSTANDING = 32
+"""Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Window:
+    """A generation from the start of its window until the ring recycles it."""
+
+    generation: GenerationId
+    first: int
+    """Boundary of slot 0."""
+    layout: WindowLayout
+    ring: SegmentRing
+    spoiled: bool = False
+    """A segment could not be taken: the window runs to its end, so that ranks stay in step, but gives no generation."""
+    segments: list[SealedSegment] = field(default_factory=list)
+    tiers: set[str] = field(default_factory=set)
+    """Names of the tiers it was given to."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Lane:
+    """One worker, and what all ranks know of it."""
+
+    worker: TierWorker
+    skips: Skips
+    given: list[GenerationId] = field(default_factory=list)
+    """What it was given and is not known to be superseded, oldest first; the same on all ranks."""
+    idle: bool = False
+    """Whether it was idle on all ranks at the latest vote."""
+
+    def votes(self) -> list[int]:
+        holds = sum(1 << index for index, each in enumerate(self.given) if self.worker.holds(each))
+        return [int(self.worker.idle), holds]
+
+    def agreed(self, votes: Sequence[Sequence[int]]) -> GenerationId | None:
+        """Take every rank's votes; the generation that became complete everywhere, if one did."""
+        self.idle = all(idle for idle, _ in votes)
+        common = -1
+        for _, holds in votes:
+            common &= holds
+        if not common:
+            return None
+        newest = common.bit_length() - 1
+        generation = self.given[newest]
+        del self.given[: newest + 1]
+        return generation
+
+
+class Tiers:
+    """The workers of one life.
+
+    Args:
+        workers: one per tier, in the same order on all ranks.
+    """
+
+    def __init__(self, workers: Sequence[TierWorker]) -> None:
+        self.workers = list(workers)
+        self._lanes = [_Lane(worker=worker, skips=Skips(worker.name)) for worker in workers]
+        self.everywhere: dict[str, GenerationId] = {}
+        """Newest generation that was found complete on all ranks, by tier."""
+
+    # -- the exchange before a window
+
+    @property
+    def num_votes(self) -> int:
+        """Integers in `votes`."""
+        return 2 * len(self._lanes)
+
+    def votes(self) -> list[int]:
+        """What this rank tells the others."""
+        return [vote for lane in self._lanes for vote in lane.votes()]
+
+    def agreed(self, votes: Sequence[Sequence[int]]) -> None:
+        """Take the votes of all ranks: tiers hear what is complete everywhere and may recycle what is older."""
+        for index, lane in enumerate(self._lanes):
+            complete = lane.agreed([vote[2 * index : 2 * index + 2] for vote in votes])
+            if complete is not None:
+                self.everywhere[lane.worker.name] = complete
+                lane.worker.complete_everywhere(complete)
+
+    # -- generations
+
+    def offer(self, newest: Window | None) -> None:
+        """Give a generation that is complete on all ranks to every tier that is idle and has not had it."""
+        if newest is None:
+            return
+        for lane in self._lanes:
+            if lane.idle and lane.worker.name not in newest.tiers:
+                lane.idle = False
+                _begin(lane, newest)
+                for segment in newest.segments:
+                    lane.worker.add(newest.generation, segment)
+
+    def open(self, window: Window) -> None:
+        """A window begins: tiers that take it get its segments as they are sealed."""
+        for lane in self._lanes:
+            if lane.worker.takes_every or lane.idle:
+                lane.idle = False
+                _begin(lane, window)
+
+    def add(self, window: Window, segment: SealedSegment) -> None:
+        """Hand a sealed segment to every tier that takes its generation."""
+        for worker in self._of(window):
+            worker.add(window.generation, segment)
+
+    def abandon(self, window: Window) -> None:
+        """Tell every tier that took a generation that it will not be whole."""
+        for worker in self._of(window):
+            worker.abandon(window.generation)
+
+    def superseded(self, window: Window) -> None:
+        """A newer generation is complete: who has not had this one never will."""
+        for lane in self._lanes:
+            if lane.worker.name not in window.tiers:
+                lane.skips.skipped(window.generation)
+
+    # -- all workers
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a tier found that a later life has begun."""
+        return any(worker.fenced for worker in self.workers)
+
+    def take_failures(self) -> list[tuple[str, Failure]]:
+        """What went wrong since the last call, with the names of the tiers."""
+        return [(worker.name, failure) for worker in self.workers for failure in worker.take_failures()]
+
+    def newest(self) -> dict[str, int]:
+        """Step of the newest generation of this life that this rank holds, by tier."""
+        held = {worker.name: worker.newest for worker in self.workers}
+        return {name: generation.step for name, generation in held.items() if generation is not None}
+
+    def skipped(self) -> dict[str, int]:
+        """Complete generations that passed a tier by, of those that do not take every one."""
+        return {lane.worker.name: lane.skips.total for lane in self._lanes if not lane.worker.takes_every}
+
+    def close(self) -> None:
+        """End all threads; what is under way is abandoned."""
+        for lane in self._lanes:
+            lane.worker.close()
+            lane.skips.close()
+
+    # -- private
+
+    def _of(self, window: Window) -> list[TierWorker]:
+        return [worker for worker in self.workers if worker.name in window.tiers]
+
+
+def _begin(lane: _Lane, window: Window) -> None:
+    window.tiers.add(lane.worker.name)
+    lane.given.append(window.generation)
+    del lane.given[:-_OUTSTANDING]
+    window.ring.pin(window.generation)
+    lane.skips.taken()
+    lane.worker.begin(
+        window.generation,
+        plan_hash=window.layout.plan_hash,
+        plan_json=window.layout.plan_json,
+        num_segments=len(window.layout.slots),
+        on_released=window.ring.unpin,
+    )

@@ -1,0 +1,268 @@
+"""The background thread of one tier: takes sealed segments of one rank and completes their generations there.
+
+Segments travel as soon as they are sealed. Whatever fails abandons that one generation and is reported by
+`take_failures`; training never sees an exception. A generation's memory is given back by `on_released` exactly once,
+when nothing here reads it.
+
+One thread per tier: digests run at memory speed without the interpreter lock (xxhash, measured), and media have their
+own parallelism. What a tier does with a segment and with a whole generation are the two methods that it overrides.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+
+from lightning_moe_ckpt.errors import Fenced
+from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+
+log = logging.getLogger(__name__)
+
+Released = Callable[[GenerationId], None]
+
+_CLOSE_TIMEOUT = timedelta(seconds=10)
+"""How long `close` waits for a call under way, which may hang; the thread is a daemon."""
+
+_REMEMBERED = 32
+"""Complete generations that `holds` knows of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a generation is not in a tier, or not as it should be."""
+
+    generation: GenerationId
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.generation}: {self.reason}"
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A generation under way."""
+
+    generation: GenerationId
+    plan_hash: str
+    plan_json: str
+    num_segments: int
+    on_released: Released | None
+    abandoned: bool = False
+    handed_over: int = 0
+    entries: list[SegmentEntry] = field(default_factory=list)
+    seconds: float = 0.0
+    """Spent by the worker on it so far."""
+
+    def is_whole(self) -> bool:
+        """Whether all its segments are here, or none will come any more."""
+        return self.abandoned or self.handed_over == self.num_segments
+
+
+class TierWorker(ABC):
+    """Brings generations of one rank into one tier, in the order in which they come.
+
+    Args:
+        name: of the tier.
+        markers: makes this rank's markers, for all tiers alike.
+        on_complete: called from the worker's thread with a generation that is complete here, the seconds the worker
+            spent on it, and the bytes of this rank.
+    """
+
+    takes_every = False
+    """Whether every generation comes here; else the newest one that is there when no rank is busy."""
+
+    def __init__(
+        self, name: str, markers: Markers, *, on_complete: Callable[[GenerationId, float, int], None] | None = None
+    ) -> None:
+        self.name = name
+        self.fenced = False
+        """A later life of the run has begun; nothing more is kept and this process should stop."""
+        self.num_complete = self.nbytes_complete = 0
+        """Generations completed here, and this rank's bytes of them."""
+        self._markers, self._on_complete = markers, on_complete
+        self._jobs: dict[GenerationId, Job] = {}
+        self._changed = threading.Condition()
+        self._queue: SimpleQueue[tuple[Job, SealedSegment | None] | None] = SimpleQueue()
+        self._failures: deque[Failure] = deque()
+        self._complete: deque[GenerationId] = deque(maxlen=_REMEMBERED)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- called from the training thread
+
+    @property
+    def idle(self) -> bool:
+        """Whether no generation is under way, so that the next one can be taken."""
+        with self._changed:
+            return not self._jobs
+
+    @property
+    def newest(self) -> GenerationId | None:
+        """The newest generation that this life completed here, on this rank."""
+        with self._changed:
+            return self._complete[-1] if self._complete else None
+
+    def holds(self, generation: GenerationId) -> bool:
+        """Whether a generation of this life is complete here, on this rank; the latest ones are remembered."""
+        with self._changed:
+            return generation in self._complete
+
+    def begin(
+        self,
+        generation: GenerationId,
+        *,
+        plan_hash: str,
+        plan_json: str,
+        num_segments: int,
+        on_released: Released | None = None,
+    ) -> None:
+        """Announce a generation of `num_segments` segments, which `add` brings.
+
+        Args:
+            generation: its name, new to this worker.
+            plan_hash: equal on all ranks, or the commit fails.
+            plan_json: kept as `plan` in the marker's policy.
+            num_segments: after so many the generation is finished.
+            on_released: called once from the worker's thread when the segments' memory is not read any more.
+        """
+        job = Job(
+            generation=generation,
+            plan_hash=plan_hash,
+            plan_json=plan_json,
+            num_segments=num_segments,
+            on_released=on_released,
+        )
+        with self._changed:
+            assert generation not in self._jobs, f"{generation} was begun before"
+            self._jobs[generation] = job
+        self._start_thread()
+
+    def add(self, generation: GenerationId, segment: SealedSegment) -> None:
+        """Hand over a sealed segment. Ignored if the generation has failed or was abandoned meanwhile."""
+        with self._changed:
+            job = self._jobs.get(generation)
+            if job is not None:
+                job.handed_over += 1
+        if job is not None:
+            self._queue.put((job, segment))
+
+    def abandon(self, generation: GenerationId) -> None:
+        """Drop a generation; it is released as soon as nothing reads it. Ignored if it has ended already."""
+        with self._changed:
+            job = self._jobs.get(generation)
+        if job is not None:
+            job.abandoned = True
+            self._queue.put((job, None))
+
+    def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # storage has other means
+        """All ranks hold `generation` here: what is older is not needed any more. Called once per generation."""
+
+    def take_failures(self) -> list[Failure]:
+        """What went wrong since the last call."""
+        return [self._failures.popleft() for _ in range(len(self._failures))]
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until every generation handed over whole is complete, failed or abandoned; `False` after `timeout` s.
+
+        A generation of which segments are still to come does not count: only training on could complete it.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(map(Job.is_whole, self._jobs.values())), timeout)
+
+    def close(self) -> None:
+        """Abandon what is left and end the thread. Call `drain` first to keep it. Closing twice is allowed."""
+        self._closing.set()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT.total_seconds())
+            if self._thread.is_alive():
+                log.warning("%s does not answer; its thread is left behind", self.name)
+            self._thread = None
+
+    # -- what a tier does, on the thread
+
+    @abstractmethod
+    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
+        """Bring a segment into the tier; its entry in the marker."""
+
+    @abstractmethod
+    def _finish(self, job: Job, marker: RankMarker) -> None:
+        """All segments are there: make the generation complete."""
+
+    # -- the thread
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"moe-ckpt-{self.name}", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while (task := self._queue.get()) is not None:
+            self._take(*task)
+            del task  # while waiting, hold on to nobody's memory
+        for job in list(self._jobs.values()):
+            self._take(job, None)
+
+    def _take(self, job: Job, segment: SealedSegment | None) -> None:
+        if self._jobs.get(job.generation) is not job:
+            return  # it ended while this segment was waiting in the queue
+        if not self._guarded(job, lambda: self._advance(job, segment)):
+            self._guarded(job, lambda: self._end(job))
+
+    def _guarded(self, job: Job, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except BaseException as error:  # thread entry: the session takes it from `take_failures`
+            self._note(job.generation, f"not stored: {error or type(error).__name__}", error)
+            log.debug("%s: %s failed", self.name, job.generation, exc_info=error)
+            return False
+        return True
+
+    def _advance(self, job: Job, segment: SealedSegment | None) -> None:
+        if segment is None or job.abandoned or self._closing.is_set():
+            self._end(job)
+            return
+        if self.fenced:
+            raise Fenced("a later life of this run has begun. This process should stop.")
+        started = time.perf_counter() - job.seconds
+        job.entries.append(self._put(job, segment))
+        job.seconds = time.perf_counter() - started
+        if len(job.entries) == job.num_segments:
+            marker = self._markers.of(job.generation, job.entries, plan_hash=job.plan_hash, plan_json=job.plan_json)
+            self._finish(job, marker)
+            self._completed(job, time.perf_counter() - started)
+            self._end(job)
+
+    def _completed(self, job: Job, seconds: float) -> None:
+        nbytes = sum(entry.nbytes for entry in job.entries)
+        with self._changed:
+            self._complete.append(job.generation)
+            self.num_complete += 1
+            self.nbytes_complete += nbytes
+        if self._on_complete is not None:
+            self._on_complete(job.generation, seconds, nbytes)
+
+    def _note(self, generation: GenerationId, reason: str, error: BaseException) -> None:
+        self.fenced = self.fenced or isinstance(error, Fenced)
+        self._failures.append(Failure(generation, reason))
+
+    def _end(self, job: Job) -> None:
+        try:
+            self._release(job)
+        finally:
+            with self._changed:
+                self._jobs.pop(job.generation, None)
+                self._changed.notify_all()
+
+    def _release(self, job: Job) -> None:
+        on_released, job.on_released = job.on_released, None
+        if on_released is not None:
+            on_released(job.generation)

@@ -1,0 +1,210 @@
+"""Generations go to tiers alike on all ranks, and what is complete everywhere is what every rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typing_extensions import override
+
+from lightning_moe_ckpt.session._layout import WindowLayout
+from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._tiers import Tiers, Window
+from lightning_moe_ckpt.session._worker import Job, Released, TierWorker
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers import SegmentRing
+
+
+@dataclass
+class Layout:
+    """As much of a plan as tiers look at."""
+
+    plan_hash: str = "h"
+    plan_json: str = "{}"
+    slots: list[int] = field(default_factory=lambda: [0])
+
+
+class ByHand(TierWorker):
+    """A tier whose generations complete or fail when the test says so."""
+
+    def __init__(self, name: str, *, takes_every: bool = False) -> None:
+        super().__init__(name, Markers(run_id="run", rank=0, world_size=1))
+        self.takes_every = takes_every
+        self.begun: list[int] = []
+        self.recycled: list[int] = []
+        self.abandoned: list[int] = []
+
+    @override
+    def begin(
+        self,
+        generation: GenerationId,
+        *,
+        plan_hash: str,
+        plan_json: str,
+        num_segments: int,
+        on_released: Released | None = None,
+    ) -> None:
+        self.begun.append(generation.step)
+        self._jobs[generation] = Job(
+            generation=generation, plan_hash="h", plan_json="", num_segments=1, on_released=on_released
+        )
+
+    @override
+    def complete_everywhere(self, generation: GenerationId) -> None:
+        self.recycled.append(generation.step)
+
+    @override
+    def abandon(self, generation: GenerationId) -> None:
+        self.abandoned.append(generation.step)
+
+    def end(self, step: int, *, complete: bool = True) -> None:
+        """The generation is in the tier, or it failed."""
+        job = self._jobs[generation(step)]
+        if complete:
+            self._completed(job, 0.0)
+        self._end(job)
+
+    @override
+    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
+        raise NotImplementedError
+
+    @override
+    def _finish(self, job: Job, marker: RankMarker) -> None:
+        raise NotImplementedError
+
+
+def generation(step: int) -> GenerationId:
+    return GenerationId(step=step, epoch=1)
+
+
+class Rank:
+    """One rank's tiers over a ring of its own: a host tier that takes all, and a slow one that takes what it can."""
+
+    def __init__(self) -> None:
+        self.host, self.slow = ByHand("host", takes_every=True), ByHand("slow")
+        self.tiers = Tiers([self.host, self.slow])
+        self.ring = SegmentRing(Path("unused"), torch.zeros(40 * 4096, dtype=torch.uint8), 4096)
+        self.complete: Window | None = None
+
+    def open(self, step: int) -> None:
+        window = Window(generation=generation(step), first=step, layout=cast(WindowLayout, Layout()), ring=self.ring)
+        self.ring.begin_window(window.generation)
+        self.tiers.offer(self.complete)
+        self.tiers.open(window)
+        self.ring.seal(self.ring.acquire(window.generation, step))
+        self.ring.finish_window(window.generation)
+        self.complete = window
+
+
+def vote(ranks: list[Rank]) -> None:
+    votes = [rank.tiers.votes() for rank in ranks]
+    assert {len(each) for each in votes} == {ranks[0].tiers.num_votes}
+    for rank in ranks:
+        rank.tiers.agreed(votes)
+
+
+def window(ranks: list[Rank], step: int) -> None:
+    """All ranks agree on the start of a window, and fill it."""
+    vote(ranks)
+    for rank in ranks:
+        rank.open(step)
+
+
+def test_a_busy_tier_skips_generations_and_goes_on_with_the_newest() -> None:
+    """While the slow tier has generation 1, the host has all; then the slow one takes the newest complete, 4."""
+    ranks = [Rank(), Rank()]
+    for step in (1, 2, 3, 4):
+        window(ranks, step)
+    for rank in ranks:
+        rank.slow.end(1)
+    window(ranks, 5)
+    assert [rank.host.begun for rank in ranks] == [[1, 2, 3, 4, 5]] * 2
+    assert [rank.slow.begun for rank in ranks] == [[1, 4]] * 2
+
+
+def test_a_tier_that_is_busy_on_one_rank_takes_nothing_on_any() -> None:
+    """Ranks never give a tier different generations."""
+    ranks = [Rank(), Rank(), Rank()]
+    window(ranks, 1)
+    for rank in ranks[1:]:
+        rank.slow.end(1)
+    window(ranks, 2)
+    assert [rank.slow.begun for rank in ranks] == [[1]] * 3
+    ranks[0].slow.end(1)
+    window(ranks, 3)
+    assert [rank.slow.begun for rank in ranks] == [[1, 2]] * 3
+
+
+def test_a_tier_that_has_had_the_newest_takes_the_window_that_begins() -> None:
+    """Its segments then travel as they are sealed."""
+    rank = Rank()
+    window([rank], 1)
+    rank.slow.end(1)
+    window([rank], 2)
+    assert rank.slow.begun == [1, 2]
+
+
+def test_complete_everywhere_is_what_all_ranks_hold_and_not_the_smallest_of_their_newest() -> None:
+    """Rank 0 failed to keep 1, rank 1 failed to keep 2: the smallest of the newest would be 1, which rank 0 lacks."""
+    ranks = [Rank(), Rank()]
+    for step in (1, 2):
+        window(ranks, step)
+    ranks[0].host.end(1, complete=False)
+    ranks[0].host.end(2)
+    ranks[1].host.end(1)
+    ranks[1].host.end(2, complete=False)
+    window(ranks, 3)
+    assert [rank.host.recycled for rank in ranks] == [[], []]
+    for rank in ranks:
+        rank.host.end(3)
+    vote(ranks)
+    assert [rank.host.recycled for rank in ranks] == [[3], [3]]
+    assert ranks[0].tiers.everywhere["host"] == generation(3)
+
+
+def test_each_tier_recycles_by_itself() -> None:
+    """What is complete in one tier says nothing of another: the scenario of TierCheck's Figure 5."""
+    rank = Rank()
+    for step in (1, 2):
+        window([rank], step)
+        rank.host.end(step)
+    vote([rank])
+    assert (rank.host.recycled, rank.slow.recycled) == ([1, 2], [])
+    rank.slow.end(1)
+    vote([rank])
+    assert rank.slow.recycled == [1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_ranks=st.integers(1, 3))
+def test_ranks_stay_in_step_whatever_fails_where(data: st.DataObject, num_ranks: int) -> None:
+    """Random ends of generations: begun and recycled are equal on all ranks, and all hold what is recycled for."""
+    ranks = [Rank() for _ in range(num_ranks)]
+    for step in range(1, 12):
+        window(ranks, step)
+        for rank in ranks:
+            for worker in (rank.host, rank.slow):
+                for job in list(worker._jobs):
+                    if data.draw(st.booleans(), label="ends"):
+                        worker.end(job.step, complete=data.draw(st.booleans(), label="complete"))
+    for name in ("host", "slow"):
+        workers = [cast(ByHand, getattr(rank, name)) for rank in ranks]
+        assert len({tuple(worker.begun) for worker in workers}) == 1
+        assert len({tuple(worker.recycled) for worker in workers}) == 1
+        assert workers[0].recycled == sorted(set(workers[0].recycled))
+        for step in workers[0].recycled:
+            assert all(worker.holds(generation(step)) for worker in workers)
+
+
+def test_a_window_given_up_is_given_up_in_every_tier_that_took_it() -> None:
+    """A tier that was busy, and did not take it, hears nothing."""
+    rank = Rank()
+    window([rank], 1)
+    window([rank], 2)
+    assert rank.complete is not None
+    rank.tiers.abandon(rank.complete)
+    assert (rank.host.abandoned, rank.slow.abandoned) == ([2], [])
