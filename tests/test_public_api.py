@@ -50,7 +50,7 @@ PUBLIC: dict[str, str] = {
         ObjectBackend OverflowEntry PosixBackend Backend RankMarker RecordEntry RecordRows Resume Retrying
         RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec checked_url create_once digest_of
         dtype_code dtype_of open_backend open_backend read_chunks read_record scrub_overflow scrub_segment
-        verify_records wrapping_backends
+        segment_key verify_records wrapping_backends
     """,
     "lightning_moe_ckpt.inspection": """
         Export ExportFormat ExportOptions FileProblem Screen Verdict add_commands add_doctor export select verify
