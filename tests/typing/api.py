@@ -278,6 +278,7 @@ def store(url: str) -> list[storage.GenerationId]:
     run.read_segment(marker.segments[0], data)
     storage.verify_records(marker.segments[0], data)
     assert_type(storage.digest_of(data), str)
+    assert_type(storage.segment_key(storage.GenerationId(step=1, epoch=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
     return run.retain(2, in_use=commits[0].generation)
