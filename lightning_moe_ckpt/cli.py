@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from lightning_moe_ckpt.benchmarks import Benchmark, Machine, NativeBench, OverheadBench, PlannerBench, ReductionBench
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor
+from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor, add_placement
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
@@ -118,4 +118,4 @@ def _measure(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> dict
         return {benchmark.name: benchmark.measure(args, show) for benchmark in chosen}
 
 
-_COMMANDS: tuple[Callable[[Commands], None], ...] = (add_commands, add_doctor, _declare_bench)
+_COMMANDS: tuple[Callable[[Commands], None], ...] = (add_commands, add_doctor, add_placement, _declare_bench)

@@ -53,7 +53,8 @@ PUBLIC: dict[str, str] = {
         segment_key verify_records wrapping_backends
     """,
     "lightning_moe_ckpt.inspection": """
-        Export ExportFormat ExportOptions FileProblem Screen Verdict add_commands add_doctor export select verify
+        Export ExportFormat ExportOptions FileProblem Screen Verdict add_commands add_doctor add_placement
+        export select verify
     """,
     "lightning_moe_ckpt.native": """
         AdamState AdamStep CompiledCpuEngine CompiledCudaEngine CompressedGradient Copy CopyEngine CopyList

@@ -9,6 +9,7 @@ from lightning_moe_ckpt.inspection._export import Export as Export
 from lightning_moe_ckpt.inspection._export import ExportFormat as ExportFormat
 from lightning_moe_ckpt.inspection._export import ExportOptions as ExportOptions
 from lightning_moe_ckpt.inspection._export import export as export
+from lightning_moe_ckpt.inspection._placement import add_placement as add_placement
 from lightning_moe_ckpt.inspection._screen import Screen as Screen
 from lightning_moe_ckpt.inspection._select import select as select
 from lightning_moe_ckpt.inspection._verify import FileProblem as FileProblem

@@ -331,6 +331,7 @@ def commands() -> None:
     subcommands = argparse.ArgumentParser().add_subparsers()
     inspection.add_commands(subcommands)
     inspection.add_doctor(subcommands)
+    inspection.add_placement(subcommands)
     inspection.Screen(markup=False).print("found")
 
 

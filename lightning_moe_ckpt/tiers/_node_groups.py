@@ -1,0 +1,98 @@
+"""Groups of nodes that keep each other's copies.
+
+Nodes are divided into groups of `replicas + 1`, and what is left over joins the last group, in which each node's copies
+go to the `replicas` nodes after it in a ring. A checkpoint is lost only if a whole group is lost (or as many neighbours
+in the ring): fewer sets of nodes can do harm than if copies were scattered, and that is what survival depends on.
+Source: Gemini (SOSP 2023), Sec. 4, mixed placement. We differ in who joins a group: nodes of other racks first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One node, as the choice of its group sees it."""
+
+    rack: str
+    ranks: tuple[int, ...]
+    """Ascending."""
+    kinds: Mapping[Hashable, int]
+    """How many of its ranks are in each data-parallel group."""
+
+
+def partners(nodes: Sequence[Node], replicas: int) -> list[tuple[int, ...]]:
+    """The nodes that keep the copies of each node.
+
+    Guarantees, for `replicas + 1` dividing the number of nodes: every node keeps the copies of exactly `replicas`
+    others. If in addition no rack has more nodes than there are groups, the nodes of a group are in different racks.
+    With fewer racks than that, nodes are spread over them as evenly as can be.
+
+    Args:
+        nodes: in an order that is the same on every rank.
+        replicas: at least 1, less than the number of nodes.
+
+    Returns:
+        By node, `replicas` different indices of other nodes, nearest in the ring first.
+    """
+    found: list[tuple[int, ...]] = [()] * len(nodes)
+    for ring in _groups(nodes, replicas + 1):
+        for place, member in enumerate(ring):
+            found[member] = tuple(ring[(place + step) % len(ring)] for step in range(1, replicas + 1))
+    return found
+
+
+def _groups(nodes: Sequence[Node], size: int) -> list[list[int]]:
+    left, num_groups = list(range(len(nodes))), len(nodes) // size
+    per_rack = Counter(node.rack for node in nodes)
+    # The fewest nodes of one rack per group that all groups can keep to.
+    share = {rack: -(-count // num_groups) for rack, count in per_rack.items()}
+    groups = [_take_group(nodes, left, size, share, after) for after in range(num_groups - 1, 0, -1)]
+    return [*groups, _alternate(nodes, left)]
+
+
+def _take_group(
+    nodes: Sequence[Node], left: list[int], size: int, share: Mapping[str, int], groups_after: int
+) -> list[int]:
+    """Remove the next group from `left`."""
+    per_rack = Counter(nodes[i].rack for i in left)
+    due = {rack: count - groups_after * share[rack] for rack, count in per_rack.items()}
+    group: list[int] = []
+    taken: Counter[str] = Counter()
+    while len(group) < size:
+
+        def cost(i: int, group: list[int] = group) -> tuple[bool, bool, int, int, int, int]:
+            rack = nodes[i].rack
+            # What the groups after this one cannot take goes first; ranks in common and equal sizes come after racks.
+            return (
+                taken[rack] >= share[rack],
+                taken[rack] >= due[rack],
+                taken[rack],
+                sum(abs(len(nodes[i].ranks) - len(nodes[j].ranks)) for j in group) if group else -len(nodes[i].ranks),
+                -sum(_in_common(nodes[i], nodes[j]) for j in group),
+                i,
+            )
+
+        best = min(left, key=cost)
+        left.remove(best)
+        group.append(best)
+        taken[nodes[best].rack] += 1
+    return group
+
+
+def _in_common(a: Node, b: Node) -> int:
+    """Ranks of `a` that can have a holder of their own data-parallel group on `b`."""
+    return sum(min(count, b.kinds.get(kind, 0)) for kind, count in a.kinds.items())
+
+
+def _alternate(nodes: Sequence[Node], members: Sequence[int]) -> list[int]:
+    """A ring in which neighbours are of different racks, as far as there are."""
+    seen: Counter[str] = Counter()
+    order = []
+    for i in members:
+        order.append((seen[nodes[i].rack], i))
+        seen[nodes[i].rack] += 1
+    return [i for _, i in sorted(order)]

@@ -1,0 +1,150 @@
+"""The probability that a placement survives the loss of k nodes or racks at once.
+
+An owner's generation is lost if its own node and those of all its holders are lost. With k of n nodes lost, all choices
+equally likely, what counts is how many choices contain none of these fatal sets. Fatal sets that share no node are
+counted apart and the counts multiplied as polynomials, in integers: exact for any cluster whose nodes are in groups.
+Only where that would take too long is it estimated, from a fixed seed, with the standard error.
+
+For groups of m nodes Gemini (SOSP 2023, Sec. 4, Corollary 1) gives 1 - (n / m) C(n - m, k - m) / C(n, k). That is a
+lower bound: it counts a choice once per group in it, and is exact below k = 2m.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from lightning_moe_ckpt.tiers._domains import FailureDomain
+from lightning_moe_ckpt.tiers._placement import Placement
+
+Level = Literal["node", "rack"]
+_EXACT_CHOICES = 300_000
+"""Choices that are enumerated at most, about a second."""
+_SAMPLES = 40_000
+"""Of an estimate; its standard error is at most 0.0025."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survival:
+    """What is left after one simultaneous loss."""
+
+    level: Level
+    lost: int
+    """Nodes or racks lost at once, all choices equally likely."""
+    of: int
+    """Nodes or racks there are."""
+    probability: float
+    """That memory still has every owner's generation."""
+    error: float
+    """Standard error of an estimate; 0 if exact."""
+
+
+def survival_probability(placement: Placement, lost: int, *, level: Level = "node") -> Survival:
+    """Compute it.
+
+    Args:
+        placement: who keeps copies of whom.
+        lost: how many are lost at once.
+        level: what is lost. Nodes of unknown rack are in one rack together.
+
+    Raises:
+        ValueError: there are fewer than `lost`.
+    """
+    names = sorted({_name(domain, level) for domain in placement.domains})
+    if not 0 <= lost <= len(names):
+        raise ValueError(f"`survival_probability(lost={lost})`: there are {len(names)} {level}s to lose.")
+    number = {name: index for index, name in enumerate(names)}
+    fatal = _minimal(
+        frozenset(number[_name(placement.domains[rank], level)] for rank in (owner, *holders))
+        for owner, holders in enumerate(placement.holders)
+    )
+    groups = _connected(fatal)
+    if sum(math.comb(len(nodes), j) for nodes, _ in groups for j in range(min(lost, len(nodes)) + 1)) <= _EXACT_CHOICES:
+        probability, error = _exact(groups, len(names), lost), 0.0
+    else:
+        probability, error = _estimate(fatal, len(names), lost)
+    return Survival(level=level, lost=lost, of=len(names), probability=probability, error=error)
+
+
+def survival_summary(placement: Placement, most: int = 4) -> str:
+    """One line for the log: what losses of up to `most` nodes, and of one rack if racks are known, leave."""
+    parts = [_words(survival_probability(placement, k)) for k in range(1, min(most, placement.num_nodes - 1) + 1)]
+    if placement.num_racks > 1:
+        parts.append(_words(survival_probability(placement, 1, level="rack")))
+    return "memory holds every rank's state after the loss of " + ", ".join(parts)
+
+
+def _words(survival: Survival) -> str:
+    things = f"{survival.lost} {survival.level}{'s' if survival.lost > 1 else ''}"
+    about = f" (+-{survival.error:.2%})" if survival.error else ""
+    return f"{things}: {percent(survival.probability)}{about}"
+
+
+def percent(probability: float) -> str:
+    """Two decimals; only what is certain reads as 0 or 100 %."""
+    if probability in (0, 1):
+        return f"{probability:.0%}"
+    return {"100.00%": "> 99.99%", "0.00%": "< 0.01%"}.get(text := f"{probability:.2%}", text)
+
+
+def _name(domain: FailureDomain, level: Level) -> str:
+    return domain.node if level == "node" else domain.rack
+
+
+def _minimal(sets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
+    """Without those that contain another, in a fixed order."""
+    found: list[frozenset[int]] = []
+    holding: dict[int, list[frozenset[int]]] = {}
+    for each in sorted(set(sets), key=lambda each: (len(each), sorted(each))):
+        if not any(smaller <= each for member in each for smaller in holding.get(member, ())):
+            found.append(each)
+            for member in each:
+                holding.setdefault(member, []).append(each)
+    return found
+
+
+def _connected(fatal: Sequence[frozenset[int]]) -> list[tuple[list[int], list[frozenset[int]]]]:
+    """Fatal sets by connection: the nodes of each part, and its sets."""
+    parts: list[tuple[set[int], list[frozenset[int]]]] = []
+    for each in fatal:
+        touching = [part for part in parts if part[0] & each]
+        parts = [part for part in parts if not part[0] & each]
+        nodes = set(each).union(*(nodes for nodes, _ in touching))
+        parts.append((nodes, [each, *(one for _, sets in touching for one in sets)]))
+    return [(sorted(nodes), sets) for nodes, sets in parts]
+
+
+def _exact(groups: Sequence[tuple[list[int], list[frozenset[int]]]], num_names: int, lost: int) -> float:
+    """Choices that leave every part alive, as the coefficient of x^lost in a product of polynomials."""
+    free = num_names - sum(len(nodes) for nodes, _ in groups)
+    product = [math.comb(free, j) for j in range(lost + 1)]
+    for nodes, sets in groups:
+        survived = [_survivors(nodes, sets, j) for j in range(min(lost, len(nodes)) + 1)]
+        product = [sum(product[j - i] * count for i, count in enumerate(survived) if i <= j) for j in range(lost + 1)]
+    return product[lost] / math.comb(num_names, lost)
+
+
+def _survivors(nodes: Sequence[int], sets: Sequence[frozenset[int]], lost: int) -> int:
+    """Choices of `lost` among `nodes` that contain none of `sets`."""
+    if lost < min(map(len, sets)):
+        return math.comb(len(nodes), lost)
+    return sum(not any(each <= choice for each in sets) for choice in map(frozenset, combinations(nodes, lost)))
+
+
+def _estimate(fatal: Sequence[frozenset[int]], num_names: int, lost: int) -> tuple[float, float]:
+    """Share of random choices that contain none of `fatal`, and its standard error."""
+    first: dict[int, list[frozenset[int]]] = {}
+    for each in fatal:
+        first.setdefault(min(each), []).append(each)
+    rng = random.Random(0)
+    survived = 0
+    for _ in range(_SAMPLES):
+        choice = frozenset(rng.sample(range(num_names), lost))
+        survived += not any(each <= choice for node in choice for each in first.get(node, ()))
+    # Not zero when no sample was lost: that says losses are rare, not that there are none (Agresti-Coull).
+    share = (survived + 2) / (_SAMPLES + 4)
+    return survived / _SAMPLES, math.sqrt(share * (1 - share) / _SAMPLES)
