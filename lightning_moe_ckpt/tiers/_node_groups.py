@@ -63,16 +63,16 @@ def _take_group(
     group: list[int] = []
     taken: Counter[str] = Counter()
     while len(group) < size:
+        members = [nodes[i] for i in group]
 
-        def cost(i: int, group: list[int] = group) -> tuple[bool, bool, int, int, int, int]:
-            rack = nodes[i].rack
-            # What the groups after this one cannot take goes first; ranks in common and equal sizes come after racks.
+        def cost(i: int, members: Sequence[Node] = members) -> tuple[bool, int, int, int, int]:
+            node = nodes[i]
+            # What the groups after this one cannot take goes first; sizes and ranks in common come after racks.
             return (
-                taken[rack] >= share[rack],
-                taken[rack] >= due[rack],
-                taken[rack],
-                sum(abs(len(nodes[i].ranks) - len(nodes[j].ranks)) for j in group) if group else -len(nodes[i].ranks),
-                -sum(_in_common(nodes[i], nodes[j]) for j in group),
+                taken[node.rack] >= due[node.rack],
+                taken[node.rack],
+                sum(abs(len(node.ranks) - len(each.ranks)) for each in members) if members else -len(node.ranks),
+                -sum(_in_common(node, each) for each in members),
                 i,
             )
 

@@ -191,6 +191,12 @@ def test_what_is_held_in_the_same_rack_alone_does_not_do() -> None:
     assert (placement.holders[1], placement.sent_to[1]) == ((2,), ())
 
 
+def test_large_copies_of_different_nodes_go_to_different_ranks() -> None:
+    """The second node's largest goes where the first node's did not."""
+    placement = place_replicas(cluster(3, 2), [range(6)], [9, 1, 1, 1, 9, 1], 2)
+    assert [placement.held_nbytes(rank) for rank in (2, 3)] == [10, 10]
+
+
 def test_no_replicas_place_nothing() -> None:
     """Even on one node."""
     placement = place_replicas(cluster(1, 3), [range(3)], [1] * 3, 0)
