@@ -47,9 +47,9 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.storage": """
         Backend Commit DIGEST_NAME Entry FsspecBackend GenerationId HuggingFaceEntry ModuleEntry ModuleLine
-        ObjectBackend OverflowEntry PosixBackend Backend RankMarker RecordEntry RecordRows Resume Retrying
-        RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec checked_url create_once digest_of
-        dtype_code dtype_of open_backend open_backend read_chunks read_record scrub_overflow scrub_segment
+        ObjectBackend OverflowEntry PosixBackend RankMarker RecordEntry RecordRows Resume Retrying RunStore
+        RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec check_places checked_url create_once
+        digest_of dtype_code dtype_of open_backend read_chunks read_record scrub_overflow scrub_segment
         segment_key verify_records wrapping_backends
     """,
     "lightning_moe_ckpt.inspection": """

@@ -8,6 +8,8 @@ from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import create_once as create_once
 from lightning_moe_ckpt.storage._backend import open_backend as open_backend
 from lightning_moe_ckpt.storage._backend import wrapping_backends as wrapping_backends
+from lightning_moe_ckpt.storage._checks import check_places as check_places
+from lightning_moe_ckpt.storage._checks import verify_records as verify_records
 from lightning_moe_ckpt.storage._digest import DIGEST_NAME as DIGEST_NAME
 from lightning_moe_ckpt.storage._digest import digest_of as digest_of
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
@@ -28,7 +30,6 @@ from lightning_moe_ckpt.storage._records import SegmentEntry as SegmentEntry
 from lightning_moe_ckpt.storage._retry import Retrying as Retrying
 from lightning_moe_ckpt.storage._run import Resume as Resume
 from lightning_moe_ckpt.storage._run import RunStore as RunStore
-from lightning_moe_ckpt.storage._run import verify_records as verify_records
 from lightning_moe_ckpt.storage._scrub import read_record as read_record
 from lightning_moe_ckpt.storage._scrub import scrub_overflow as scrub_overflow
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment

@@ -36,6 +36,7 @@ from lightning_moe_ckpt.storage._catalog import (
     read_commit,
     read_committed_marker,
 )
+from lightning_moe_ckpt.storage._checks import expect_digest
 from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
 from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._log import History, Log, open_event, run_event, watermark_event
@@ -49,7 +50,6 @@ from lightning_moe_ckpt.storage._names import (
 )
 from lightning_moe_ckpt.storage._records import Commit, OverflowEntry, RankMarker, SegmentEntry
 from lightning_moe_ckpt.storage._retention import doomed_generations, next_watermark
-from lightning_moe_ckpt.storage._segment import SegmentLayout, dtype_of
 
 log = logging.getLogger(__name__)
 
@@ -147,12 +147,24 @@ class RunStore:
         if out.nbytes != entry.nbytes:
             raise ValueError(f"`read_segment`: `out` has {out.nbytes} bytes, {entry.key} has {entry.nbytes}.")
         self._backend.get_into(entry.key, out)
-        _expect(entry.key, digest_of(out), entry.digest)
+        expect_digest(entry.key, digest_of(out), entry.digest)
+
+    def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a segment from `start` on, unverified.
+
+        Raises:
+            Corrupt: the whole segment was asked for and has another size, or it ends before.
+            StorageError: it cannot be read, or is gone.
+        """
+        if out.nbytes == entry.nbytes:
+            self._backend.get_into(entry.key, out)
+        else:
+            self._backend.get_range(entry.key, start, out)
 
     def read_overflow(self, entry: OverflowEntry) -> bytes:
         """Read and verify a side file. Raises `Corrupt` or `KeyMissing`."""
         data = self._backend.get(entry.key)
-        _expect(entry.key, digest_of(data), entry.digest)
+        expect_digest(entry.key, digest_of(data), entry.digest)
         return data
 
     # Coordination: rank 0, one thread at a time.
@@ -403,30 +415,3 @@ def _next_epoch(history: History | None, run_log: Log, catalog: Catalog) -> int:
     """One that no life has had, even if its `open` entry was lost."""
     logged = run_log.num_lost + (history.last_epoch if history is not None else 0)
     return 1 + max([logged, *(generation.epoch for generation in catalog)])
-
-
-def _expect(key: str, found: str, written: str) -> None:
-    if found != written:
-        raise Corrupt(
-            f"{key}: digest {found}, its marker says {written}. Another copy or an older generation may be good."
-        )
-
-
-def verify_records(segment: SegmentEntry, data: memoryview) -> None:
-    """Check every record of a segment in memory: its place in the header, its dtype and its digest.
-
-    Args:
-        segment: as its marker describes it.
-        data: all bytes of the file.
-
-    Raises:
-        Corrupt: the first record that is not as written.
-    """
-    spans = SegmentLayout.parse(data).spans
-    for record in segment.records:
-        span = spans.get(record.name)
-        place = (record.offset, record.nbytes, dtype_of(record.dtype))
-        if span is None or (span.offset, span.nbytes, span.dtype) != place:
-            raise Corrupt(f"{segment.key}: {record.name} is not where its marker says.")
-        found = digest_of(data[record.offset : record.offset + record.nbytes])
-        _expect(f"{segment.key}: {record.name}", found, record.digest)

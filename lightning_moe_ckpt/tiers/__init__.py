@@ -8,6 +8,7 @@ from lightning_moe_ckpt.tiers._contract import Tier as Tier
 from lightning_moe_ckpt.tiers._domains import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._domains import expect_domains as expect_domains
 from lightning_moe_ckpt.tiers._domains import this_domain as this_domain
+from lightning_moe_ckpt.tiers._object import ObjectTier as ObjectTier
 from lightning_moe_ckpt.tiers._placement import Placement as Placement
 from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing

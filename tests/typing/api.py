@@ -300,6 +300,7 @@ def look_at_segments(url: str, segment: storage.SegmentEntry, overflow: storage.
     view = storage.RunView.open(ranged)
     assert_type(view.generations(), list[storage.StoredGeneration])
     storage.scrub_segment(ranged, segment)
+    assert_type(storage.check_places(segment, memoryview(ranged.get(segment.key))), storage.SegmentLayout)
     storage.scrub_overflow(ranged, overflow)
     storage.read_record(ranged, segment.key, segment.records[0], memoryview(bytearray(4)))
     return storage.read_chunks(ranged, segment.key, segment.nbytes)

@@ -1,0 +1,154 @@
+"""Who holds which rank's part of which generation: what every process finds in memory it can reach, and the commits.
+
+Processes of one node find the same copies. A copy counts once, however many of them could read it: it is lost, or bad,
+for all of them at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from lightning_moe_ckpt.storage import GenerationId
+
+T = TypeVar("T")
+
+SourceName = Literal["host", "peer", "storage"]
+"""Where a rank's bytes come from, cheapest first: memory of its own node, memory of another, commits in storage."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Version:
+    """A generation under one plan; copies of one version hold the same bytes in every tier. Ordered by age."""
+
+    generation: GenerationId
+    plan_hash: str
+
+    def __str__(self) -> str:
+        return f"{self.generation}, plan {self.plan_hash[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One rank's part of a version in a tier."""
+
+    version: Version
+    owner: int
+    tier: str
+    """Name of the tier among those of the process that lists it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What one process can read from memory."""
+
+    memory: str
+    """Names the memory: equal for processes that find the same copies, see `memory_of`."""
+    items: tuple[Item, ...]
+
+    def plain(self) -> list[object]:
+        """As plain values, for an exchange."""
+        return [self.memory, *([*_plain(item.version), item.owner, item.tier] for item in self.items)]
+
+    @classmethod
+    def from_plain(cls, value: object) -> Stock:
+        """The inverse of `plain`."""
+        assert isinstance(value, list)
+        return cls(value[0], tuple(Item(version_of(row[:3]), row[3], row[4]) for row in value[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of one rank's part of a version, as seen by that rank."""
+
+    source: SourceName
+    memory: str
+    """Whose memory, as in `Stock`; empty for storage."""
+    tier: str
+    """Name of the tier among those of its readers."""
+    readers: tuple[int, ...]
+    """Ranks that can read it: the owner itself, or ranks on the peer's node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What all ranks can read."""
+
+    stocks: tuple[Stock, ...]
+    """By rank."""
+    committed: frozenset[Version]
+    """Whole in storage, for every rank."""
+
+    @classmethod
+    def of(cls, stocks: Iterable[object], committed: Iterable[Version]) -> Inventory:
+        """From what every rank said of its memory in plain values, and the commits."""
+        return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that take part."""
+        return len(self.stocks)
+
+    def versions(self, owner: int) -> frozenset[Version]:
+        """What of one rank is somewhere."""
+        held = (item.version for stock in self.stocks for item in stock.items if item.owner == owner)
+        return self.committed.union(held)
+
+    def copies(self, version: Version, owner: int) -> list[Copy]:
+        """Copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""
+        found = self._in_memory(version, owner)
+        own = self.stocks[owner].memory
+        host = [Copy("host", own, tier, (owner,)) for memory, tier in found if memory == own]
+        peers = [
+            Copy("peer", memory, tier, tuple(_rotated(ranks, owner)))
+            for (memory, tier), ranks in found.items()
+            if memory != own
+        ]
+        storage = [Copy("storage", "", "object", (owner,))] if version in self.committed else []
+        return [*host, *_rotated(peers, owner), *storage]
+
+    def _in_memory(self, version: Version, owner: int) -> dict[tuple[str, str], list[int]]:
+        """Readers by memory and tier, ascending."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank, stock in enumerate(self.stocks):
+            for item in stock.items:
+                if (item.version, item.owner) == (version, owner):
+                    found.setdefault((stock.memory, item.tier), []).append(rank)
+        return found
+
+
+def memory_of(directory: Path) -> str:
+    """A name for the memory behind a directory, equal for all processes that find the same files there.
+
+    Containers on one machine may each mount a tmpfs of their own under the same path, so the path does not decide.
+    """
+    place = directory.stat()
+    boot = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else os.uname().nodename
+    return f"{boot}:{place.st_dev}:{place.st_ino}"
+
+
+def plain_versions(versions: Iterable[Version]) -> list[object]:
+    """Versions as plain values, for an exchange."""
+    return [_plain(version) for version in versions]
+
+
+def version_of(row: Sequence[object]) -> Version:
+    """One of `plain_versions`."""
+    step, epoch, plan_hash = row
+    assert isinstance(step, int)
+    assert isinstance(epoch, int)
+    return Version(GenerationId(step=step, epoch=epoch), str(plan_hash))
+
+
+def _plain(version: Version) -> list[object]:
+    return [version.generation.step, version.generation.epoch, version.plan_hash]
+
+
+def _rotated(items: Sequence[T], by: int) -> list[T]:
+    start = by % len(items) if items else 0
+    return [*items[start:], *items[:start]]

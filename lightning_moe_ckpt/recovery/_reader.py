@@ -1,0 +1,89 @@
+"""Reading copies that this process can reach without any other, for itself and on behalf of ranks that lost theirs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
+from lightning_moe_ckpt.recovery._inventory import Item, Stock, Version
+from lightning_moe_ckpt.storage import RankMarker
+from lightning_moe_ckpt.tiers import Holding, Tier
+
+log = logging.getLogger(__name__)
+
+UNREADABLE = (CheckpointError, OSError)
+"""What reading a copy may raise; another copy, or an older version, may still be good."""
+
+
+class Reader:
+    """Copies in memory and in storage, as they were when this process looked.
+
+    Args:
+        run_id: copies of other runs are refused.
+        memory: tiers in memory, with names of their own.
+        storage: the tier over commits.
+    """
+
+    def __init__(self, run_id: str, memory: Sequence[Tier], storage: Tier) -> None:
+        self._run_id = run_id
+        self._tiers = {tier.name: tier for tier in (*memory, storage)}
+        self._holdings = {_item(tier, each): each for tier in self._tiers.values() for each in _holdings(tier)}
+        self._markers: dict[Item, RankMarker] = {}
+        self._lock = threading.Lock()
+        self._storage = storage.name
+
+    @property
+    def committed(self) -> frozenset[Version]:
+        """Versions in storage."""
+        return frozenset(item.version for item in self._holdings if item.tier == self._storage)
+
+    def stock(self, memory: str) -> Stock:
+        """What there is in memory, which `memory` names."""
+        return Stock(memory, tuple(item for item in self._holdings if item.tier != self._storage))
+
+    def marker(self, item: Item) -> RankMarker:
+        """The marker of a copy.
+
+        Raises:
+            Corrupt: it is not what was written, or says that it is of something else.
+            KeyMissing: the copy is not here.
+        """
+        with self._lock:
+            if item not in self._markers:
+                self._markers[item] = self._read_marker(item)
+            return self._markers[item]
+
+    def read_into(self, item: Item, step: int, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes of the segment of `step`, unverified.
+
+        Raises:
+            Corrupt: the marker is bad, or the copy is of another size.
+            StorageError: it cannot be read, or is gone.
+        """
+        entry = next((entry for entry in self.marker(item).segments if entry.step == step), None)
+        if entry is None or offset + out.nbytes > entry.nbytes:
+            raise Corrupt(f"{item}: has no {out.nbytes} bytes at {offset} of step {step}. Another copy may be good.")
+        self._tiers[item.tier].read_into(self._holdings[item], entry, offset, out)
+
+    def _read_marker(self, item: Item) -> RankMarker:
+        if item not in self._holdings:
+            raise KeyMissing(f"{item}: not here.")
+        marker = self._tiers[item.tier].read_marker(self._holdings[item])
+        found = (marker.run_id, marker.generation, marker.plan_hash, marker.rank)
+        if found != (self._run_id, item.version.generation, item.version.plan_hash, item.owner):
+            raise Corrupt(f"{item}: its marker is of rank {found[3]}, {found[1]} of run {found[0]}. It is skipped.")
+        return marker
+
+
+def _item(tier: Tier, holding: Holding) -> Item:
+    return Item(Version(holding.generation, holding.plan_hash), holding.owner, tier.name)
+
+
+def _holdings(tier: Tier) -> list[Holding]:
+    try:
+        return tier.holdings()
+    except UNREADABLE as error:
+        log.error("the %s tier cannot be read and is left out: %s", tier.name, error)
+        return []

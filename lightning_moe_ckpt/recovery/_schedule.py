@@ -1,0 +1,79 @@
+"""Which bytes travel between ranks, in which order: every rank works it out from the same requests.
+
+Requests are cut into chunks, and each pair of ranks works off a queue of its own. Turn `n` of a rank is the `n`-th chunk of
+each of its queues: it receives and sends them at once. A turn waits only for turns with smaller numbers elsewhere, so no cycle
+can form, and memory is one chunk per queue and turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+CHUNK_NBYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Bytes that one rank wants from a copy that another can read."""
+
+    receiver: int
+    reader: int
+    tier: str
+    step: int
+    """Of the segment."""
+    offset: int
+    nbytes: int
+
+    def plain(self) -> list[object]:
+        """As plain values, without the receiver, who says it."""
+        return [self.reader, self.tier, self.step, self.offset, self.nbytes]
+
+    @classmethod
+    def from_plain(cls, receiver: int, row: Sequence[object]) -> Ask:
+        """The inverse of `plain`."""
+        reader, tier, *numbers = row
+        assert isinstance(reader, int)
+        step, offset, nbytes = (int(number) for number in numbers if isinstance(number, int))
+        return cls(receiver, reader, str(tier), step, offset, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a rank receives and sends at once, at most one chunk per other rank and direction."""
+
+    receives: tuple[Ask, ...]
+    sends: tuple[Ask, ...]
+
+
+def turns(asks: Sequence[Ask], rank: int, chunk_nbytes: int = CHUNK_NBYTES) -> list[Turn]:
+    """The turns of one rank.
+
+    Args:
+        asks: of all ranks, in an order that is the same on all.
+        rank: whose turns.
+        chunk_nbytes: most bytes per chunk.
+    """
+    incoming: dict[int, list[Ask]] = {}
+    outgoing: dict[int, list[Ask]] = {}
+    for ask in asks:
+        if ask.receiver == rank:
+            incoming.setdefault(ask.reader, []).extend(_chunks(ask, chunk_nbytes))
+        elif ask.reader == rank:
+            outgoing.setdefault(ask.receiver, []).extend(_chunks(ask, chunk_nbytes))
+    rows = zip_longest(_columns(incoming), _columns(outgoing), fillvalue=())
+    return [Turn(receives, sends) for receives, sends in rows]
+
+
+def _chunks(ask: Ask, chunk_nbytes: int) -> list[Ask]:
+    end = ask.offset + ask.nbytes
+    return [
+        Ask(ask.receiver, ask.reader, ask.tier, ask.step, start, min(chunk_nbytes, end - start))
+        for start in range(ask.offset, end, chunk_nbytes)
+    ]
+
+
+def _columns(queues: dict[int, list[Ask]]) -> list[tuple[Ask, ...]]:
+    columns = zip_longest(*queues.values())
+    return [tuple(ask for ask in column if ask is not None) for column in columns]

@@ -1,0 +1,50 @@
+"""Commits as a tier: what of every rank is whole in storage, read by range or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_moe_ckpt.storage import Commit, RankMarker, RunStore, SegmentEntry
+from lightning_moe_ckpt.tiers._contract import Holding
+
+
+class ObjectTier:
+    """Committed generations of a run.
+
+    Args:
+        store: of the run, on any rank.
+        commits: what the coordinator found that may be restored.
+    """
+
+    def __init__(self, store: RunStore, commits: Sequence[Commit]) -> None:
+        self._store = store
+        self._commits = {commit.generation: commit for commit in commits}
+
+    @property
+    def name(self) -> str:
+        """Always `object`."""
+        return "object"
+
+    def holdings(self) -> list[Holding]:
+        """One per rank and commit, newest first; of the bytes nothing is read, and a rank's share is not known."""
+        newest_first = sorted(self._commits, reverse=True)
+        return [holding for generation in newest_first for holding in _holdings(self._commits[generation])]
+
+    def read_marker(self, holding: Holding) -> RankMarker:
+        """The marker that the manifest vouches for."""
+        return self._store.read_marker(self._commits[holding.generation], holding.owner)
+
+    def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
+        """Read a range of the object."""
+        self._store.read_range(entry, offset, out)
+
+    def close(self) -> None:
+        """The store belongs to the caller."""
+
+
+def _holdings(commit: Commit) -> list[Holding]:
+    share = commit.nbytes // commit.world_size
+    return [
+        Holding(generation=commit.generation, plan_hash=commit.plan_hash, owner=owner, nbytes=share)
+        for owner in range(commit.world_size)
+    ]

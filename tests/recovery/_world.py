@@ -1,0 +1,278 @@
+"""Ranks as threads of one process, for recovery over real files: shared memory in two directories, storage in a third."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from lightning_moe_ckpt.errors import KeyMissing
+from lightning_moe_ckpt.recovery import Inventory, Part, Reader, Retrieval, Version, memory_of, usable_versions
+from lightning_moe_ckpt.recovery._transport import Parcel
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    PosixBackend,
+    RankMarker,
+    RecordEntry,
+    RunStore,
+    SegmentEntry,
+    SegmentLayout,
+    TensorSpec,
+    digest_of,
+    dtype_code,
+    segment_key,
+)
+from lightning_moe_ckpt.tiers import Holding, ObjectTier
+
+T = TypeVar("T")
+
+_PATIENCE_SECONDS = 30.0
+
+
+class Wire:
+    """What the threads share."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=_PATIENCE_SECONDS)
+        self.values: list[object] = [None] * world_size
+        self.queues: dict[tuple[int, int], SimpleQueue[bytes]] = defaultdict(SimpleQueue)
+        self.nbytes: dict[tuple[int, int], int] = defaultdict(int)
+        """Sent, by pair of ranks."""
+
+
+class ThreadTransport:
+    """A rank that is a thread."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire, self.rank, self.world_size = wire, rank, wire.world_size
+
+    def gather_values(self, value: object) -> list[object]:
+        self._wire.values[self.rank] = value
+        self._wire.barrier.wait()
+        values = list(self._wire.values)
+        self._wire.barrier.wait()
+        return values
+
+    def transfer(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
+        for to, view in sends:
+            self._wire.queues[self.rank, to].put(bytes(view))
+            self._wire.nbytes[self.rank, to] += view.nbytes
+
+        def wait() -> None:
+            for source, view in receives:
+                view[:] = self._wire.queues[source, self.rank].get(timeout=_PATIENCE_SECONDS)
+
+        return wait
+
+
+class DirectoryTier:
+    """Copies as files in one directory of shared memory: a marker and one file per segment."""
+
+    name = "host"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.reads: list[str] = []
+
+    def keep(self, marker: RankMarker, segments: Sequence[bytes]) -> None:
+        for entry, data in zip(marker.segments, segments, strict=True):
+            self._path(entry.key).write_bytes(data)
+        self._path(f"{marker.generation.prefix}rank{marker.rank}.done").write_bytes(marker.to_bytes())
+
+    def holdings(self) -> list[Holding]:
+        markers = [RankMarker.from_bytes(path.read_bytes(), path.name) for path in self.directory.glob("*.done")]
+        found = [
+            Holding(
+                generation=marker.generation,
+                plan_hash=marker.plan_hash,
+                owner=marker.rank,
+                nbytes=sum(entry.nbytes for entry in marker.segments),
+            )
+            for marker in markers
+        ]
+        return sorted(found, reverse=True)
+
+    def read_marker(self, holding: Holding) -> RankMarker:
+        path = self._path(f"{holding.generation.prefix}rank{holding.owner}.done")
+        return RankMarker.from_bytes(path.read_bytes(), path.name)
+
+    def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
+        self.reads.append(entry.key)
+        path = self._path(entry.key)
+        if not path.exists():
+            raise KeyMissing(f"{path}: gone")
+        with path.open("rb") as file:
+            file.seek(offset)
+            if file.readinto(out) != out.nbytes:
+                raise KeyMissing(f"{path}: too short")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def path_of(self, entry: SegmentEntry) -> Path:
+        return self._path(entry.key)
+
+    def _path(self, key: str) -> Path:
+        return self.directory / key.replace("/", "~")
+
+
+# Two floats would do; sizes that are not a multiple of the alignment leave pads between the records.
+LAYOUT = SegmentLayout(
+    [
+        TensorSpec("w", torch.float32, (700, 3)),
+        TensorSpec("m", torch.bfloat16, (4099,)),
+        TensorSpec("v", torch.float32, (5,)),
+    ],
+    metadata={"plan_hash": "plan"},
+)
+
+
+def segment_bytes(seed: int) -> bytes:
+    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    LAYOUT.write_header(buffer)
+    generator = torch.Generator().manual_seed(seed)
+    for name in LAYOUT.spans:
+        view = LAYOUT.view(buffer, name)
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return buffer.numpy().tobytes()
+
+
+def _record(name: str, data: bytes) -> RecordEntry:
+    span = LAYOUT.spans[name]
+    return RecordEntry(
+        name=name, operator="blocks.0", kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
+        global_shape=span.shape, global_start=0, numel=span.nbytes // span.dtype.itemsize, offset=span.offset,
+        nbytes=span.nbytes, digest=digest_of(data[span.offset : span.offset + span.nbytes]),
+    )  # fmt: skip
+
+
+def rank_part(
+    run_id: str, generation: GenerationId, rank: int, world_size: int, *, window: int = 2, plan_hash: str = "plan"
+) -> tuple[RankMarker, list[bytes]]:
+    """One rank's segments and the marker over them; bytes depend on all that names them."""
+    entries, segments = [], []
+    for step in range(generation.step - window + 1, generation.step + 1):
+        data = segment_bytes(hash((generation.step, generation.epoch, rank, step)) % 2**31)
+        segments.append(data)
+        entries.append(
+            SegmentEntry(
+                step=step,
+                key=segment_key(generation, rank, step),
+                nbytes=len(data),
+                digest=digest_of(data),
+                records=tuple(_record(name, data) for name in LAYOUT.spans),
+            )
+        )
+    marker = RankMarker(
+        run_id=run_id, rank=rank, world_size=world_size, generation=generation, plan_hash=plan_hash,
+        segments=tuple(entries), policy={"window": window},
+    )  # fmt: skip
+    return marker, segments
+
+
+class World:
+    """Ranks over nodes, each node a directory, and a run in storage.
+
+    Args:
+        storage: where the run goes.
+        nodes: the directory of each rank's node, by rank.
+    """
+
+    def __init__(self, storage: Path, nodes: Sequence[Path]) -> None:
+        self.nodes = list(nodes)
+        self.world_size = len(nodes)
+        self.backend = PosixBackend(storage)
+        self.store = RunStore.open(self.backend, resume="auto")
+        self.store.candidates()
+        self.store.open_epoch(None)
+        self.wire = Wire(self.world_size)
+        self.reasons: list[list[str]] = []
+        self.tiers = {node: DirectoryTier(node) for node in self.nodes}
+
+    def part(self, step: int, rank: int, *, window: int = 2) -> tuple[RankMarker, list[bytes]]:
+        assert self.store.epoch is not None
+        generation = GenerationId(step=step, epoch=self.store.epoch)
+        return rank_part(self.store.run_id, generation, rank, self.world_size, window=window)
+
+    def keep(self, step: int, rank: int, node: Path, *, window: int = 2) -> None:
+        self.tiers[node].keep(*self.part(step, rank, window=window))
+
+    def keep_other_bytes(self, tier: DirectoryTier, marker: RankMarker, segments: Sequence[bytes]) -> None:
+        """A copy that is whole and agrees with itself, but not with what others have under its name."""
+        entries = [
+            replace(entry, digest=digest_of(data), records=tuple(_record(name, data) for name in LAYOUT.spans))
+            for entry, data in zip(marker.segments, segments, strict=True)
+        ]
+        tier.keep(replace(marker, segments=tuple(entries)), segments)
+
+    def commit(self, step: int) -> None:
+        markers = []
+        for rank in range(self.world_size):
+            marker, segments = self.part(step, rank)
+            for entry, data in zip(marker.segments, segments, strict=True):
+                self.store.put_segment(marker.generation, rank, entry.step, memoryview(data))
+            self.store.put_marker(marker)
+            markers.append(marker)
+        self.store.commit(markers[0], timeout=timedelta())
+
+    def file_in_storage(self, entry: SegmentEntry) -> Path:
+        return Path(self.backend.url.removeprefix("file://")) / entry.key
+
+    def restore(self, chunk_nbytes: int = 5000) -> list[tuple[Version, Part] | None]:
+        """What a restart gives every rank: the newest version that turns out good, with nothing in between restarted."""
+        store = RunStore.open(self.backend, resume="must")
+        commits = store.candidates()
+        self.reasons = [[] for _ in self.nodes]
+
+        def live(rank: int) -> tuple[Version, Part] | None:
+            transport = ThreadTransport(self.wire, rank)
+            node = self.nodes[rank]
+            joined = RunStore.join(self.backend, run_id=store.run_id)
+            reader = Reader(store.run_id, [self.tiers[node]], ObjectTier(joined, commits))
+            stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
+            inventory = Inventory.of(stocks, reader.committed)
+            for version in usable_versions(inventory, lambda _: True):
+                digests = {Version(c.generation, c.plan_hash): c.markers[rank] for c in commits}
+                attempt = Retrieval(
+                    transport, reader, inventory, version,
+                    marker_digest=digests.get(version), chunk_nbytes=chunk_nbytes,
+                )  # fmt: skip
+                marker = attempt.marker()
+                part = attempt.part(marker) if marker is not None else None
+                self.reasons[rank] += attempt.reasons
+                if part is not None:
+                    return version, part
+            return None
+
+        return in_threads(self.world_size, live)
+
+
+def in_threads(world_size: int, life: Callable[[int], T]) -> list[T]:
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(life, range(world_size), timeout=2 * _PATIENCE_SECONDS))
+
+
+def sources(part: Part) -> set[str]:
+    """Kinds of copies that supplied bytes."""
+    return {copy.source for copy in part.nbytes}
+
+
+def require(world: World, step: int, expected: Sequence[set[str]], **options: int) -> None:
+    """All ranks get exactly the bytes of that step, from these kinds of copies."""
+    for rank, found in enumerate(world.restore(**options)):
+        assert found is not None, world.reasons
+        version, part = found
+        marker, segments = world.part(step, rank)
+        assert (version.generation, part.marker) == (marker.generation, marker)
+        assert [segment.numpy().tobytes() for segment in part.segments] == segments
+        assert len(part.layouts) == len(segments)
+        assert sources(part) == expected[rank]

@@ -1,0 +1,34 @@
+"""Worlds whose nodes are directories of shared memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_moe_ckpt.tiers import shared_directory
+from recovery._world import World
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world() -> Iterator[MakeWorld]:
+    """Makes a world from the names of its ranks' nodes; storage is a directory of shared memory too, which syncs fast."""
+    with tempfile.TemporaryDirectory(dir=shared_directory()) as shared:
+
+        def make(*names: str) -> World:
+            nodes = [Path(shared) / name for name in names]
+            for node in nodes:
+                node.mkdir(exist_ok=True)
+            return World(Path(shared) / "run", nodes)
+
+        yield make
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    """Two ranks, each on a node of its own."""
+    return make_world("a", "b")
