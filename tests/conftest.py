@@ -24,6 +24,7 @@ hypothesis.settings.load_profile("shared")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what this machine cannot run, with the reason, and campaigns that nobody asked for."""
+    _require_stable_names(items)
     _skip(items, "tutel", "Tutel is not installed", missing=lambda: importlib.util.find_spec("tutel") is None)
     _skip(items, "gpu", "torch sees no CUDA device", missing=lambda: not torch.cuda.is_available())
     if "soak" not in config.option.markexpr:
@@ -37,3 +38,10 @@ def _skip(items: list[pytest.Item], marker: str, reason: str, missing: Callable[
     if marked and missing():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _require_stable_names(items: list[pytest.Item]) -> None:
+    """The processes of `make test` must collect the same tests, by name."""
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"give these tests ids without addresses: {unstable}")

@@ -71,7 +71,7 @@ def gradients_of(layer: MoELayer, output: Callable[[Tensor], Tensor]) -> dict[st
         {"capacity_factor": 0.5},
         {"capacity_factor": 0.9, "top_k": 1},
     ],
-    ids=str,
+    ids=lambda options: str({key: getattr(value, "__name__", value) for key, value in options.items()}),
 )
 def test_output_and_gradients_equal_a_loop_over_tokens(options: dict[str, Any]) -> None:
     """Forward, and backward into every parameter and the input."""
