@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from lightning_moe_ckpt.errors import ConfigurationError
 
-GroupName = Literal["world", "expert", "expert_data", "control", "reduce"]
+GroupName = Literal["world", "expert", "expert_data", "control", "reduce", "replicate"]
 """`expert`: ranks that together hold all experts once. `expert_data`: ranks that hold the same experts.
 `control`: all ranks, on gloo with CPU tensors whatever the training backend; for the training thread only.
 `reduce`: all ranks, used by the gradient reduction alone. It runs beside the backward pass, where a rank may reach
-its collectives earlier or later than the all-to-alls of expert parallelism, so the two must not share a group."""
+its collectives earlier or later than the all-to-alls of expert parallelism, so the two must not share a group.
+`replicate`: all ranks, on gloo, for point-to-point operations of background threads, which wait for each other as long as
+it takes: what one does must never be in the way of a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ def build_groups(ep_size: int = 1, timeout: timedelta = timedelta(minutes=30)) -
         "expert_data": _part_of(columns, rank, timeout),
         "control": dist.new_group(timeout=timeout, backend="gloo"),
         "reduce": dist.new_group(timeout=timeout),
+        "replicate": dist.new_group(timeout=timeout, backend="gloo"),
     }
     return ParallelGroups(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size, groups=groups)
 

@@ -199,6 +199,11 @@ class SegmentRing:
             for older in names[: names.index(generation)]:
                 self._drop(older, self._generations[older])
 
+    def discard(self, generation: Hashable) -> None:
+        """Give up a complete generation though no newer one took its place."""
+        with self._lock:
+            self._drop(generation, self._entry(generation, GenerationState.COMPLETE))
+
     def pin(self, generation: Hashable) -> None:
         """Keep the slots of an open or complete generation until `unpin`; pins are counted."""
         with self._lock:

@@ -57,6 +57,11 @@ def shared_name(run_id: str, rank: int) -> str:
     return f"moe-ckpt-{os.getuid()}-{run_id}-{rank}.ring"
 
 
+def replica_name(run_id: str, owner: int) -> str:
+    """File name for copies of the segments of rank `owner`, kept on another node. Raises as `shared_name` does."""
+    return shared_name(run_id, owner).removesuffix(".ring") + ".replica"
+
+
 def create_shared_file(path: Path, nbytes: int) -> None:
     """Make a private file of reserved, zeroed memory; replaces what an earlier life left under that name.
 

@@ -1,0 +1,101 @@
+"""This rank's part in the peer tier: it sends its segments to ranks on other nodes, and keeps those of others.
+
+One thread sends (the caller's), one per owner receives; the training thread only counts steps. Both sides end with the
+owner's goodbye. Where that does not come in time, because the owner is stuck or training ended here only, this side
+closes its connections: no thread is left that could wake up while the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_moe_ckpt.tiers._peer_pacing import Pacer
+from lightning_moe_ckpt.tiers._peer_receiver import ReplicaReceiver
+from lightning_moe_ckpt.tiers._peer_store import Publish, ReplicaStore
+from lightning_moe_ckpt.tiers._peer_stream import ReplicaStream
+from lightning_moe_ckpt.tiers._peer_wire import cut
+from lightning_moe_ckpt.tiers._shm import replica_name, shared_directory
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_CHUNK = 16 * 2**20
+"""Bytes of one message: loopback and fast networks gain nothing above it, and training waits behind one at most."""
+
+
+class Replication:
+    """Joins the stream of this rank and the receivers of others.
+
+    Args:
+        group: gloo over all ranks, used for nothing else; see `Wire`.
+        run_id: of the run.
+        holders: ranks that keep copies of this rank's segments; may be none.
+        owners: ranks of which this rank keeps copies; may be none.
+        max_chunk: bytes of one message, the same on all ranks.
+        publish: see `ReplicaStore`.
+        directory: where copies are kept; default `shared_directory()`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        run_id: str,
+        holders: Sequence[int],
+        owners: Sequence[int],
+        max_chunk: int = DEFAULT_MAX_CHUNK,
+        publish: Publish,
+        directory: Path | None = None,
+    ) -> None:
+        self._group, self._started = group, False
+        directory = directory if directory is not None else shared_directory()
+        self.pacer = Pacer()
+        self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
+        self.stores = {owner: ReplicaStore(directory / replica_name(run_id, owner), publish) for owner in owners}
+        self.receivers = [
+            ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk)
+            for owner, store in self.stores.items()
+        ]
+
+    def allocate(self, slot_nbytes: Sequence[int], num_segments: int) -> None:
+        """Reserve memory for every copy that this rank will keep.
+
+        Args:
+            slot_nbytes: largest segment of each rank, by rank.
+            num_segments: of a generation, on all ranks.
+
+        Raises:
+            ConfigurationError: not enough room; the message says how many bytes are missing.
+        """
+        nbytes = sum(store.allocate(slot_nbytes[owner], num_segments) for owner, store in self.stores.items())
+        log.info("%.1f MiB are reserved for copies of the segments of ranks %s", nbytes / 2**20, sorted(self.stores))
+
+    def start(self) -> None:
+        """Begin to receive. Call it on every rank once all have allocated."""
+        self._started = True
+        for receiver in self.receivers:
+            receiver.start()
+
+    def take_failures(self) -> list[str]:
+        """What this rank failed to keep for others since the last call."""
+        return [receiver.failures.pop(0) for receiver in self.receivers for _ in range(len(receiver.failures))]
+
+    def close(self, timeout: float, *, unlink: bool) -> None:
+        """End the receivers and give their memory back. Our own goodbye must have been said, or is never going to be.
+
+        Args:
+            timeout: seconds to wait for the owners' goodbyes.
+            unlink: whether the copies go too. Else a later life finds them.
+        """
+        deadline = time.monotonic() + timeout
+        for receiver in self.receivers if self._started else []:
+            if not receiver.join(max(0.0, deadline - time.monotonic())):
+                log.info("rank %d did not say goodbye; its connections are closed from here", receiver.owner)
+                cut(self._group, receiver.owner)
+                receiver.join(1.0)
+        for store in self.stores.values():
+            store.close(unlink=unlink)

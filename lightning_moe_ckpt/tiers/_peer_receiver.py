@@ -1,0 +1,161 @@
+"""The receiving half of the peer tier: one thread per owner takes that rank's segments into memory of this node.
+
+Bytes arrive where they stay, in slots of the owner's replica ring. A generation is published, which is what a later
+life finds, only when every segment has the digest that the owner's marker says; then its owner is told. So a copy
+that is torn, because its owner died or gave it up, is never mistaken for a whole one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, digest_of
+from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
+from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, cut, generation_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Incoming:
+    """The generation under way."""
+
+    generation: GenerationId
+    num_segments: int
+    segments: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Size and digest of those that have arrived, by step."""
+    step: int = -1
+    out: torch.Tensor | None = None
+    """Memory of the segment under way."""
+
+
+class ReplicaReceiver:
+    """Keeps copies of one owner.
+
+    Args:
+        group: gloo; see `Wire`.
+        owner: rank whose segments come.
+        run_id: of the run that they belong to.
+        store: where they are kept.
+        max_chunk: as of the owner.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, owner: int, *, run_id: str, store: ReplicaStore, max_chunk: int
+    ) -> None:
+        self.owner, self.failures = owner, list[str]()
+        """What went wrong, in words for the log; whoever reads them takes them out."""
+        self._group, self._run_id, self._store = group, run_id, store
+        self._wire = Wire(group, owner, to_holder=False, max_chunk=max_chunk)
+        self._incoming: _Incoming | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"moe-ckpt-replica-{owner}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to receive; memory must have been allocated."""
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Wait until the owner has said goodbye or is gone; `False` after `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        try:
+            self._receive_until_bye()
+        except PeerLost as error:
+            log.warning("no more copies of the segments of rank %d come: %s", self.owner, error)
+        except BaseException as error:  # thread entry: the session reports it
+            self.failures.append(f"copies of rank {self.owner} are not kept any more: {error or type(error).__name__}")
+            log.debug("receiving from rank %d failed", self.owner, exc_info=error)
+            cut(self._group, self.owner)  # else the owner would wait for ever for somebody to take its next message
+        finally:
+            self._drop()
+
+    def _receive_until_bye(self) -> None:
+        while (message := self._wire.receive()).kind is not Kind.BYE:
+            if message.kind is Kind.BEGIN:
+                self._begin(message)
+            elif message.kind is Kind.ABANDON:
+                self._drop()
+            elif message.kind is Kind.SEGMENT:
+                self._begin_segment(*message.numbers)
+            elif message.kind is Kind.CHUNK:
+                self._take_chunk(*message.numbers)
+            elif message.kind is Kind.MARKER:
+                self._finish(message)
+            else:
+                raise self._unexpected(message.kind)
+
+    def _begin(self, message: Message) -> None:
+        step, epoch, keep_step, keep_epoch, num_segments, slot_nbytes = message.numbers
+        self._drop()
+        generation, keep = GenerationId(step=step, epoch=epoch), generation_of((keep_step, keep_epoch))
+        try:
+            self._store.begin(generation, keep=keep, num_segments=num_segments, slot_nbytes=slot_nbytes)
+        except ConfigurationError as error:
+            self._refuse(str(error))
+            return
+        self._incoming = _Incoming(generation=generation, num_segments=num_segments)
+        self._wire.send(Message(Kind.READY))
+
+    def _begin_segment(self, step: int, nbytes: int) -> None:
+        incoming = self._expect(Kind.SEGMENT)
+        incoming.step, incoming.out = step, self._store.segment(step, nbytes)
+
+    def _take_chunk(self, offset: int, nbytes: int) -> None:
+        incoming = self._expect(Kind.CHUNK)
+        out = incoming.out
+        if out is None or offset + nbytes > out.numel():
+            raise self._unexpected(Kind.CHUNK)
+        self._wire.receive_into(out[offset : offset + nbytes])
+        if offset + nbytes == out.numel():
+            # While the owner waits for its next step.
+            incoming.segments[incoming.step] = (out.numel(), digest_of(out.numpy().data))
+
+    def _finish(self, message: Message) -> None:
+        payload = torch.empty(message.numbers[0], dtype=torch.uint8)
+        incoming = self._expect(Kind.MARKER)
+        self._wire.receive_into(payload)
+        marker = payload.numpy().tobytes()
+        try:
+            self._check(incoming, RankMarker.from_bytes(marker, f"marker of rank {self.owner}"))
+            self._store.publish(marker)
+        except (CheckpointError, OSError) as error:
+            self._drop()
+            self._refuse(str(error))
+            return
+        self._incoming = None
+        self._wire.send(Message(Kind.WHOLE))
+
+    def _check(self, incoming: _Incoming, marker: RankMarker) -> None:
+        found = (marker.run_id, marker.rank, marker.generation)
+        if found != (self._run_id, self.owner, incoming.generation):
+            raise Corrupt(f"the marker is of run {found[0]}, rank {found[1]}, {found[2]}; {incoming.generation} came.")
+        if incoming.segments != {entry.step: (entry.nbytes, entry.digest) for entry in marker.segments}:
+            raise Corrupt(f"{incoming.generation}: segments did not arrive as their marker says. The next one may.")
+
+    def _refuse(self, reason: str) -> None:
+        self.failures.append(f"a copy of rank {self.owner} was not kept: {reason}")
+        payload = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
+        self._wire.send(Message(Kind.REFUSED, (payload.numel(),)), payload)
+
+    def _drop(self) -> None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            self._store.abandon()
+
+    def _expect(self, kind: Kind) -> _Incoming:
+        if self._incoming is None:
+            raise self._unexpected(kind)
+        return self._incoming
+
+    def _unexpected(self, kind: Kind) -> PeerLost:
+        return PeerLost(f"rank {self.owner} sent {kind.name} out of turn.")

@@ -1,0 +1,182 @@
+"""Messages between an owner of segments and a holder of their copies, over point-to-point operations of one gloo group.
+
+Every message is a header of fixed size; those that carry bytes are followed by exactly as many as the header says. gloo
+moves a message when both sides have asked for it, so nothing is buffered on the way: a holder receives into the
+memory that keeps the bytes, and a slow holder holds up the sender's thread, never somebody's memory.
+
+```text
+owner                                                 holder
+BEGIN generation, sizes, what to keep  ->
+                                           <-  READY, or REFUSED reason
+SEGMENT step, nbytes                   ->
+CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT; until it is whole)
+MARKER nbytes, bytes                   ->
+                                           <-  WHOLE, or REFUSED reason
+ABANDON                                ->             (instead of whatever would come next; no answer)
+BYE                                    ->             (the last one; no answer)
+```
+
+A peer that dies closes its connections: operations with it under way, or begun later, raise `PeerLost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.storage import GenerationId
+
+_MAGIC = 0x4D6F45_0001
+"""Which protocol, in its first version; a header that begins otherwise is not read."""
+_NUM_FIELDS = 16
+"""Integers of 8 bytes in a header."""
+_TO_HOLDER, _TO_OWNER = 71, 72
+"""Tags: two ranks may each hold copies of the other."""
+_FOREVER = timedelta(days=3650)
+"""gloo takes a timeout for the death of the peer and closes every connection of the group, so a wait has none: the next
+generation may be hours away."""
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class PeerLost(CheckpointError, ConnectionError):
+    """A rank that takes part in replication is gone, or does not speak this protocol."""
+
+
+class Kind(IntEnum):
+    """See the module."""
+
+    BEGIN = 1
+    SEGMENT = 2
+    CHUNK = 3
+    MARKER = 4
+    ABANDON = 5
+    BYE = 6
+    READY = 7
+    WHOLE = 8
+    REFUSED = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A header, but for what every header has."""
+
+    kind: Kind
+    numbers: tuple[int, ...] = ()
+
+    def to_header(self) -> Tensor:
+        """int64, shape `[16]`."""
+        values = [_MAGIC, int(self.kind), len(self.numbers), *self.numbers]
+        return torch.tensor(values + [0] * (_NUM_FIELDS - len(values)), dtype=torch.int64)
+
+    @classmethod
+    def from_header(cls, header: Tensor) -> Message:
+        """Raises `PeerLost` if it is none of this protocol."""
+        magic, kind, length, *numbers = header.tolist()
+        if magic != _MAGIC or kind not in set(Kind) or not 0 <= length <= len(numbers):
+            raise PeerLost(
+                f"a message begins with {magic:#x}, kind {kind}: not what this release sends. Start all ranks with one release."
+            )
+        return cls(Kind(kind), tuple(numbers[:length]))
+
+
+def numbers_of(generation: GenerationId | None) -> tuple[int, int]:
+    """A generation, or none, in a header."""
+    return (-1, -1) if generation is None else (generation.step, generation.epoch)
+
+
+def generation_of(numbers: Sequence[int]) -> GenerationId | None:
+    """The way back from `numbers_of`."""
+    step, epoch = numbers
+    return None if step < 0 else GenerationId(step=step, epoch=epoch)
+
+
+class Wire:
+    """One direction of talk with one peer, and the answers to it. Used by one thread.
+
+    Args:
+        group: gloo, used for point-to-point operations of this kind only.
+        peer: rank of the other side.
+        to_holder: whether this side owns the segments.
+        max_chunk: bytes of one operation at most.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, *, to_holder: bool, max_chunk: int) -> None:
+        self._group, self.peer, self.max_chunk = group, peer, max_chunk
+        self._out, self._in = (_TO_HOLDER, _TO_OWNER) if to_holder else (_TO_OWNER, _TO_HOLDER)
+
+    def start(self, message: Message, payload: Tensor | None = None) -> Sending:
+        """Begin to send; the payload must stay as it is until `Sending.wait`.
+
+        Args:
+            message: what to say.
+            payload: uint8, contiguous; the bytes that the message announces.
+        """
+        header = message.to_header()
+        works = [self._operate(header, self._out, receive=False)]
+        if payload is not None:
+            works += [self._operate(part, self._out, receive=False) for part in torch.split(payload, self.max_chunk)]
+        return Sending(self, works, header)
+
+    def send(self, message: Message, payload: Tensor | None = None) -> None:
+        """`start` and wait."""
+        self.start(message, payload).wait()
+
+    def receive(self) -> Message:
+        """The next message; waits for as long as it takes."""
+        header = torch.empty(_NUM_FIELDS, dtype=torch.int64)
+        self.wait_for(self._operate(header, self._in, receive=True))
+        return Message.from_header(header)
+
+    def receive_into(self, out: Tensor) -> None:
+        """The bytes that the last message announced; uint8, contiguous."""
+        for part in torch.split(out, self.max_chunk):
+            self.wait_for(self._operate(part, self._in, receive=True))
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Raises `PeerLost` if the peer is gone."""
+        try:
+            work.wait(_FOREVER)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _operate(self, tensor: Tensor, tag: int, *, receive: bool) -> dist.Work:
+        operate = self._group.recv if receive else self._group.send
+        try:
+            work: dist.Work = operate([tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return work
+
+    def _lost(self, error: RuntimeError) -> PeerLost:
+        return PeerLost(f"rank {self.peer} is gone ({str(error).splitlines()[0]}).")
+
+
+class Sending:
+    """A message on its way."""
+
+    def __init__(self, wire: Wire, works: Sequence[dist.Work], header: Tensor) -> None:
+        self._wire, self._works = wire, works
+        self._header = header  # gloo reads it until the end
+
+    def wait(self) -> None:
+        """Until the peer has all of it. Raises `PeerLost`."""
+        for work in self._works:
+            self._wire.wait_for(work)
+
+
+def cut(group: dist.ProcessGroup, peer: int) -> None:
+    """Close this process's connections of `group`: every operation under way raises `PeerLost`, here and at the peers.
+
+    For an end that cannot wait for the others. The group cannot be used afterwards.
+    """
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TO_OWNER + 1).wait(_AT_ONCE)
+    except RuntimeError:  # the timeout, which is what closes them, or closed already
+        return
