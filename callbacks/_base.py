@@ -24,7 +24,7 @@ from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
-from lightning_moe_ckpt.storage import Resume, checked_url
+from lightning_moe_ckpt.storage import Resume, Retention, checked_url
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,9 @@ class CheckpointCallback(Checkpoint):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        keep: committed generations to keep; older ones are deleted once newer ones are durable.
+        keep: short for `retention=Retention(last=keep)`; 2 if neither is given.
+        retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
+            are durable.
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
@@ -60,7 +62,8 @@ class CheckpointCallback(Checkpoint):
         self,
         url: str | Path,
         *,
-        keep: int = 2,
+        keep: int | None = None,
+        retention: Retention | None = None,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
         bandwidth: int | None = None,
@@ -69,7 +72,12 @@ class CheckpointCallback(Checkpoint):
         freeze_heap: bool = True,
     ) -> None:
         super().__init__()
-        require_count(self, "keep", keep, what="generations, of which one is resumed from")
+        require_count(self, "keep", keep, what="generations, of which one is resumed from", also=[None])
+        if keep is not None and retention is not None:
+            raise ConfigurationError(
+                f"`{type(self).__name__}(keep={keep}, retention={retention})`: `keep` is short for "
+                f"`retention=Retention(last={keep})`. Give one of the two."
+            )
         require_choice(self, "resume", resume, ("auto", "must", "never"))
         if not isinstance(storage_options, dict | None):
             raise ConfigurationError(
@@ -80,7 +88,12 @@ class CheckpointCallback(Checkpoint):
         require_choice(self, "batches", batches, ("reposition", "log"))
         if stop_grace < timedelta(0):
             raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
-        self.url, self.keep, self.resume, self.batches = checked_url(url), keep, resume, batches
+        if not isinstance(retention, Retention | None):
+            raise ConfigurationError(
+                f"`{type(self).__name__}(retention={retention!r})` must be a Retention, such as Retention(last=3)."
+            )
+        self.url, self.resume, self.batches = checked_url(url), resume, batches
+        self.retention = retention or (Retention() if keep is None else Retention(last=keep))
         self.stop_grace = stop_grace
         self.storage_options, self.bandwidth, self.freeze_heap = storage_options, bandwidth, freeze_heap
         self._run: FitRun | None = None
@@ -90,6 +103,11 @@ class CheckpointCallback(Checkpoint):
     def _policy(self) -> WindowPolicy:
         """What is taken when."""
         raise NotImplementedError
+
+    @property
+    def keep(self) -> int:
+        """Newest committed generations that stay, whatever else `retention` keeps."""
+        return self.retention.last
 
     @property
     def report(self) -> Report:
@@ -170,7 +188,7 @@ class CheckpointCallback(Checkpoint):
     def _begin(self, trainer: Trainer, module: LightningModule) -> FitRun:
         config = LifeConfig(
             url=self.url,
-            keep=self.keep,
+            retention=self.retention,
             resume=self.resume,
             storage_options=self.storage_options,
             bandwidth=self.bandwidth,

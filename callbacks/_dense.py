@@ -12,7 +12,7 @@ from lightning_moe_ckpt.callbacks._arguments import require_count
 from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback
 from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.session import DenseWindows, WindowPolicy
-from lightning_moe_ckpt.storage import Resume
+from lightning_moe_ckpt.storage import Resume, Retention
 
 
 class DenseCheckpoint(CheckpointCallback):
@@ -21,7 +21,9 @@ class DenseCheckpoint(CheckpointCallback):
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two snapshots.
-        keep: committed generations to keep; older ones are deleted once newer ones are durable.
+        keep: short for `retention=Retention(last=keep)`; 2 if neither is given.
+        retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
+            are durable.
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
@@ -48,7 +50,8 @@ class DenseCheckpoint(CheckpointCallback):
         url: str | Path,
         *,
         every_n_steps: int = 100,
-        keep: int = 2,
+        keep: int | None = None,
+        retention: Retention | None = None,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
         bandwidth: int | None = None,
@@ -59,6 +62,7 @@ class DenseCheckpoint(CheckpointCallback):
         super().__init__(
             url,
             keep=keep,
+            retention=retention,
             resume=resume,
             storage_options=storage_options,
             bandwidth=bandwidth,

@@ -16,7 +16,7 @@ from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
-from lightning_moe_ckpt.storage import Resume
+from lightning_moe_ckpt.storage import Resume, Retention
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ class SparseCheckpoint(CheckpointCallback):
         max_window: longest window to plan; bounds the shared memory that is reserved.
         over_budget: if even the weights of everything exceed the budget: `stall` waits in slot 0, `dense` takes
             everything at once, less often.
-        keep: committed generations to keep; older ones are deleted once newer ones are durable.
+        keep: short for `retention=Retention(last=keep)`; 2 if neither is given.
+        retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
+            are durable.
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
             `never` starts anew beside what is there.
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
@@ -77,7 +79,8 @@ class SparseCheckpoint(CheckpointCallback):
         schedule: Sequence[Sequence[str]] | None = None,
         max_window: int = 16,
         over_budget: Literal["stall", "dense"] = "stall",
-        keep: int = 2,
+        keep: int | None = None,
+        retention: Retention | None = None,
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
         bandwidth: int | None = None,
@@ -88,6 +91,7 @@ class SparseCheckpoint(CheckpointCallback):
         super().__init__(
             url,
             keep=keep,
+            retention=retention,
             resume=resume,
             storage_options=storage_options,
             bandwidth=bandwidth,

@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import cli
 from lightning_moe_ckpt import MoEStrategy
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, Popularity, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, Popularity, Retention, SparseCheckpoint
 from lightning_moe_ckpt.cli import main as moe_ckpt
 from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.parallel import run_world
@@ -77,6 +77,7 @@ def test_values_of_a_file_arrive_as_their_types() -> None:
     sparse, strategy = callback(built, SparseCheckpoint), built.trainer.strategy
     assert sparse.popularity == Popularity(counts="soft", half_life_steps=50.0)
     assert sparse.stop_grace == timedelta(seconds=25)
+    assert sparse.retention == Retention(last=2, every_n_steps=100)
     assert (sparse.storage_options, sparse.keep, sparse.resume, sparse.batches) == ({}, 2, "auto", "reposition")
     assert callback(built, ExpertLoadMonitor).every_n_steps == 7
     assert isinstance(strategy, MoEStrategy)

@@ -16,7 +16,7 @@ PUBLIC: dict[str, str] = {
         MoEStrategy __version__
     """,
     "lightning_moe_ckpt.callbacks": """
-        DenseCheckpoint ExpertLoadMonitor Popularity SparseCheckpoint
+        DenseCheckpoint ExpertLoadMonitor Popularity Retention SparseCheckpoint
     """,
     "lightning_moe_ckpt.strategy": """
         MoEStrategy
@@ -47,7 +47,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.storage": """
         Backend Commit DIGEST_NAME Entry FsspecBackend GenerationId HuggingFaceEntry ModuleEntry ModuleLine
-        ObjectBackend OverflowEntry PosixBackend RankMarker RecordEntry RecordRows Resume Retrying RunStore
+        ObjectBackend OverflowEntry PosixBackend RankMarker RecordEntry RecordRows Resume Retention Retrying RunStore
         RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec check_places checked_url create_once
         digest_of dtype_code dtype_of open_backend read_chunks read_record scrub_overflow scrub_segment
         segment_key verify_records wrapping_backends

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from lightning_moe_ckpt.storage import Resume
+from lightning_moe_ckpt.storage import Resume, Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,8 @@ class LifeConfig:
     """Where a run's checkpoints live and how it resumes."""
 
     url: str
-    keep: int = 2
-    """Committed generations kept."""
+    retention: Retention = field(default_factory=Retention)
+    """Which committed generations stay."""
     resume: Resume = "auto"
     storage_options: Mapping[str, Any] | None = None
     bandwidth: int | None = None

@@ -173,7 +173,7 @@ class Life:
             else None,
         )
         self._storage = PersistWorker(
-            self._runs.store, markers, keep=self._config.keep, commit_timeout=self._config.commit_timeout
+            self._runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
         )
         return Tiers([self._storage])
 

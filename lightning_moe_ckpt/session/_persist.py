@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.errors import CheckpointError, StorageError
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Job, TierWorker
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, Retention, SegmentEntry
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class GenerationSink(Protocol):
     def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> object:
         """Wait for the markers of all ranks, or until `cancelled`, and make the generation visible. Coordinator only."""
 
-    def retain(self, keep: int, in_use: GenerationId | None) -> object:
-        """Delete what is older than the newest `keep` generations. Coordinator only."""
+    def retain(self, retention: Retention) -> object:
+        """Delete what `retention` does not keep. Coordinator only."""
 
 
 class PersistWorker(TierWorker):
@@ -54,9 +54,8 @@ class PersistWorker(TierWorker):
     Args:
         store: where to.
         markers: makes this rank's markers.
-        keep: committed generations that retention leaves.
+        retention: which committed generations stay.
         on_complete: see `TierWorker`.
-        in_use: the generation the run restored from, never deleted.
         commit_timeout: how long the coordinator waits for the other ranks.
         retry_pauses: pauses before each further attempt to store something.
     """
@@ -66,15 +65,14 @@ class PersistWorker(TierWorker):
         store: GenerationSink,
         markers: Markers,
         *,
-        keep: int,
+        retention: Retention,
         on_complete: Callable[[GenerationId, float, int], None] | None = None,
-        in_use: GenerationId | None = None,
         commit_timeout: timedelta = timedelta(minutes=2),
         retry_pauses: Sequence[timedelta] = _RETRY_PAUSES,
     ) -> None:
         super().__init__(STORAGE, markers, on_complete=on_complete)
         self._store, self._rank = store, markers.rank
-        self._keep, self._in_use = keep, in_use
+        self._retention = retention
         self._commit_timeout, self._retry_pauses = commit_timeout, retry_pauses
 
     @override
@@ -96,7 +94,7 @@ class PersistWorker(TierWorker):
     def _retain(self, generation: GenerationId) -> None:
         """Deleting can fail without harm to what was just committed; the next time goes on where this one stopped."""
         try:
-            self._store.retain(self._keep, self._in_use)
+            self._store.retain(self._retention)
         except CheckpointError as error:
             self._note(generation, f"committed, but older ones could not be deleted: {error}", error)
 

@@ -7,8 +7,10 @@ copy in one tier can be checked against, and mended from, a copy in any other.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.storage import (
@@ -22,8 +24,12 @@ from lightning_moe_ckpt.storage import (
     segment_key,
 )
 
+T = TypeVar("T")
+
 _REMEMBERED = 4
-"""Markers kept for tiers that have not asked yet; a slower one has its own made again."""
+"""Markers kept for tiers that have not asked yet; a slower one has its own made again, with the same bytes."""
+_REMEMBERED_TIMES = 1000
+"""Generations that the slowest tier may be behind for that; later only the time differs, which no reader compares."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -89,6 +95,7 @@ class Markers:
         self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
         self._lock = threading.Lock()
         self._made: dict[GenerationId, RankMarker] = {}
+        self._times: dict[GenerationId, int] = {}
 
     def of(
         self, generation: GenerationId, entries: Sequence[SegmentEntry], *, plan_hash: str, plan_json: str
@@ -115,8 +122,15 @@ class Markers:
                 segments=segments,
                 policy={**self._policy, "plan": plan_json},
                 module=self._module,
+                unix_time=self._times.setdefault(generation, int(time.time())),
             )
             self._made[generation] = marker
-            for oldest in list(self._made)[:-_REMEMBERED]:
-                del self._made[oldest]
+            _forget(self._made, _REMEMBERED)
+            _forget(self._times, _REMEMBERED_TIMES)
             return marker
+
+
+def _forget(remembered: dict[GenerationId, T], limit: int) -> None:
+    """Leave the `limit` newest entries."""
+    for oldest in list(remembered)[:-limit]:
+        del remembered[oldest]

@@ -27,6 +27,7 @@ from lightning_moe_ckpt.storage._records import Commit as Commit
 from lightning_moe_ckpt.storage._records import OverflowEntry as OverflowEntry
 from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
 from lightning_moe_ckpt.storage._records import SegmentEntry as SegmentEntry
+from lightning_moe_ckpt.storage._retention import Retention as Retention
 from lightning_moe_ckpt.storage._retry import Retrying as Retrying
 from lightning_moe_ckpt.storage._run import Resume as Resume
 from lightning_moe_ckpt.storage._run import RunStore as RunStore

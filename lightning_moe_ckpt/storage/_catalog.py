@@ -100,3 +100,25 @@ def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMa
 def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
     """Keys a marker vouches for which are not there in the size it says."""
     return [key for key, nbytes in stored_sizes(marker).items() if contents.sizes.get(key) != nbytes]
+
+
+def data_nbytes(sizes: Mapping[str, int]) -> int:
+    """Size of the segments and side files in a listing."""
+    return sum(nbytes for key, nbytes in sizes.items() if key.endswith((".safetensors", ".overflow")))
+
+
+def missing_parts(commit: Commit, contents: Contents) -> str | None:
+    """What a listing shows against a manifest; `None` if all is there."""
+    absent = sorted(set(range(commit.world_size)) - contents.ranks)
+    if absent:
+        return f"markers of ranks {absent[:8]} are missing"
+    if (nbytes := data_nbytes(contents.sizes)) != commit.nbytes:
+        return f"{nbytes} of {commit.nbytes} bytes of segments are there"
+    return None
+
+
+def delete_generation(backend: Backend, contents: Contents) -> None:
+    """Delete all of a generation, and what interrupted writes left of it; whoever lists meanwhile sees no lie."""
+    for key in contents.deletion_order():
+        backend.delete(key)
+    backend.sweep(contents.generation.prefix)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
@@ -49,25 +50,42 @@ class History:
     last_epoch: int
     """Newest epoch opened under this URL."""
     watermark: int = 0
-    """Generations below this step may be gone; zero until the run has more than it keeps."""
+    """Generations below this step may be gone, but for `kept`; zero until the run has more than it keeps."""
+    kept: frozenset[GenerationId] = frozenset()
+    """Generations that stay although they are below the watermark or hit by a cut older than they are kept."""
     cuts: tuple[Cut, ...] = ()
     """The epochs that still decide something, oldest first."""
 
     def opened(self, epoch: int, resumed: GenerationId | None) -> History:
         """The history after `epoch` began."""
-        cut = Cut(epoch, None if resumed is None else resumed.step)
-        # From nothing the steps begin again below the watermark; all it guarded is dead by the cut.
-        watermark = 0 if resumed is None else self.watermark
-        return replace(self, last_epoch=epoch, watermark=watermark, cuts=_deciding((*self.cuts, cut), watermark))
+        if resumed is None:
+            # The steps begin again below the watermark; all it guarded is dead by the cut.
+            return replace(self, last_epoch=epoch, watermark=0, kept=frozenset(), cuts=(Cut(epoch, None),))
+        if resumed.step < self.watermark:
+            return self._opened_below(epoch, resumed)
+        cuts = (*self.cuts, Cut(epoch, resumed.step))
+        return replace(self, last_epoch=epoch, cuts=_deciding(cuts, self.watermark))
 
-    def advanced(self, step: int) -> History:
-        """The history after the watermark moved up to `step`."""
-        return replace(self, watermark=step, cuts=_deciding(self.cuts, step))
+    def advanced(self, step: int, kept: Iterable[GenerationId] = ()) -> History:
+        """The history after the watermark moved up to `step`, below which only `kept` stay."""
+        return replace(self, watermark=step, kept=frozenset(kept), cuts=_deciding(self.cuts, step))
+
+    def _opened_below(self, epoch: int, resumed: GenerationId) -> History:
+        """The history after `epoch` began from one of `kept`: steps begin again there, and so does the watermark.
+
+        Which other generation of that step was dead, only cuts below the old watermark could tell, and they were dropped.
+        So this cut is one step lower: of earlier epochs, at or above the new watermark, only `kept` live on.
+        """
+        kept = frozenset(each for each in self.kept if each.step <= resumed.step)
+        cut = Cut(epoch, resumed.step - 1 if resumed.step else None)
+        return replace(self, last_epoch=epoch, watermark=resumed.step, kept=kept, cuts=(cut,))
 
     def why_dead(self, generation: GenerationId) -> str | None:
         """Why a generation must not be restored, `None` if it may."""
         if generation.epoch < self.first_epoch:
             return "belongs to an earlier run"
+        if generation in self.kept:
+            return None
         if generation.step < self.watermark:
             return f"below the watermark {self.watermark}"
         for cut in self.cuts:
@@ -128,17 +146,26 @@ class Log:
         self._newest += 1
         return True
 
-    def check_fence(self) -> None:
-        """Raise `Fenced` if there is an entry that this process did not write.
+    def news(self, own: History) -> History | None:
+        """The state after entries that others appended behind ours, `None` if nobody did.
 
-        After our `open` only a later life or run appends, so even an unreadable entry means that.
+        Args:
+            own: the state after our newest entry.
+
+        Raises:
+            Fenced: an entry is of a later life or run, or the newest cannot be read and may be.
         """
         newest = max(self._indices(log_block(self._newest + 1)), default=-1)  # dense: the next one is in this block
-        if newest > self._newest:
+        if newest <= self._newest:
+            return None
+        history = self._read_entry(newest)
+        if history is None or (history.run_id, history.last_epoch) != (own.run_id, own.last_epoch):
             raise Fenced(
                 f"{self._backend.url}: log entry {newest} was written by a later start of this job. "
                 "This process must stop; the newer one carries on."
             )
+        self._newest = newest  # `moe-ckpt gc` wrote it, which begins nothing
+        return history
 
     def _read_entry(self, index: int) -> History | None:
         try:
@@ -173,6 +200,7 @@ def _body(history: History) -> dict[str, object]:
         "first_epoch": history.first_epoch,
         "last_epoch": history.last_epoch,
         "watermark": history.watermark,
+        "kept": _kept_body(history.kept),
         "cuts": [{"epoch": cut.epoch, "step": cut.step} for cut in history.cuts],
     }
 
@@ -191,10 +219,27 @@ def _parse_entry(data: bytes, index: int) -> History:
         first_epoch=body.integer("first_epoch"),
         last_epoch=body.integer("last_epoch"),
         watermark=body.integer("watermark"),
+        kept=frozenset(chain.from_iterable(body.rows("kept", _read_kept))),
         cuts=body.rows("cuts", _read_cut),
     )
     body.end()
     return history
+
+
+def _kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
+    """By epoch, which is shorter: every entry repeats them."""
+    epochs: dict[int, list[int]] = {}
+    for each in sorted(kept, key=lambda each: (each.epoch, each.step)):
+        epochs.setdefault(each.epoch, []).append(each.step)
+    return [{"epoch": epoch, "steps": steps} for epoch, steps in epochs.items()]
+
+
+def _read_kept(value: object, where: str) -> list[GenerationId]:
+    body = Fields(value, where)
+    epoch = body.integer("epoch")
+    kept = [GenerationId(step=step, epoch=epoch) for step in body.rows("steps", read_integer)]
+    body.end()
+    return kept
 
 
 def _read_cut(value: object, where: str) -> Cut:

@@ -55,6 +55,8 @@ class RankMarker:
     """What the session needs to understand the generation: JSON values with string keys, equal on all ranks."""
     module: ModuleLine | None = None
     """What was trained; rank 0 says it for all."""
+    unix_time: int = 0
+    """Seconds since 1970 by the clock of this rank; for retention by age, nothing else."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -84,6 +86,7 @@ class RankMarker:
             segments=body.rows("segments", lambda value, at: _read_segment(value, at, lines)),
             policy=body.plain("policy"),
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
+            unix_time=body.integer("unix_time"),
         )
         body.end()
         lines.end()
@@ -114,6 +117,8 @@ class Commit:
     nbytes: int
     """Size of all segments and side files together."""
     policy: Mapping[str, object] = field(default_factory=dict)
+    unix_time: int = 0
+    """When rank 0 wrote its marker, by its clock, in seconds since 1970."""
 
     @classmethod
     def of(cls, stored: Sequence[StoredMarker]) -> Commit:
@@ -138,6 +143,7 @@ class Commit:
             markers=tuple(each.digest for each in stored),
             nbytes=sum(nbytes for marker in markers for nbytes in stored_sizes(marker).values()),
             policy=first.policy,
+            unix_time=first.unix_time,
         )
 
     def to_bytes(self) -> bytes:
@@ -159,6 +165,7 @@ class Commit:
             markers=body.rows("markers", read_text),
             nbytes=body.integer("nbytes"),
             policy=body.plain("policy"),
+            unix_time=body.integer("unix_time"),
         )
         body.end()
         if len(commit.markers) != commit.world_size:
@@ -227,6 +234,7 @@ def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str,
         "record_columns": RECORD_COLUMNS,
         "segments": [_segment_body(*each) for each in zip(marker.segments, tables, strict=True)],
         "policy": marker.policy,
+        "unix_time": marker.unix_time,
         "module": None if marker.module is None else _line_body(marker.module.line),
     }
 

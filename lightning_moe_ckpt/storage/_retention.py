@@ -1,62 +1,136 @@
-"""Which generations may go: a pure decision over a listing, so that it can be tested against a model.
+"""Which generations stay and which may go: pure decisions over a listing, so that they can be tested against a model.
 
-Mark and sweep: the watermark is appended to the log first, and only then is anything below it deleted; a crash in
-between costs space, never a generation. What a life of ours may still be writing is never touched.
+Mark and sweep: what stays is appended to the log first, as the watermark and the generations kept below it, and only
+then is anything else deleted; a crash in between costs space, never a generation. What a life may still be writing is
+never touched.
+
+Time is only a reason to keep. It is the time that each manifest records, compared with that of the newest one: no clock
+is read, so every process that looks decides the same, whatever its clock says and however long nothing was trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.storage._catalog import Catalog, Contents
 from lightning_moe_ckpt.storage._log import History
 from lightning_moe_ckpt.storage._names import GenerationId
+from lightning_moe_ckpt.storage._records import Commit
+
+_SECONDS_PER_DAY = 86_400
 
 
-def next_watermark(
-    history: History, usable: Sequence[GenerationId], *, keep: int, in_use: GenerationId | None
-) -> int | None:
-    """Step of the oldest generation to keep, `None` if the watermark stays.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which committed generations stay: each that at least one of these rules keeps.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    last: int = 2
+    """The newest ones. Two, so that one is left if the newest turns out damaged."""
+    every_n_steps: int | None = None
+    """The first one at or after each multiple of so many steps, for good; step 0 is a multiple."""
+    days: float | None = None
+    """Those committed at most so long before the newest one. A clock that was ahead when the newest was committed lets
+    others go by so much too early, one that was behind keeps them longer; the other rules hold whatever clocks say."""
+
+    def __post_init__(self) -> None:
+        for name, what in (("last", "generations, of which one is resumed from"), ("every_n_steps", "steps")):
+            value = getattr(self, name)
+            if (value is None and name != "last") or (_is_int(value) and value >= 1):
+                continue
+            raise ConfigurationError(f"`Retention({name}={value!r})` must be 1 or more {what}.")
+        days = self.days
+        if days is not None and not (
+            isinstance(days, int | float) and not isinstance(days, bool) and 0 < days < math.inf
+        ):
+            raise ConfigurationError(f"`Retention(days={days!r})` must be above zero, or None.")
+
+    def reasons(self, restorable: Sequence[Commit], doubtful: Sequence[GenerationId]) -> dict[GenerationId, str]:
+        """What stays, and why.
+
+        Args:
+            restorable: committed and whole, newest first.
+            doubtful: committed, but not readable now; perhaps the medium is away.
+        """
+        reasons: dict[GenerationId, str] = {}
+        if self.every_n_steps is not None:
+            generations = [commit.generation for commit in restorable]
+            for each in (
+                *_milestones(generations, self.every_n_steps),
+                *_milestones([*generations, *doubtful], self.every_n_steps),
+            ):
+                reasons[each] = f"first at or after step {each.step // self.every_n_steps * self.every_n_steps}"
+        if self.days is not None:
+            oldest = max((commit.unix_time for commit in restorable[:1]), default=0) - self.days * _SECONDS_PER_DAY
+            reasons |= {c.generation: f"within {self.days:g} days" for c in restorable if c.unix_time >= oldest}
+        return reasons | {c.generation: f"among the last {self.last}" for c in restorable[: self.last]}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _milestones(generations: Iterable[GenerationId], every: int) -> list[GenerationId]:
+    """The first generation at or after each multiple of `every`."""
+    first: dict[int, GenerationId] = {}
+    for each in sorted(generations, reverse=True):
+        first[each.step // every] = each
+    return list(first.values())
+
+
+def advanced_history(
+    history: History, stay: Iterable[GenerationId], restorable: Sequence[GenerationId]
+) -> History | None:
+    """The history that gives up whatever need not stay; `None` if it gives up nothing more.
+
+    The watermark is the oldest of the newest ones that stay without a gap; those below it are named.
 
     Args:
         history: state of the log.
-        usable: restorable generations, newest first.
-        keep: how many of them to keep.
-        in_use: the generation the run is restoring from; never passed.
+        stay: generations to keep.
+        restorable: all that may be restored, newest first.
     """
-    if len(usable) <= keep:
+    stay = set(stay)
+    goes = next((index for index, each in enumerate(restorable) if each not in stay), None)
+    if not goes:  # nothing goes, or there is nothing that stays
         return None
-    step = usable[keep - 1].step
-    if in_use is not None:
-        step = min(step, in_use.step)
-    return step if step > history.watermark else None
+    watermark = max(restorable[goes - 1].step, history.watermark)
+    kept = {each for each in stay if each.step < watermark or each in history.kept}
+    advanced = history.advanced(watermark, kept)
+    return advanced if (advanced.watermark, advanced.kept) != (history.watermark, history.kept) else None
 
 
-def doomed_generations(
-    catalog: Catalog, history: History, *, epoch: int, in_use: GenerationId | None
-) -> list[GenerationId]:
-    """Generations to delete, oldest first.
+def doomed_generations(catalog: Catalog, history: History, *, epoch: int) -> dict[GenerationId, str]:
+    """Generations to delete, oldest first, and why.
 
     Args:
         catalog: what is stored.
         history: state of the log, with the watermark already appended.
-        epoch: our own life.
-        in_use: the generation the run is restoring from.
+        epoch: the newest life.
     """
     ours = [g for g, contents in catalog.items() if g.epoch == epoch and contents.committed]
     newest_own = max(ours, default=GenerationId(step=-1, epoch=epoch))
-    return sorted(
-        generation
-        for generation, contents in catalog.items()
-        if generation != in_use and generation.epoch <= epoch and _is_garbage(generation, contents, history, newest_own)
-    )
+    reasons = {g: _why_garbage(g, catalog[g], history, newest_own) for g in sorted(catalog) if g.epoch <= epoch}
+    return {generation: reason for generation, reason in reasons.items() if reason is not None}
 
 
-def _is_garbage(generation: GenerationId, contents: Contents, history: History, newest_own: GenerationId) -> bool:
+def _why_garbage(
+    generation: GenerationId, contents: Contents, history: History, newest_own: GenerationId
+) -> str | None:
     if generation.epoch < history.first_epoch:
         # An earlier run stays whole until this one has more generations than it keeps.
-        return not contents.committed or history.watermark > 0
+        if contents.committed and history.watermark == 0:
+            return None
+        return "of an earlier run" + ("" if contents.committed else ", not committed")
     if not contents.committed:
         # Ranks write generations in order: below our newest commit nothing is in flight any more.
-        return generation.epoch < newest_own.epoch or generation.step < newest_own.step
-    return history.why_dead(generation) is not None
+        if generation.epoch < newest_own.epoch:
+            return f"not committed, and epoch {generation.epoch} is over"
+        return "not committed, and newer ones are" if generation.step < newest_own.step else None
+    return history.why_dead(generation)

@@ -32,8 +32,8 @@ from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Catalog,
     Contents,
+    delete_generation,
     read_catalog,
-    read_commit,
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._checks import expect_digest
@@ -49,7 +49,8 @@ from lightning_moe_ckpt.storage._names import (
     segment_key,
 )
 from lightning_moe_ckpt.storage._records import Commit, OverflowEntry, RankMarker, SegmentEntry
-from lightning_moe_ckpt.storage._retention import doomed_generations, next_watermark
+from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
+from lightning_moe_ckpt.storage._survey import Survey
 
 log = logging.getLogger(__name__)
 
@@ -189,15 +190,15 @@ class RunStore:
         """
         coordination = self._coordinator()
         coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_epoch` refuse
-        usable, passed_over = self._survey(coordination.history, read_catalog(self._backend))
-        self.rejected = [(str(each.generation), each.reason) for each in passed_over]
-        self.unreadable = [(str(each.generation), each.reason) for each in passed_over if each.is_loss]
-        for each in passed_over:
+        survey = Survey.take(self._backend, coordination.history, read_catalog(self._backend))
+        self.rejected = [(str(each.generation), each.reason) for each in survey.passed_over]
+        self.unreadable = [(str(each.generation), each.reason) for each in survey.passed_over if each.is_loss]
+        for each in survey.passed_over:
             log.log(
                 logging.WARNING if each.is_loss else logging.INFO, "%s is skipped: %s", each.generation, each.reason
             )
-        coordination.offered = frozenset(commit.generation for commit in usable)
-        return usable
+        coordination.offered = frozenset(commit.generation for commit in survey.usable)
+        return list(survey.usable)
 
     def open_epoch(self, resumed: GenerationId | None) -> int | None:
         """Begin this life from one of the last `candidates`, or from nothing.
@@ -239,15 +240,13 @@ class RunStore:
         if own.generation.epoch != coordination.epoch:
             raise ValueError(f"`commit`: {own.generation} is not of this life, epoch {coordination.epoch}.")
         stored = await_markers(self._backend, own, timeout=timeout, cancelled=cancelled)
-        coordination.log.check_fence()
+        coordination.catch_up()
         return publish(self._backend, stored)
 
-    def retain(self, keep: int, in_use: GenerationId | None) -> list[GenerationId]:
-        """Move the watermark up to the `keep`-th newest generation, then delete what nobody may restore any more.
+    def retain(self, retention: Retention) -> list[GenerationId]:
+        """Say in the log what stays, then delete what nobody may restore any more.
 
-        Args:
-            keep: how many restorable generations stay, at least one.
-            in_use: the generation the run is restoring from; never deleted.
+        What this life began from is the newest until it has committed one of its own, and the newest always stays.
 
         Returns:
             Generations deleted, oldest first.
@@ -256,19 +255,17 @@ class RunStore:
             Fenced: a later life has begun.
             StorageError: the medium failed; the next call goes on where this one stopped.
         """
-        if keep < 1:
-            raise ValueError(f"`retain(keep={keep})` must be one or more.")
         coordination = self._coordinator()
-        coordination.log.check_fence()
-        catalog = read_catalog(self._backend)
-        usable, _ = self._survey(coordination.history, catalog)
-        step = next_watermark(coordination.history, [c.generation for c in usable], keep=keep, in_use=in_use)
-        if step is not None:
-            coordination.advance(step)
-        doomed = doomed_generations(catalog, coordination.history, epoch=coordination.opened_epoch(), in_use=in_use)
+        advanced = False
+        while not advanced:  # again if `moe-ckpt gc` wrote to the log meanwhile
+            coordination.catch_up()
+            catalog = read_catalog(self._backend)
+            survey = Survey.take(self._backend, coordination.history, catalog)
+            advanced = coordination.advance(survey.give_up(coordination.history, retention, catalog))
+        doomed = doomed_generations(catalog, coordination.history, epoch=coordination.opened_epoch())
         for generation in doomed:
-            self._delete(catalog[generation])
-        return doomed
+            delete_generation(self._backend, catalog[generation])
+        return list(doomed)
 
     def discard(self, generation: GenerationId) -> None:
         """Delete a generation of this life that will not be committed, because saving it failed.
@@ -280,7 +277,7 @@ class RunStore:
         if generation.epoch != self._coordinator().epoch or (contents is not None and contents.committed):
             raise ValueError(f"`discard({generation})`: only an uncommitted generation of this life can be discarded.")
         if contents is not None:
-            self._delete(contents)
+            delete_generation(self._backend, contents)
 
     def close(self) -> None:
         """Release the backend."""
@@ -290,29 +287,6 @@ class RunStore:
         if self._coordination is None:
             raise ValueError("`RunStore.join` gives a store for data; only the coordinator's `open` may coordinate.")
         return self._coordination
-
-    def _survey(self, history: History, catalog: Catalog) -> tuple[list[Commit], list[_PassedOver]]:
-        """Restorable generations, newest first, and why the others are not."""
-        usable, passed_over = [], []
-        for generation in sorted(catalog, reverse=True):
-            found = self._read_restorable(history, catalog[generation])
-            if isinstance(found, Commit):
-                usable.append(found)
-            else:
-                passed_over.append(found)
-        return usable, passed_over
-
-    def _read_restorable(self, history: History, contents: Contents) -> Commit | _PassedOver:
-        """The manifest of a generation, or what speaks against it."""
-        generation = contents.generation
-        if (reason := history.why_dead(generation)) is not None:
-            return _PassedOver(generation, reason, is_loss=False)
-        if not contents.committed:
-            return _PassedOver(generation, f"not committed; {len(contents.ranks)} ranks had finished", is_loss=False)
-        try:
-            return read_commit(self._backend, history.run_id, generation)
-        except (Corrupt, StorageError) as error:
-            return _PassedOver(generation, str(error), is_loss=True)
 
     def _promotable(self, coordination: _Coordination) -> list[Contents]:
         """Uncommitted generations of the preceding epoch, newer than every committed one; oldest first."""
@@ -334,26 +308,12 @@ class RunStore:
         log.info("%s was complete on every rank and is committed now", contents.generation)
         return True
 
-    def _delete(self, contents: Contents) -> None:
-        for key in contents.deletion_order():
-            self._backend.delete(key)
-        self._backend.sweep(contents.generation.prefix)
-
     def _sweep_leftovers(self) -> None:
         try:
             for prefix in (LOG_PREFIX, SNAP_PREFIX):
                 self._backend.sweep(prefix)
         except StorageError as error:  # the epoch is open already; leftovers cost space only
             log.warning("leftovers of interrupted writes stay for now: %s", error)
-
-
-@dataclass(frozen=True, slots=True)
-class _PassedOver:
-    """A generation that cannot be restored, and whether it should have been possible."""
-
-    generation: GenerationId
-    reason: str
-    is_loss: bool
 
 
 @dataclass(slots=True)
@@ -368,7 +328,7 @@ class _Coordination:
     def refresh(self) -> None:
         """See what others wrote; once we have an epoch of our own, that can only be a fence."""
         if self.epoch is not None:
-            self.log.check_fence()
+            self.catch_up()
             return
         history = self.log.read()
         if history is None or history.run_id != self.history.run_id:
@@ -383,11 +343,23 @@ class _Coordination:
         self.history, self.epoch = history, epoch
         return True
 
-    def advance(self, step: int) -> None:
-        history = self.history.advanced(step)
-        if not self.log.append(watermark_event(self.opened_epoch(), step), history):
-            raise Fenced("the log entry after ours was written by a later start of this job. This process must stop.")
+    def catch_up(self) -> bool:
+        """Take over what `moe-ckpt gc` has said since; whether it said anything. Raises `Fenced` for any other entry."""
+        news = self.log.news(self.history)
+        self.history = news or self.history
+        return news is not None
+
+    def advance(self, history: History | None) -> bool:
+        """Append a watermark, if there is a new one; `False` if `moe-ckpt gc` was faster."""
+        epoch = self.opened_epoch()
+        if history is None:
+            return True
+        if not self.log.append(watermark_event(epoch, history.watermark), history):
+            if not self.catch_up():
+                raise Fenced("the log entry after ours was written by somebody else, and is not listed. Start again.")
+            return False
         self.history = history
+        return True
 
     def opened_epoch(self) -> int:
         if self.epoch is None:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_commit, read_committed_marker
+from lightning_moe_ckpt.storage._catalog import (
+    Contents,
+    data_nbytes,
+    missing_parts,
+    read_catalog,
+    read_commit,
+    read_committed_marker,
+)
 from lightning_moe_ckpt.storage._json import decode
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, parse_log_key
@@ -39,7 +46,7 @@ class StoredGeneration:
     @property
     def nbytes(self) -> int:
         """Size of the segments and side files there are."""
-        return _data_nbytes(self.sizes)
+        return data_nbytes(self.sizes)
 
     @property
     def usable(self) -> bool:
@@ -124,7 +131,7 @@ class RunView:
         if contents.committed:
             try:
                 commit = self._read_commit(generation, dead)
-                damage = _missing(commit, contents)
+                damage = missing_parts(commit, contents)
             except CheckpointError as error:
                 damage = str(error)
         return StoredGeneration(
@@ -146,17 +153,3 @@ class RunView:
         if commit.generation != generation:
             raise Corrupt(f"{key}: belongs to {commit.generation}. It is skipped.")
         return commit
-
-
-def _data_nbytes(sizes: Mapping[str, int]) -> int:
-    return sum(nbytes for key, nbytes in sizes.items() if key.endswith((".safetensors", ".overflow")))
-
-
-def _missing(commit: Commit, contents: Contents) -> str | None:
-    """What a listing shows against a manifest."""
-    absent = sorted(set(range(commit.world_size)) - contents.ranks)
-    if absent:
-        return f"markers of ranks {absent[:8]} are missing"
-    if (nbytes := _data_nbytes(contents.sizes)) != commit.nbytes:
-        return f"{nbytes} of {commit.nbytes} bytes of segments are there"
-    return None

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.session._restore import Found
-from lightning_moe_ckpt.storage import open_backend
+from lightning_moe_ckpt.storage import Retention, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.tiers import _shm
 
@@ -240,9 +240,11 @@ def test_a_place_that_cannot_be_written_stops_all_ranks(tmp_path: Path, obstacle
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"keep": 0}, "`SparseCheckpoint(keep=0)` must be 1 or more generations"),
+        ({"keep": 0}, "`SparseCheckpoint(keep=0)` must be None or 1 or more generations"),
         ({"keep": "2"}, "`SparseCheckpoint(keep='2')` must be"),
         ({"keep": True}, "`SparseCheckpoint(keep=True)` must be"),
+        ({"keep": 2, "retention": Retention(last=3)}, "short for `retention=Retention(last=2)`. Give one of the two."),
+        ({"retention": 3}, "`SparseCheckpoint(retention=3)` must be a Retention, such as Retention(last=3)"),
         ({"window": 0}, "`SparseCheckpoint(window=0)` must be 'auto' or 1 or more steps"),
         ({"window": -3}, "`SparseCheckpoint(window=-3)` must be"),
         ({"window": "auot"}, "`SparseCheckpoint(window='auot')` must be 'auto'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from lightning_moe_ckpt.storage import (
     RankMarker,
     RecordEntry,
     RecordRows,
+    Retention,
     RunStore,
     SegmentLayout,
     TensorSpec,
@@ -95,8 +97,8 @@ class ScriptedSink:
     def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> None:
         self._call(f"commit {own.generation.step}")
 
-    def retain(self, keep: int, in_use: GenerationId | None) -> None:
-        self._call(f"retain {keep}")
+    def retain(self, retention: Retention) -> None:
+        self._call(f"retain {retention.last}")
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -118,7 +120,7 @@ class Bench:
 
     def make(self, **options: Any) -> PersistWorker:
         return PersistWorker(
-            self.sink, Markers(run_id="run", rank=options.pop("rank", 0), world_size=1), keep=2,
+            self.sink, Markers(run_id="run", rank=options.pop("rank", 0), world_size=1), retention=Retention(last=2),
             on_complete=lambda g, *_: self.durable.append(g.step), retry_pauses=(NOW, NOW), **options,
         )  # fmt: skip
 
@@ -406,7 +408,7 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
     assert epoch is not None
     rings = [SegmentRing(tmp_path, torch.zeros(6 * 4096 * 2, dtype=torch.uint8), 4096 * 2) for _ in stores]
     workers = [
-        PersistWorker(store, Markers(run_id=store.run_id, rank=rank, world_size=3), keep=1)
+        PersistWorker(store, Markers(run_id=store.run_id, rank=rank, world_size=3), retention=Retention(last=1))
         for rank, store in enumerate(stores)
     ]
     for last in (2, 4):
@@ -448,7 +450,7 @@ def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path
         PersistWorker(
             store,
             Markers(run_id=store.run_id, rank=rank, world_size=2),
-            keep=2,
+            retention=Retention(last=2),
             commit_timeout=timedelta(milliseconds=50),
         )
         for rank, store in enumerate(stores)
@@ -464,3 +466,15 @@ def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path
     assert failure.generation.step == 2
     assert "rank 1: no marker yet" in failure.reason
     each(workers, lambda _, worker: worker.close())
+
+
+def test_a_marker_that_is_made_again_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that asks late, while others are generations ahead: also the time is that of the first."""
+    markers = Markers(run_id="run", rank=0, world_size=1)
+    clock = itertools.count(1_800_000_000, 60)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    steps = range(10, 20)
+    first = [markers.of(generation(step), (), plan_hash="h", plan_json="{}") for step in steps]
+    again = [markers.of(generation(step), (), plan_hash="h", plan_json="{}") for step in steps]
+    assert [each.to_bytes() for each in again] == [each.to_bytes() for each in first]
+    assert [each.unix_time for each in first] == list(range(1_800_000_000, 1_800_000_600, 60))

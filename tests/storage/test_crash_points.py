@@ -26,6 +26,7 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     PosixBackend,
     RankMarker,
+    Retention,
     RunStore,
     SegmentEntry,
     digest_of,
@@ -95,7 +96,7 @@ class Job:
 
     def save(self, step: int, keep: int = KEEP) -> None:
         self.store.commit(self.write(step), timeout=timedelta())
-        self.store.retain(keep, None)
+        self.store.retain(Retention(last=keep))
 
 
 def _generation(commit: Commit) -> GenerationId:
@@ -258,7 +259,7 @@ def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
         zombie.store.commit(zombie.write(50), timeout=timedelta())
     assert not backend.list("snap/000000000050/e000001/_COMMITTED")
     with pytest.raises(Fenced):
-        zombie.store.retain(1, None)
+        zombie.store.retain(Retention(last=1))
     job.save(40)
     assert Job(backend).resumed == GenerationId(step=40, epoch=2)
     assert (40, 1) not in _stored_generations(backend)

@@ -22,6 +22,7 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
     RecordEntry,
+    Retention,
     RunStore,
     SegmentEntry,
     SegmentLayout,
@@ -101,7 +102,7 @@ def _write(store: RunStore, step: int, rank: int = 0, world_size: int = 1, plan_
 
 def _save(store: RunStore, step: int, keep: int = 2) -> Commit:
     commit = store.commit(_write(store, step), timeout=NOW)
-    store.retain(keep, None)
+    store.retain(Retention(last=keep))
     return commit
 
 
@@ -220,7 +221,7 @@ def test_a_joined_store_reads_and_writes_but_does_not_coordinate(backend: Backen
     rank1 = RunStore.join(backend, run_id=coordinator.run_id)
     assert backend.get(rank1.put_segment(GenerationId(step=10, epoch=1), 1, 10, memoryview(b"x"))) == b"x"
     assert rank1.epoch is None
-    for misuse in (rank1.candidates, rank1.promote, lambda: rank1.retain(1, None)):
+    for misuse in (rank1.candidates, rank1.promote, lambda: rank1.retain(Retention(last=1))):
         with pytest.raises(ValueError, match="only the coordinator"):
             misuse()
 
@@ -431,18 +432,17 @@ def test_another_lifes_generation_cannot_be_committed(backend: Backend) -> None:
 # Retention.
 
 
-def test_the_generation_in_use_is_never_deleted(backend: Backend) -> None:
-    """Not while newer ones arrive, however few are kept; released, it goes with the next call."""
-    store = _start(backend)
-    _save(store, 10)
+def test_what_a_life_began_from_stays_until_it_has_committed(backend: Backend) -> None:
+    """However few are kept, and however often somebody asks: also while a generation of its own is under way."""
+    _save(_start(backend), 10)
     second = _start(backend)
-    in_use = GenerationId(step=10, epoch=1)
-    for step in (20, 30, 40):
-        second.commit(_write(second, step), timeout=NOW)
-        second.retain(1, in_use)
-        assert _steps(second)[-1] == 10
-    second.retain(1, None)
-    assert _steps(second) == [40]
+    marker = _write(second, 20)
+    for _ in range(2):
+        assert second.retain(Retention(last=1)) == []
+        assert _steps(second) == [10]
+    second.commit(marker, timeout=NOW)
+    assert second.retain(Retention(last=1)) == [GenerationId(step=10, epoch=1)]
+    assert _steps(second) == [20]
 
 
 def test_what_is_in_flight_is_never_deleted(backend: Backend) -> None:
@@ -474,18 +474,16 @@ def test_an_interrupted_deletion_is_finished(backend: Backend) -> None:
     for step in (10, 20, 30):
         store.commit(_write(store, step), timeout=NOW)
     victim = segment_key(GenerationId(step=10, epoch=1), 0, 10)
-    assert store.retain(2, None) == [GenerationId(step=10, epoch=1)]
+    assert store.retain(Retention(last=2)) == [GenerationId(step=10, epoch=1)]
     backend.put(victim, b"left over")
-    assert store.retain(2, None) == [GenerationId(step=10, epoch=1)]
+    assert store.retain(Retention(last=2)) == [GenerationId(step=10, epoch=1)]
     assert backend.list("snap/000000000010/") == []
 
 
-def test_retention_needs_an_epoch_and_a_number(backend: Backend) -> None:
-    with pytest.raises(ValueError, match=r"keep=0"):
-        _start(backend).retain(0, None)
+def test_retention_needs_an_epoch(backend: Backend) -> None:
     unopened = RunStore.open(backend, resume="auto")
     with pytest.raises(ValueError, match="open_epoch"):
-        unopened.retain(1, None)
+        unopened.retain(Retention(last=1))
 
 
 def test_only_failed_saves_of_this_life_can_be_discarded(backend: Backend) -> None:

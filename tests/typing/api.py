@@ -51,7 +51,7 @@ def train(model: LightningModule) -> None:
         popularity=popularity,
         max_window=8,
         over_budget="dense",
-        keep=3,
+        retention=callbacks.Retention(last=3, every_n_steps=1000, days=7),
         resume="must",
         batches="log",
         stop_grace=timedelta(seconds=20),
@@ -281,7 +281,7 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(storage.segment_key(storage.GenerationId(step=1, epoch=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
-    return run.retain(2, in_use=commits[0].generation)
+    return run.retain(storage.Retention(last=2, every_n_steps=1000, days=1.5))
 
 
 def describe_module(marker: storage.RankMarker) -> storage.HuggingFaceEntry | None:
