@@ -13,6 +13,9 @@ from lightning_moe_ckpt.storage._checks import verify_records as verify_records
 from lightning_moe_ckpt.storage._digest import DIGEST_NAME as DIGEST_NAME
 from lightning_moe_ckpt.storage._digest import digest_of as digest_of
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
+from lightning_moe_ckpt.storage._memory import RING_HEADER_NBYTES as RING_HEADER_NBYTES
+from lightning_moe_ckpt.storage._memory import MemoryMarker as MemoryMarker
+from lightning_moe_ckpt.storage._memory import RingHeader as RingHeader
 from lightning_moe_ckpt.storage._module import HuggingFaceEntry as HuggingFaceEntry
 from lightning_moe_ckpt.storage._module import ModuleEntry as ModuleEntry
 from lightning_moe_ckpt.storage._module import ModuleLine as ModuleLine

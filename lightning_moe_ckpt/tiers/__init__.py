@@ -8,14 +8,16 @@ from lightning_moe_ckpt.tiers._contract import Tier as Tier
 from lightning_moe_ckpt.tiers._domains import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._domains import expect_domains as expect_domains
 from lightning_moe_ckpt.tiers._domains import this_domain as this_domain
+from lightning_moe_ckpt.tiers._host import HostTier as HostTier
+from lightning_moe_ckpt.tiers._names import shared_name as shared_name
 from lightning_moe_ckpt.tiers._object import ObjectTier as ObjectTier
 from lightning_moe_ckpt.tiers._placement import Placement as Placement
 from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
+from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
 from lightning_moe_ckpt.tiers._ring import Slot as Slot
 from lightning_moe_ckpt.tiers._shm import expect_room as expect_room
 from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
-from lightning_moe_ckpt.tiers._shm import shared_name as shared_name
 from lightning_moe_ckpt.tiers._shm import unlink_shared_file as unlink_shared_file
 from lightning_moe_ckpt.tiers._survival import Survival as Survival
 from lightning_moe_ckpt.tiers._survival import percent as percent

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_moe_ckpt.tiers._names import shared_name
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
 from lightning_moe_ckpt.tiers._peer_receiver import ReplicaReceiver
 from lightning_moe_ckpt.tiers._peer_store import Publish, ReplicaStore
 from lightning_moe_ckpt.tiers._peer_stream import ReplicaStream
 from lightning_moe_ckpt.tiers._peer_wire import cut
-from lightning_moe_ckpt.tiers._shm import replica_name, shared_directory
+from lightning_moe_ckpt.tiers._shm import shared_directory
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class Replication:
         directory = directory if directory is not None else shared_directory()
         self.pacer = Pacer()
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
-        self.stores = {owner: ReplicaStore(directory / replica_name(run_id, owner), publish) for owner in owners}
+        self.stores = {
+            owner: ReplicaStore(directory / shared_name(run_id, owner, "replica"), publish) for owner in owners
+        }
         self.receivers = [
             ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk)
             for owner, store in self.stores.items()

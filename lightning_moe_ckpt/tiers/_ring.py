@@ -8,31 +8,45 @@ A slot is FREE, FILLING or SEALED. A *generation* owns the slots its segments we
 
 ::
 
-    begin_window -> acquire, seal, ... -> finish_window -> a newer one is complete everywhere -> slots FREE
-                                      `-> abort_window -----------------------------------------> slots FREE
+    begin_window -> acquire, seal, ... -> finish_window -> publish -> a newer one is complete everywhere -> slots FREE
+                                      `-> abort_window ----------------------------------------------------> slots FREE
 
 Invariants: a slot belongs to one generation at most; a pinned generation keeps its slots; a complete generation keeps
 its slots until a newer one is complete on all ranks. So a slow reader costs slots, never somebody's bytes. When no
 slot is left `acquire` raises `RingFull`, and the session skips the window.
+
+A generation is *published* by a small file beside the ring, which names its slots and carries every digest. The file
+appears whole and last, and goes before one of its slots may be filled again: while it is there, the bytes are. So a
+restarted process `adopt`s the ring of a dead one in place, with all that was published (`FORMAT.md`, section 9).
 
 Threads: all methods may be called from any thread; views may be used until their slot is freed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import RingFull
-from lightning_moe_ckpt.tiers._shm import create_shared_file, map_shared_file, shared_directory, unlink_shared_file
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, RingFull
+from lightning_moe_ckpt.storage import (
+    RING_HEADER_NBYTES,
+    GenerationId,
+    MemoryMarker,
+    RankMarker,
+    RingHeader,
+)
+from lightning_moe_ckpt.tiers._names import marker_path, marker_paths
+from lightning_moe_ckpt.tiers._shm import SharedFile, shared_directory
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +85,11 @@ class Slot:
 class _Generation:
     state: GenerationState = GenerationState.OPEN
     slots: dict[int, SlotState] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    """Slot by step."""
     pins: int = 0
+    marker: Path | None = None
+    """Once it is published."""
 
 
 def slots_needed(window: int, lag: int) -> int:
@@ -84,21 +102,24 @@ def slots_needed(window: int, lag: int) -> int:
 
 
 class SegmentRing:
-    """Equal slots in one mapped file. Make one with `create`."""
+    """Equal slots in one mapped file. Make one with `create` or `adopt`."""
 
-    def __init__(self, path: Path, memory: Tensor, slot_nbytes: int) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, memory: Tensor, slot_nbytes: int, *, file: SharedFile | None = None, nonce: str = ""
+    ) -> None:
+        self.path, self._file, self._nonce = path, file, nonce
         self.slot_nbytes = slot_nbytes
         """Bytes per slot, whole pages."""
         self.num_slots = memory.numel() // slot_nbytes
         self._memory: Tensor | None = memory
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._free = list(range(self.num_slots))
         self._generations: dict[Hashable, _Generation] = {}  # in the order in which their windows began
 
     @classmethod
-    def create(cls, name: str, slot_nbytes: int, num_slots: int, directory: Path | None = None) -> SegmentRing:
+    def create(
+        cls, name: str, slot_nbytes: int, num_slots: int, directory: Path | None = None, *, origin: str = ""
+    ) -> SegmentRing:
         """Reserve and map memory; replaces the ring that an earlier life left under `name`.
 
         Args:
@@ -106,6 +127,7 @@ class SegmentRing:
             slot_nbytes: bytes of the largest segment; rounded up to whole pages.
             num_slots: see `slots_needed`.
             directory: where the file goes; default `/dev/shm`.
+            origin: digest of the run's URL.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
@@ -117,9 +139,36 @@ class SegmentRing:
             )
         slot_nbytes += -slot_nbytes % _PAGE_NBYTES
         path = (directory if directory is not None else shared_directory()) / name
-        create_shared_file(path, slot_nbytes * num_slots)
+        header = RingHeader(nonce=uuid.uuid4().hex, slot_nbytes=slot_nbytes, num_slots=num_slots, origin=origin)
+        for stale in marker_paths(path):
+            stale.unlink(missing_ok=True)
+        file = SharedFile.create(path, header.nbytes)
+        file.memory[:RING_HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
         log.info("ring %s: %d segments of %.1f MiB", path, num_slots, slot_nbytes / 2**20)
-        return cls(path, map_shared_file(path), slot_nbytes)
+        return cls(path, file.memory[RING_HEADER_NBYTES:], slot_nbytes, file=file, nonce=header.nonce)
+
+    @classmethod
+    def adopt(cls, path: Path) -> SegmentRing | None:
+        """Go on with the ring of a dead process, in place: what it had published is complete, other slots are free.
+
+        Returns:
+            The ring; `None` if the process that made it still lives, stopped or not.
+
+        Raises:
+            FileNotFoundError: there is none.
+            Corrupt: it is not a ring.
+        """
+        file = SharedFile.take_over(path)
+        if file is None:
+            return None
+        try:
+            header = read_header(bytes(file.memory[:RING_HEADER_NBYTES].numpy()), file.memory.numel(), str(path))
+        except Corrupt:
+            file.close(unlink=False)
+            raise
+        ring = cls(path, file.memory[RING_HEADER_NBYTES:], header.slot_nbytes, file=file, nonce=header.nonce)
+        ring._restore_published()
+        return ring
 
     @property
     def memory(self) -> Tensor:
@@ -166,6 +215,7 @@ class SegmentRing:
             # First in, first out: windows of equal length then find each slot of the plan in the same place again.
             index = self._free.pop(0)
             entry.slots[index] = SlotState.FILLING
+            entry.steps[step] = index
         start = index * self.slot_nbytes
         return Slot(index, generation, step, self.memory[start : start + self.slot_nbytes])
 
@@ -191,6 +241,48 @@ class SegmentRing:
 
     # -- complete generations
 
+    def publish(self, generation: GenerationId, marker: RankMarker) -> None:
+        """State that all segments of `marker` are in their slots, their bytes final. From any thread.
+
+        Raises:
+            CheckpointError: the generation was given up meanwhile.
+            OSError: there is no room for the statement.
+        """
+        path = marker_path(self.path, generation)
+        with self._lock:
+            entry = self._published_entry(generation)
+            slots = {segment.step: entry.steps[segment.step] for segment in marker.segments}
+            assert all(entry.slots[index] is SlotState.SEALED for index in slots.values()), "a segment is not sealed"
+        data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker).to_bytes()
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_bytes(data)
+            with self._lock:
+                self._published_entry(generation).marker = path
+                temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def discard(self, generation: Hashable) -> None:
+        """Nobody will want `generation`, complete or not: its statement goes at once, its slots with the last pin."""
+        with self._lock:
+            entry = self._generations.get(generation)
+            if entry is not None:
+                self._withdraw(entry)
+                self._drop(generation, entry)
+
+    @property
+    def complete(self) -> list[Hashable]:
+        """Complete generations, oldest first."""
+        with self._lock:
+            return [name for name, entry in self._generations.items() if entry.state is GenerationState.COMPLETE]
+
+    @property
+    def published(self) -> list[Hashable]:
+        """Generations that a restarted process would find, oldest first."""
+        with self._lock:
+            return [name for name, entry in self._generations.items() if entry.marker is not None]
+
     def complete_everywhere(self, generation: Hashable) -> None:
         """All ranks have completed `generation`: nobody will fall back to an older one. Repeating this is allowed."""
         with self._lock:
@@ -198,11 +290,6 @@ class SegmentRing:
             names = list(self._generations)
             for older in names[: names.index(generation)]:
                 self._drop(older, self._generations[older])
-
-    def discard(self, generation: Hashable) -> None:
-        """Give up a complete generation though no newer one took its place."""
-        with self._lock:
-            self._drop(generation, self._entry(generation, GenerationState.COMPLETE))
 
     def pin(self, generation: Hashable) -> None:
         """Keep the slots of an open or complete generation until `unpin`; pins are counted."""
@@ -224,11 +311,19 @@ class SegmentRing:
         """Let go of the memory; it is unmapped with the last view of it. Closing twice is allowed.
 
         Args:
-            unlink: remove the name too, if this process made it. A forked child never does.
+            unlink: remove the names too, if this process made the ring or adopted it. A forked child never does.
         """
         self._memory = None
-        if unlink and self._pid == os.getpid():
-            unlink_shared_file(self.path)
+        if self._file is not None:
+            if unlink:
+                self.unlink()
+            self._file.close(unlink=unlink)
+
+    def unlink(self) -> None:
+        """Remove the names without a word and without waiting for a lock: for the last moment of a process."""
+        if self._file is not None and self._file.is_mine():
+            for path in (*marker_paths(self.path), self.path):
+                path.unlink(missing_ok=True)
 
     # -- private; the lock is held
 
@@ -241,9 +336,43 @@ class SegmentRing:
     def _open_window(self) -> Hashable | None:
         return next((g for g, e in self._generations.items() if e.state is GenerationState.OPEN), None)
 
+    def _published_entry(self, generation: Hashable) -> _Generation:
+        entry = self._generations.get(generation)
+        if entry is None or entry.state is GenerationState.DROPPED:
+            raise CheckpointError(f"{generation} was given up, and is not in memory.")
+        return entry
+
+    def _withdraw(self, entry: _Generation) -> None:
+        if entry.marker is not None:
+            entry.marker.unlink(missing_ok=True)
+            entry.marker = None
+
+    def _restore_published(self) -> None:
+        found = [(path, _read_marker(path)) for path in marker_paths(self.path)]
+        good = [(path, marker) for path, marker in found if marker is not None and self._holds(marker)]
+        taken: set[int] = set()
+        restored: dict[GenerationId, _Generation] = {}
+        for path, marker in sorted(good, key=lambda each: each[1].marker.generation, reverse=True):
+            if taken.isdisjoint(marker.slots.values()):
+                taken.update(marker.slots.values())
+                restored[marker.marker.generation] = _restored(path, marker)
+        self._generations = {name: restored[name] for name in sorted(restored)}
+        self._free = [index for index in self._free if index not in taken]
+        kept = {entry.marker for entry in restored.values()}
+        for path, _ in found:
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
+    def _holds(self, marker: MemoryMarker) -> bool:
+        sizes = [segment.nbytes for segment in marker.marker.segments]
+        indices = marker.slots.values()
+        fits = all(nbytes <= self.slot_nbytes for nbytes in sizes) and all(index < self.num_slots for index in indices)
+        return marker.ring == self._nonce and bool(sizes) and fits
+
     def _drop(self, generation: Hashable, entry: _Generation) -> None:
         entry.state = GenerationState.DROPPED
         if entry.pins == 0:
+            self._withdraw(entry)  # before a slot can be filled again
             self._free.extend(entry.slots)
             del self._generations[generation]
 
@@ -252,3 +381,23 @@ class SegmentRing:
         for entry in self._generations.values():
             counts[f"{entry.state.value}{' and pinned' if entry.pins else ''}"] += len(entry.slots)
         return ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+
+
+def _restored(path: Path, marker: MemoryMarker) -> _Generation:
+    slots = dict.fromkeys(marker.slots.values(), SlotState.SEALED)
+    return _Generation(state=GenerationState.COMPLETE, slots=slots, steps=dict(marker.slots), marker=path)
+
+
+def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
+    """The header of a ring whose file has `nbytes`. Raises `Corrupt`."""
+    header = RingHeader.from_bytes(page, where)
+    if header.nbytes != nbytes:
+        raise Corrupt(f"{where}: has {nbytes} bytes, its header says {header.nbytes}. Another copy may be good.")
+    return header
+
+
+def _read_marker(path: Path) -> MemoryMarker | None:
+    """What a file beside a ring says; `None` if it is not whole."""
+    with contextlib.suppress(Corrupt, FileNotFoundError):
+        return MemoryMarker.from_bytes(path.read_bytes(), str(path))
+    return None

@@ -3,20 +3,30 @@
 The name follows from user, run and rank, not from the process, so a restarted rank finds the file of its last life.
 Memory is reserved when the file is made. A tmpfs without room then gives an error that says how much is missing,
 where a sparse file would give a SIGBUS in the middle of a copy.
+
+Whoever maps a file as its owner holds a record lock on it (`fcntl`), which ends with the process however that ends,
+and which a forked child does not inherit. So who gets the lock knows that the owner is dead, in whatever container
+that was; a process stopped by a signal still has it. Such a lock is lost as soon as *any* descriptor of the file is
+closed in its process: everything here opens and closes files through this module, which defers those.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import mmap
 import os
-import re
+import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_moe_ckpt.errors import ConfigurationError
 
@@ -24,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # a tmpfs by definition; names carry the user and are created exclusively
 DIRECTORY_VARIABLE = "MOE_CKPT_SHARED_MEMORY"
-_RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 def shared_directory(fallback: Path | None = None) -> Path:
@@ -46,62 +55,137 @@ def shared_directory(fallback: Path | None = None) -> Path:
     return directory
 
 
-def shared_name(run_id: str, rank: int) -> str:
-    """File name for the ring of one rank of one run of this user.
-
-    Raises:
-        ValueError: `run_id` has characters that a file name should not have.
-    """
-    if not _RUN_ID.fullmatch(run_id):
-        raise ValueError(f"`shared_name(run_id={run_id!r})` must be 1 to 100 of the characters A-Z a-z 0-9 _ . -")
-    return f"moe-ckpt-{os.getuid()}-{run_id}-{rank}.ring"
+_FileId = tuple[int, int]
+_held: dict[_FileId, SharedFile] = {}
+"""Files that this process holds the lock of."""
 
 
-def replica_name(run_id: str, owner: int) -> str:
-    """File name for copies of the segments of rank `owner`, kept on another node. Raises as `shared_name` does."""
-    return shared_name(run_id, owner).removesuffix(".ring") + ".replica"
+@dataclass(kw_only=True, eq=False)
+class SharedFile:
+    """A file that this process owns: mapped and locked until it is closed."""
 
+    path: Path
+    memory: Tensor
+    """The whole file, uint8; the mapping goes with the last view."""
+    descriptor: int
+    """Negative once it is closed."""
+    pid: int = field(default_factory=os.getpid)
+    deferred: list[int] = field(default_factory=list)
+    """Further descriptors of the same file, whose closing would lose the lock."""
 
-def create_shared_file(path: Path, nbytes: int) -> None:
-    """Make a private file of reserved, zeroed memory; replaces what an earlier life left under that name.
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> Self:
+        """Make a private file of reserved, zeroed memory; replaces what is there under that name.
 
-    A process that still maps the old file keeps its pages to itself until it ends.
+        A process that still maps the old file keeps its pages to itself until it ends.
 
-    Raises:
-        ConfigurationError: there is not enough room; the message says how many bytes are missing.
-    """
-    unlink_shared_file(path)
-    expect_room(path.parent, nbytes)
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        path.unlink()
-        if error.errno != errno.ENOSPC:
-            raise
-        raise _no_room(path.parent, nbytes, _free_nbytes(path.parent)) from error
-    finally:
-        os.close(descriptor)
+        Raises:
+            ConfigurationError: there is not enough room; the message says how many bytes are missing.
+        """
+        unlink_shared_file(path)
+        expect_room(path.parent, nbytes)
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return cls._mapped(path, descriptor)
+        except OSError as error:
+            path.unlink()
+            os.close(descriptor)
+            if error.errno != errno.ENOSPC:
+                raise
+            raise _no_room(path.parent, nbytes, _free_nbytes(path.parent)) from error
 
+    @classmethod
+    def take_over(cls, path: Path) -> Self | None:
+        """Become the owner of a file whose owner is dead; `None` if it lives, perhaps in this process.
 
-def map_shared_file(path: Path) -> Tensor:
-    """The whole file as a writable uint8 tensor, which keeps the mapping alive; the last view to go unmaps it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+        Raises:
+            FileNotFoundError: there is no such file, or it is another user's.
+        """
+        descriptor = open_shared(path, os.O_RDWR)
+        if _owned_here(descriptor) is not None:
+            close_shared(descriptor)
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        status = os.fstat(descriptor)
+        if status.st_nlink == 0 or status.st_size == 0:
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "removed meanwhile, or never made", str(path))
+        return cls._mapped(path, descriptor)
+
+    @classmethod
+    def _mapped(cls, path: Path, descriptor: int) -> Self:
         # Never close this mapping by hand: `frombuffer` holds the object but no buffer, so tensors would dangle.
-        return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-    finally:
+        # It should not keep a descriptor of its own either, which the last view would close, whenever that goes.
+        untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        mapping = mmap.mmap(descriptor, 0, **untracked)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        file = cls(path=path, memory=memory, descriptor=descriptor)
+        _held[_file_id(descriptor)] = file
+        return file
+
+    def is_mine(self) -> bool:
+        """Whether the name still leads to this file, and this is the process that owns it."""
+        if self.descriptor < 0 or self.pid != os.getpid():
+            return False  # closed, or a forked child
+        try:
+            there = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == _file_id(self.descriptor)
+
+    def close(self, *, unlink: bool) -> None:
+        """Give up the lock, and the name too if wanted and still ours. A forked child only lets go of the mapping."""
+        if self.descriptor < 0 or self.pid != os.getpid():
+            self.memory = torch.empty(0, dtype=torch.uint8)
+            return
+        if unlink and self.is_mine():
+            unlink_shared_file(self.path)
+        del _held[_file_id(self.descriptor)]
+        for descriptor in (*self.deferred, self.descriptor):
+            os.close(descriptor)
+        self.descriptor, self.memory = -1, torch.empty(0, dtype=torch.uint8)
+
+
+def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file of this user; close it with `close_shared`. Raises `FileNotFoundError`."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        close_shared(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "belongs to another user", str(path))
+    return descriptor
+
+
+def close_shared(descriptor: int) -> None:
+    """Close a descriptor, or let the owner of its file in this process do it when that gives up its lock."""
+    owner = _owned_here(descriptor)
+    if owner is None:
         os.close(descriptor)
+    else:
+        owner.deferred.append(descriptor)
+
+
+def _owned_here(descriptor: int) -> SharedFile | None:
+    owner = _held.get(_file_id(descriptor))
+    return owner if owner is not None and owner.pid == os.getpid() else None
+
+
+def _file_id(descriptor: int) -> _FileId:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def unlink_shared_file(path: Path) -> None:
     """Remove the name if it exists; processes that map the file keep their pages."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         nbytes = path.lstat().st_size
         path.unlink()
-    except FileNotFoundError:
-        return
-    log.info("removed ring %s of %.1f MiB", path, nbytes / 2**20)
+        log.info("removed ring %s of %.1f MiB", path, nbytes / 2**20)
 
 
 def expect_room(directory: Path, nbytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import signal
 import threading
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_moe_ckpt.errors import ConfigurationError, RingFull
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES
 from lightning_moe_ckpt.tiers import _shm
+from lightning_moe_ckpt.tiers._names import shared_name
 from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot, slots_needed
-from lightning_moe_ckpt.tiers._shm import shared_directory, shared_name, unlink_shared_file
+from lightning_moe_ckpt.tiers._shm import shared_directory, unlink_shared_file
 
 
 @pytest.fixture
@@ -226,7 +229,7 @@ def test_slots_are_page_aligned_parts_of_one_mapping(name: str) -> None:
     starts = sorted(slot.view.data_ptr() - ring.memory.data_ptr() for slot in slots)
     assert starts == [0, 8192, 16384]
     assert ring.memory.data_ptr() % 4096 == 0
-    assert ring.path.stat().st_size == ring.memory.numel()
+    assert ring.path.stat().st_size == RING_HEADER_NBYTES + ring.memory.numel()
     ring.close()
 
 
@@ -246,13 +249,13 @@ def test_sealed_bytes_survive_sigkill_and_the_next_life_replaces_them(name: str)
     assert in_forked_child(fill_and_die) == -signal.SIGKILL
     left = path.read_bytes()
     wanted = {bytes((i % 251 + step) % 256 for i in range(4096)) for step in range(3)}
-    assert wanted < {left[start : start + 4096] for start in range(0, 4 * 4096, 4096)}
+    assert wanted < {left[start : start + 4096] for start in range(RING_HEADER_NBYTES, 5 * 4096, 4096)}
 
-    survivor = _shm.map_shared_file(path)
-    ring = SegmentRing.create(name, slot_nbytes=4096, num_slots=2)
-    assert path.stat().st_size == 2 * 4096
-    assert not ring.memory.any()
-    assert bytes(survivor.numpy()) == left  # who still maps the old ring keeps it
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as survivor:
+        ring = SegmentRing.create(name, slot_nbytes=4096, num_slots=2)
+        assert path.stat().st_size == RING_HEADER_NBYTES + 2 * 4096
+        assert not ring.memory.any()
+        assert survivor[:] == left  # who still maps the old ring keeps it
     ring.close()
     assert not path.exists()
 
@@ -260,7 +263,7 @@ def test_sealed_bytes_survive_sigkill_and_the_next_life_replaces_them(name: str)
 def test_a_ring_that_does_not_fit_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the number, and nothing is left behind."""
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=4096))
-    with pytest.raises(ConfigurationError, match="12288 bytes are free, 28672 are missing"):
+    with pytest.raises(ConfigurationError, match="12288 bytes are free, 32768 are missing"):
         SegmentRing.create("r", slot_nbytes=4096, num_slots=10, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -273,7 +276,7 @@ def test_room_that_vanishes_meanwhile_is_the_same_error(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigurationError, match="4096 bytes are free, 4096 are missing"):
+    with pytest.raises(ConfigurationError, match="4096 bytes are free, 8192 are missing"):
         SegmentRing.create("r", slot_nbytes=8192, num_slots=1, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -329,7 +332,7 @@ def test_another_directory_is_used_where_there_is_no_shared_memory(
     assert shared_directory(tmp_path) == tmp_path
     ring = SegmentRing.create("r", slot_nbytes=4096, num_slots=1, directory=shared_directory(tmp_path))
     ring.memory.fill_(3)
-    assert (tmp_path / "r").read_bytes() == b"\3" * 4096
+    assert (tmp_path / "r").read_bytes()[RING_HEADER_NBYTES:] == b"\3" * 4096
     ring.close()
     assert list(tmp_path.iterdir()) == []
 

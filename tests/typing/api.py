@@ -284,6 +284,13 @@ def store(url: str) -> list[storage.GenerationId]:
     return run.retain(storage.Retention(last=2, every_n_steps=1000, days=1.5))
 
 
+def look_at_memory(ring: bytes, beside: bytes) -> dict[int, int]:
+    header = storage.RingHeader.from_bytes(ring[: storage.RING_HEADER_NBYTES], "ring")
+    whole = storage.MemoryMarker.from_bytes(beside, "beside")
+    assert_type(whole.marker, storage.RankMarker)
+    return {step: slot * header.slot_nbytes for step, slot in whole.slots.items()}
+
+
 def describe_module(marker: storage.RankMarker) -> storage.HuggingFaceEntry | None:
     line = marker.module
     assert_type(line, storage.ModuleLine | None)

@@ -1,0 +1,144 @@
+"""The host tier: what processes of this node captured, or kept for others, in memory that outlived them.
+
+Read with `pread`, not through a mapping: a file that shrinks or goes meanwhile is an error then, not a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, RankMarker, RingHeader, SegmentEntry
+from lightning_moe_ckpt.tiers._contract import Holding
+from lightning_moe_ckpt.tiers._names import MemoryName, marker_paths, memory_files
+from lightning_moe_ckpt.tiers._ring import read_header
+from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, shared_directory
+
+HOST = "host"
+"""Name of the tier."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a whole copy lies."""
+
+    memory: Path
+    header: RingHeader
+    marker: Path
+
+
+class HostTier:
+    """Every ring and replica of one run in this node's shared memory, whoever owns it.
+
+    Args:
+        run_id: other runs are not looked at.
+        directory: of shared memory; default as in `shared_directory`.
+    """
+
+    name = HOST
+
+    def __init__(self, run_id: str, directory: Path | None = None) -> None:
+        self._run_id = run_id
+        self._directory = directory if directory is not None else shared_directory()
+        self._places: dict[Holding, list[_Place]] = {}
+        self._descriptors: dict[Path, int] = {}
+
+    def holdings(self) -> list[Holding]:
+        """Every whole copy, newest first; what is torn, or of another run, is left out."""
+        self.close()  # files may have been replaced since the last call
+        for path, name in memory_files(self._directory):
+            if name.run_id == self._run_id:
+                self._list(path, name)
+        return sorted(self._places, reverse=True)
+
+    def read_marker(self, holding: Holding) -> RankMarker:
+        """The marker of a copy. Raises `Corrupt` if it is not what was written, `KeyMissing` if it is gone."""
+        return self._of(holding)[1].marker
+
+    def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a segment from `offset` on, unverified. Raises `StorageError`, `KeyMissing`."""
+        place, marker = self._of(holding)
+        if entry.step not in marker.slots or offset < 0 or offset + out.nbytes > place.header.slot_nbytes:
+            raise KeyMissing(f"{place.memory}: has no {out.nbytes} bytes at {offset} of {entry.key}.")
+        start = RING_HEADER_NBYTES + marker.slots[entry.step] * place.header.slot_nbytes + offset
+        _read_fully(self._open(place.memory), start, out, place.memory)
+
+    def close(self) -> None:
+        """Let go of what was opened for reading; nothing is deleted."""
+        self._places = {}
+        while self._descriptors:
+            close_shared(self._descriptors.popitem()[1])
+
+    # -- private
+
+    def _list(self, path: Path, name: MemoryName) -> None:
+        try:
+            header = self._header(path)
+        except (Corrupt, OSError):
+            return  # torn while it was made, or gone meanwhile
+        for file in marker_paths(path):
+            try:
+                holding = _holding(_read_marker(file, header), name)
+            except (Corrupt, OSError):
+                continue  # torn, of an earlier ring, or gone meanwhile
+            self._places.setdefault(holding, []).append(_Place(memory=path, header=header, marker=file))
+
+    def _of(self, holding: Holding) -> tuple[_Place, MemoryMarker]:
+        """The first place of a copy whose marker is still good: what is in other places is the same."""
+        failed: Exception = KeyMissing(f"{self._directory}: no memory of {holding}.")
+        for place in self._places.get(holding, []):
+            try:
+                return place, _read_marker(place.marker, place.header)
+            except FileNotFoundError as error:  # noqa: PERF203  # places are few
+                failed = KeyMissing(f"{place.marker}: is gone, the memory was filled anew.")
+                failed.__cause__ = error
+            except Corrupt as error:
+                failed = error
+        raise failed
+
+    def _header(self, path: Path) -> RingHeader:
+        descriptor = self._open(path)
+        page = bytearray(RING_HEADER_NBYTES)
+        _read_fully(descriptor, 0, memoryview(page), path)
+        return read_header(bytes(page), os.fstat(descriptor).st_size, str(path))
+
+    def _open(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = open_shared(path)
+        return self._descriptors[path]
+
+
+def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:
+    """A marker beside a ring. Raises `Corrupt`, also if it is of another ring."""
+    marker = MemoryMarker.from_bytes(path.read_bytes(), str(path))
+    if marker.ring != header.nonce or any(slot >= header.num_slots for slot in marker.slots.values()):
+        raise Corrupt(f"{path}: speaks of a ring that is not there any more.")
+    return marker
+
+
+def _holding(file: MemoryMarker, name: MemoryName) -> Holding:
+    marker = file.marker
+    if (marker.run_id, marker.rank) != (name.run_id, name.owner):
+        raise Corrupt(f"{name}: holds rank {marker.rank} of run {marker.run_id}. Another copy may be good.")
+    return Holding(
+        generation=marker.generation,
+        plan_hash=marker.plan_hash,
+        owner=marker.rank,
+        nbytes=sum(segment.nbytes for segment in marker.segments),
+    )
+
+
+def _read_fully(descriptor: int, start: int, out: memoryview, path: Path) -> None:
+    done = 0
+    while done < out.nbytes:
+        try:
+            count = os.preadv(descriptor, [out[done:]], start + done)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: cannot be read at {start + done} ({error}). Another copy may be good."
+            ) from error
+        if count == 0:
+            raise StorageError(f"{path}: ends at {start + done}. Another copy may be good.")
+        done += count

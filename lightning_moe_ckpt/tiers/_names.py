@@ -1,0 +1,92 @@
+"""Names of the memory files of a run, and their way back to what they name.
+
+```text
+moe-ckpt-<uid>-<run>-<rank>.ring             what the rank captured itself
+moe-ckpt-<uid>-<run>-<rank>.<turn>.ring      the same, while an earlier ring of the rank is still needed
+moe-ckpt-<uid>-<run>-<rank>.replica          kept for a rank of another node
+<any of these>.<step>.e<epoch>.done          a whole generation in it
+```
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_moe_ckpt.storage import GenerationId
+
+Kind = Literal["ring", "replica"]
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_NAME = re.compile(r"moe-ckpt-(\d+)-([A-Za-z0-9_.-]{1,100})-(\d+)(?:\.(\d+))?\.(ring|replica)")
+_MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)\.(?:done|tmp)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryName:
+    """What a memory file is called by."""
+
+    run_id: str
+    owner: int
+    """Rank whose segments are in it."""
+    kind: Kind
+    turn: int = 0
+    """Tells rings of one rank apart."""
+
+    @classmethod
+    def parse(cls, name: str) -> MemoryName | None:
+        """Of a file of this user; `None` for any other."""
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[1]) != os.getuid():
+            return None
+        kind: Kind = "ring" if match[5] == "ring" else "replica"
+        return cls(run_id=match[2], owner=int(match[3]), turn=int(match[4] or 0), kind=kind)
+
+    def __str__(self) -> str:
+        turn = f".{self.turn}" if self.turn else ""
+        return f"moe-ckpt-{os.getuid()}-{self.run_id}-{self.owner}{turn}.{self.kind}"
+
+
+def shared_name(run_id: str, rank: int, kind: Kind = "ring", *, turn: int = 0) -> str:
+    """File name for memory that holds segments of one rank of one run of this user.
+
+    Raises:
+        ValueError: `run_id` has characters that a file name should not have.
+    """
+    if not _RUN_ID.fullmatch(run_id):
+        raise ValueError(f"`shared_name(run_id={run_id!r})` must be 1 to 100 of the characters A-Z a-z 0-9 _ . -")
+    return str(MemoryName(run_id=run_id, owner=rank, kind=kind, turn=turn))
+
+
+def marker_path(memory: Path, generation: GenerationId) -> Path:
+    """Where the marker of a generation stands that is whole in a memory file."""
+    return memory.with_name(f"{memory.name}.{generation.step}.e{generation.epoch}.done")
+
+
+def marker_paths(memory: Path) -> list[Path]:
+    """Markers that stand beside a memory file, whole or torn, in no order."""
+    return [path for path, of in _marker_files(memory.parent) if of == memory.name]
+
+
+def memory_files(directory: Path) -> list[tuple[Path, MemoryName]]:
+    """Every memory file of this user."""
+    named = [(path, MemoryName.parse(path.name)) for path in directory.iterdir()]
+    return [(path, name) for path, name in named if name is not None]
+
+
+def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
+    """Markers of this user without the file they speak of."""
+    there = {path.name for path, _ in memory_files(directory)}
+    named = [(path, MemoryName.parse(of)) for path, of in _marker_files(directory) if of not in there]
+    return [(path, name) for path, name in named if name is not None]
+
+
+def _marker_files(directory: Path) -> Iterator[tuple[Path, str]]:
+    for path in directory.iterdir():
+        match = _MARKER.fullmatch(path.name)
+        if match is not None:
+            yield path, match[1]

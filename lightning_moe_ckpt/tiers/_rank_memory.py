@@ -1,0 +1,230 @@
+"""The rings of one rank: the one in use, and those that are kept until it holds a generation of its own.
+
+A new life finds what the last one left. The ring of a dead process is claimed in place and goes on being used if it
+fits. The ring of a process that still lives (stopped, or of a job that was started twice) stays that process's: it
+may be read, and goes by name only, so that its owner keeps its pages to itself. A ring that does not fit, or that a
+larger one has replaced, is kept too. All of these go once a generation is complete on all ranks in the ring in use:
+a life that is killed before that, in the middle of replay, finds them again.
+
+Of what a claimed ring holds, only the generation that was resumed from is kept: the others are older, or belong to a
+time line that the new life has left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from pathlib import Path
+
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_of
+from lightning_moe_ckpt.tiers._names import (
+    Kind,
+    MemoryName,
+    marker_paths,
+    memory_files,
+    orphaned_markers,
+    shared_name,
+)
+from lightning_moe_ckpt.tiers._ring import SegmentRing, read_header
+from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, shared_directory, unlink_shared_file
+
+log = logging.getLogger(__name__)
+
+_WASTE = 1.25
+"""A claimed ring is used again if it has at most so many times the bytes that are needed."""
+
+
+class RankMemory:
+    """What one rank of a run has in this node's shared memory.
+
+    Args:
+        run_id: of the run in storage.
+        rank: whose segments it holds.
+        url: of the run; what replaced runs left is found by it.
+        directory: of shared memory; default as in `shared_directory`.
+        kind: `ring` for what the rank captures itself, `replica` for what this process keeps for it.
+    """
+
+    def __init__(self, run_id: str, rank: int, *, url: str, directory: Path | None = None, kind: Kind = "ring") -> None:
+        self._run_id, self._rank, self._kind = run_id, rank, kind
+        self._origin = digest_of(url.encode())
+        self._directory = directory if directory is not None else shared_directory()
+        self._ring: SegmentRing | None = None
+        self._kept: list[SegmentRing] = []
+        self._foreign: list[Path] = []
+        """Of processes that live."""
+
+    @property
+    def ring(self) -> SegmentRing | None:
+        """The one in use."""
+        return self._ring
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rings that this process owns."""
+        rings = [*self._kept, *([self._ring] if self._ring is not None else [])]
+        return sum(ring.path.stat().st_size for ring in rings if ring.path.exists())
+
+    # -- start
+
+    def claim(self, resumed: GenerationId | None) -> None:
+        """Take over what earlier lives of this rank left, once it is known what this life resumes from.
+
+        Args:
+            resumed: kept until something newer is complete; everything else goes, all of it for `None`.
+        """
+        self._remove_replaced_runs()
+        for path, name in memory_files(self._directory):
+            if self._is_own(name):
+                self._claim(path, resumed)
+        for path, name in orphaned_markers(self._directory):
+            if self._is_own(name):
+                path.unlink(missing_ok=True)
+
+    def make(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
+        """The ring to use from here on: one that was claimed, if it fits, or a new one.
+
+        Raises:
+            ConfigurationError: there is no room; the message says how many bytes are missing.
+        """
+        claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots)), None)
+        if self._ring is not None:
+            self._kept.append(self._ring)
+        if claimed is not None:
+            self._kept.remove(claimed)
+            log.info("ring %s of an earlier life goes on being used", claimed.path)
+        self._close([ring for ring in self._kept if not ring.complete])
+        self._ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
+        return self._ring
+
+    # -- completion
+
+    def complete_everywhere(self, generation: Hashable) -> None:
+        """All ranks hold `generation` in memory: what is older goes, and rings that are not in use any more."""
+        for ring in [*self._kept, *([self._ring] if self._ring is not None else [])]:
+            if generation in ring.complete:
+                ring.complete_everywhere(generation)
+                if ring is self._ring:
+                    self._forget_others()
+
+    # -- the end
+
+    def close(self, *, unlink: bool) -> None:
+        """Let go of all memory. Closing twice is allowed.
+
+        Args:
+            unlink: whether the names go too; else they stay where a later life could restore something.
+        """
+        rings, self._kept = self._kept, []
+        if self._ring is not None:
+            rings.append(self._ring)
+            self._ring = None
+        for ring in rings:
+            nothing = not ring.published
+            ring.close(unlink=unlink or nothing)
+            if not unlink and not nothing:
+                log.info("ring %s stays for the next start of this run", ring.path)
+        if unlink:
+            self._remove_foreign()
+
+    def unlink(self) -> None:
+        """Remove all names of this rank without a word: for the last moment of a process, from any thread."""
+        for ring in (*self._kept, *([self._ring] if self._ring is not None else [])):
+            ring.unlink()
+
+    # -- private
+
+    def _is_own(self, name: MemoryName) -> bool:
+        return (name.run_id, name.owner, name.kind) == (self._run_id, self._rank, self._kind)
+
+    def _claim(self, path: Path, resumed: GenerationId | None) -> None:
+        try:
+            ring = SegmentRing.adopt(path)
+        except FileNotFoundError:
+            return
+        except Corrupt:  # torn while it was made
+            _remove(path)
+            return
+        if ring is None:
+            log.warning("ring %s belongs to a process that still lives; this one makes another", path)
+            self._foreign.append(path)
+            return
+        for generation in ring.published:
+            if generation != resumed:
+                ring.discard(generation)
+        self._kept.append(ring)
+
+    def _create(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
+        try:
+            return self._create_beside(slot_nbytes, num_slots)
+        except ConfigurationError:
+            if not self._kept and not self._foreign:
+                raise
+        log.warning("no room for a new ring beside what an earlier one holds, which is given up")
+        self._forget_others()
+        return self._create_beside(slot_nbytes, num_slots)
+
+    def _create_beside(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
+        """A ring under a name that nothing has which is still needed."""
+        taken = {path for path, _ in memory_files(self._directory)}
+        names = (shared_name(self._run_id, self._rank, self._kind, turn=turn) for turn in range(len(taken) + 1))
+        name = next(name for name in names if self._directory / name not in taken)
+        return SegmentRing.create(name, slot_nbytes, num_slots, self._directory, origin=self._origin)
+
+    def _close(self, rings: list[SegmentRing]) -> None:
+        self._kept = [ring for ring in self._kept if ring not in rings]
+        for ring in rings:
+            ring.close(unlink=True)
+
+    def _forget_others(self) -> None:
+        self._close(self._kept)
+        self._remove_foreign()
+
+    def _remove_foreign(self) -> None:
+        paths, self._foreign = self._foreign, []
+        for path in paths:
+            _remove(path)
+
+    def _remove_replaced_runs(self) -> None:
+        """What dead processes left of other runs under the same URL, which nobody can resume any more."""
+        for path, name in memory_files(self._directory):
+            if name.run_id != self._run_id and _origin(path) == self._origin:
+                _remove_if_dead(path, name)
+
+
+def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int) -> bool:
+    large_enough = ring.slot_nbytes >= slot_nbytes and ring.num_slots >= num_slots
+    return large_enough and ring.slot_nbytes * ring.num_slots <= _WASTE * slot_nbytes * num_slots
+
+
+def _remove_if_dead(path: Path, name: MemoryName) -> None:
+    try:
+        ring = SegmentRing.adopt(path)
+    except (FileNotFoundError, Corrupt):
+        return
+    if ring is not None:
+        log.info("%s belongs to run %s, which another one under this URL has replaced", path, name.run_id)
+        ring.close(unlink=True)
+
+
+def _remove(path: Path) -> None:
+    for marker in marker_paths(path):
+        marker.unlink(missing_ok=True)
+    unlink_shared_file(path)
+
+
+def _origin(path: Path) -> str | None:
+    """Of the run that a ring belongs to; `None` if it does not say."""
+    try:
+        descriptor = open_shared(path)
+    except OSError:
+        return None
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            page = file.read(RING_HEADER_NBYTES)
+            return read_header(page, file.seek(0, 2), str(path)).origin
+    except Corrupt:
+        return None
+    finally:
+        close_shared(descriptor)
