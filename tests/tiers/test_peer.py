@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, digest_of
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, RankMarker, SegmentEntry, digest_of
 from lightning_moe_ckpt.storage._names import segment_key
 from lightning_moe_ckpt.tiers._peer import Replication
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
@@ -129,8 +129,9 @@ def test_copies_are_the_owners_bytes_and_their_markers_verify(four_ranks: Cluste
     assert run(four_ranks, work) == [[1]] * 4
     for owner, (holder,) in TWO_NODES.items():
         node = four_ranks.shared_memory(holder)
-        kept = torch.from_file(str(next(node.glob(f"*-{owner}.replica"))), size=2 * WINDOW * SLOT, dtype=torch.uint8)
-        slots = torch.split(kept, SLOT)
+        size = RING_HEADER_NBYTES + 2 * WINDOW * SLOT
+        kept = torch.from_file(str(next(node.glob(f"*-{owner}.replica"))), size=size, dtype=torch.uint8)
+        slots = torch.split(kept[RING_HEADER_NBYTES:], SLOT)
         for generation in (G5, G8):
             marker = next(node.glob(f"*-{owner}.replica.{generation.step}.e0.done")).read_bytes()
             assert marker == marker_of(owner, generation, segments(owner, generation), 4)
@@ -142,7 +143,8 @@ def published(nodes: Cluster, owner: int, generation: GenerationId) -> bool:
     """Whether some node has a whole copy, by its marker and by its bytes."""
     for path in nodes.files(f"-{owner}.replica.{generation.step}.e{generation.epoch}.done"):
         ring = path.with_name(path.name.split(".replica")[0] + ".replica")
-        slots = torch.split(torch.from_file(str(ring), size=ring.stat().st_size, dtype=torch.uint8), SLOT)
+        kept = torch.from_file(str(ring), size=ring.stat().st_size, dtype=torch.uint8)
+        slots = torch.split(kept[RING_HEADER_NBYTES:], SLOT)
         wanted = segments(owner, generation).values()
         assert all(any(torch.equal(slot[: each.numel()], each) for slot in slots) for each in wanted), path
         return True
