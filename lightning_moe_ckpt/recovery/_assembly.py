@@ -87,7 +87,7 @@ class Assembly:
         self.complaints: list[str] = []
         """What was wrong with copies, since somebody last emptied this."""
         self._copies = list(copies)
-        self._gone: set[Copy] = set()
+        self._gone: dict[Copy, str] = {}
         self._file = _Part("the file", 0, entry.nbytes, entry.digest)
         self._records = [_Part(each.name, each.offset, each.nbytes, each.digest) for each in entry.records]
         self._bad: list[_Part] | None = None
@@ -115,7 +115,7 @@ class Assembly:
     def gone(self, copy: Copy, reason: str) -> None:
         """A copy could not be read: the bytes asked of it are rubbish."""
         if copy not in self._gone:
-            self._gone.add(copy)
+            self._gone[copy] = reason
             self.complaints.append(f"{described(copy)}: {reason}")
 
     def check(self) -> None:
@@ -159,9 +159,10 @@ class Assembly:
         for copy in self._copies:
             if copy not in self._gone and copy not in part.bad_in:
                 return copy
+        places = [f"{described(copy)} ({self._gone.get(copy, 'its digest differs')})" for copy in self._copies]
         raise Exhausted(
-            f"{self.entry.key}: {part.name if part is not self._file else 'its header'} is bad or gone in "
-            f"{' and '.join(described(copy) for copy in self._copies) or 'every place'}"
+            f"{self.entry.key}: {part.name if part is not self._file else 'its header'} is nowhere as it was written: "
+            f"{', '.join(places)}"
         )
 
 

@@ -94,6 +94,11 @@ class Inventory:
         """Ranks that take part."""
         return len(self.stocks)
 
+    @property
+    def in_memory(self) -> frozenset[Version]:
+        """What some rank has a part of in memory, whether or not others have theirs."""
+        return frozenset(item.version for stock in self.stocks for item in stock.items)
+
     def versions(self, owner: int) -> frozenset[Version]:
         """What of one rank is somewhere."""
         held = (item.version for stock in self.stocks for item in stock.items if item.owner == owner)

@@ -35,6 +35,7 @@ class MarkerSearch:
         self._rank = rounds.transport.rank
         self._left, self._digest = list(copies), digest
         self._found: RankMarker | None = None
+        self._complaints: list[str] = []
 
     def run(self) -> RankMarker | None:
         """Search on all ranks. Collective.
@@ -58,7 +59,9 @@ class MarkerSearch:
         if self._found is None and self._left:
             copy = self._left[0]
             asks = [Ask(self._rank, copy.readers[0], copy.tier, 0, 0, 0)]
-        lost = "its marker is bad or gone in every place" if self._found is None and not self._left else ""
+        lost = ""
+        if self._found is None and not self._left:
+            lost = f"its marker is nowhere as it was written: {', '.join(self._complaints)}"
         return self._rounds.begin(asks, busy=bool(asks), lost=lost)
 
     def _read(self, copy: Copy) -> None:
@@ -66,16 +69,20 @@ class MarkerSearch:
             marker = self._reader.marker(Item(self._version, self._rank, copy.tier))
             self._found = self._checked(marker)
         except UNREADABLE as error:
-            log.error("%s, marker of %s: %s", self._version, described(copy), error)
+            self._complain(copy, str(error))
 
     def _accept(self, copy: Copy, answer: bytes) -> None:
         if not answer:
-            log.error("%s, marker of %s: could not be read there", self._version, described(copy))
+            self._complain(copy, "could not be read there")
             return
         try:
             self._found = self._checked(RankMarker.from_bytes(answer, f"marker of {described(copy)}"))
         except Corrupt as error:
-            log.error("%s, marker of %s: %s", self._version, described(copy), error)
+            self._complain(copy, str(error))
+
+    def _complain(self, copy: Copy, reason: str) -> None:
+        self._complaints.append(f"{described(copy)} ({reason})")
+        log.error("%s, marker from %s: %s; another copy is tried", self._version, described(copy), reason)
 
     def _checked(self, marker: RankMarker) -> RankMarker:
         """The marker, if it is that of this rank and version, and the one that was committed, if one was."""

@@ -6,12 +6,13 @@ the same on every rank. No pickle: `torch.distributed`'s object collectives woul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from lightning_moe_ckpt import errors
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._codec import decode, encode
@@ -27,6 +28,16 @@ class Exchange:
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
         self._group = groups.group("control")
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._groups.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._groups.world_size
 
     @property
     def is_coordinator(self) -> bool:
@@ -93,3 +104,40 @@ class Exchange:
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         rows = self.gather_tensor(padded)
         return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def transfer(
+        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
+    ) -> Callable[[], None]:
+        """Begin to send bytes to ranks and to receive bytes from them; not collective, see `recovery.Transport`."""
+        incoming = [(torch.frombuffer(view, dtype=torch.uint8), source) for source, view in receives]
+        outgoing = [(torch.frombuffer(_writable(view), dtype=torch.uint8), to) for to, view in sends]
+        under_way = [dist.irecv(tensor, src=source, group=self._group) for tensor, source in incoming]
+        under_way += [dist.isend(tensor, dst=to, group=self._group) for tensor, to in outgoing]
+
+        def wait() -> None:
+            for work in under_way:
+                if work is not None:
+                    work.wait()
+            incoming.clear()
+            outgoing.clear()  # until here the memory had to stay
+
+        return wait
+
+    def told(self, action: Callable[[], object]) -> object:
+        """What an action of the coordinator gives, on every rank; what it raises, all ranks raise. Collective."""
+        value: object = None
+        if self.is_coordinator:
+            try:
+                value = [action()]
+            except CheckpointError as error:
+                value = (type(error).__name__, str(error))
+        value = self.broadcast(value)
+        if isinstance(value, tuple):
+            raise getattr(errors, value[0], CheckpointError)(value[1])
+        assert isinstance(value, list)
+        return value[0]
+
+
+def _writable(view: memoryview) -> memoryview | bytearray:
+    """The bytes in memory that torch may wrap without a warning."""
+    return bytearray(view) if view.readonly else view

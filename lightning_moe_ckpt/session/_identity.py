@@ -47,13 +47,13 @@ class Identity:
         )
 
     @classmethod
-    def of_commit(cls, commit: Commit) -> Identity:
+    def of_stored(cls, stored: Commit | RankMarker) -> Identity:
         """That of the run that wrote a generation."""
-        policy: Mapping[str, Any] = commit.policy
+        policy: Mapping[str, Any] = stored.policy
         return cls(
             fingerprint=policy["fingerprint"],
             autocast=policy.get("autocast"),
-            world_size=commit.world_size,
+            world_size=stored.world_size,
             expert_parallel=policy["expert_parallel"],
         )
 

@@ -30,12 +30,13 @@ from lightning_moe_ckpt.session._heap import FrozenHeap
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
+from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._planning import Planner, dense_nbytes, lay_out
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report
-from lightning_moe_ckpt.session._restore import Found, Job, Runs
+from lightning_moe_ckpt.session._restore import Found, Runs
 from lightning_moe_ckpt.session._sealed import Markers
+from lightning_moe_ckpt.session._search import Job
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._windows import WindowPolicy
@@ -421,8 +422,7 @@ class Life:
         """Figures so far."""
         capture = self._capture
         taken = capture.segments_captured if capture is not None else 0
-        resumed_from = self._found.generation.step if self._found is not None else None
-        resumed = {STORAGE: resumed_from} if resumed_from is not None else {}
+        found = self._found
         return Report(
             steps=self._steps,
             window=len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
@@ -436,12 +436,13 @@ class Life:
             seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
             generations_complete=capture.generations_complete if capture is not None else 0,
             generations_committed=self._storage.num_complete if self._storage is not None else 0,
-            generations=resumed | self._tiers.newest(),
+            generations=(found.tiers if found is not None else {}) | self._tiers.newest(),
             generations_skipped=self._tiers.skipped(),
             windows_skipped=capture.windows_skipped if capture is not None else 0,
-            resumed_from=resumed_from,
+            resumed_from=found.generation.step if found is not None else None,
+            restored_from=found.restored_from if found is not None else {},
             replayed_steps=self._replayed,
-            replay_steps=len(self._found.segments) - 1 if self._found is not None else 0,
+            replay_steps=len(found.segments) - 1 if found is not None else 0,
             replay_mismatches=self._mismatches,
             restore_seconds=self._restore_seconds,
         )

@@ -43,6 +43,8 @@ class Report:
     """Windows that were not begun, because memory was full of generations that are still being read."""
     resumed_from: int | None
     """Boundary at which this life became, or will become, dense again; `None` for a fresh start."""
+    restored_from: dict[str, int]
+    """Bytes that this life began from, on this rank, by where they were read: `host`, `peer` or `storage`."""
     replayed_steps: int
     replay_steps: int
     """Steps this life replays in all; 0 where it resumed from a dense generation or not at all."""

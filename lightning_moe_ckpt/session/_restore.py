@@ -1,46 +1,28 @@
-"""Finding the generation to resume from: every rank verifies its own part, and one that is good everywhere wins.
+"""Opening a run: what this life resumes from, whole and verified, and the epoch that fences earlier lives.
 
-The coordinator lists what is committed, newest first. Each rank reads its segments of a candidate and checks every
-byte against the digests; only if all ranks succeed is the candidate taken, otherwise the next older one is tried and
-the reason is kept. Then the coordinator opens a new epoch, which fences earlier lives.
+The search for it is in `_search.py`. If the log moved between the search and the opening of the epoch, another process
+has started meanwhile or an earlier one still commits, and the search begins again.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
-from lightning_moe_ckpt.operators import OperatorSet, StateSchema
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch, NoUsableGeneration
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.recovery import Part, SourceName, Version
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._identity import (
-    Facts,
-    Identity,
-    live_facts,
-    live_optimizer,
-    model_differences,
-    stored_facts,
-)
-from lightning_moe_ckpt.session._layout import JOURNAL, as_memoryview
-from lightning_moe_ckpt.storage import (
-    Backend,
-    Commit,
-    GenerationId,
-    Resume,
-    RunStore,
-    SegmentLayout,
-    open_backend,
-    verify_records,
-)
-
-log = logging.getLogger(__name__)
+from lightning_moe_ckpt.session._layout import JOURNAL
+from lightning_moe_ckpt.session._search import Job, OpenMemory, Search
+from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, SegmentLayout, open_backend
+from lightning_moe_ckpt.tiers import Tier
 
 
 @dataclass(kw_only=True)
@@ -53,6 +35,36 @@ class Found:
     segments: list[Tensor]
     """One uint8 tensor per step; the bytes of the file."""
     layouts: list[SegmentLayout]
+    nbytes: Mapping[SourceName, int]
+    """Bytes of this rank, by where they were read."""
+    committed: bool
+    """Whether it is in storage; if not, it is in memory only."""
+
+    @classmethod
+    def of(cls, version: Version, part: Part, *, committed: bool) -> Found:
+        """What a search brought."""
+        nbytes = Counter[SourceName]()
+        for copy, count in part.nbytes.items():
+            nbytes[copy.source] += count
+        return cls(
+            generation=version.generation,
+            policy=part.marker.policy,
+            steps=part.marker.steps,
+            segments=part.segments,
+            layouts=part.layouts,
+            nbytes=nbytes,
+            committed=committed,
+        )
+
+    @property
+    def restored_from(self) -> dict[str, int]:
+        """Bytes of this rank, by the name of where they were read."""
+        return {str(source): count for source, count in self.nbytes.items()}
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Its step, by the tiers that are known to hold this rank's part of it."""
+        return dict.fromkeys([*self.nbytes, *(["storage"] if self.committed else [])], self.generation.step)
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -84,14 +96,8 @@ class Found:
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be resumed, as far as a run must have been written by the same."""
-
-    identity: Identity
-    operators: OperatorSet
-    schema: StateSchema
-    params: Mapping[str, Tensor]
+def _no_memory(run_id: str) -> Sequence[Tier]:
+    return []
 
 
 class Runs:
@@ -103,6 +109,7 @@ class Runs:
         exchange: control exchange between ranks.
         groups: this rank's place.
         bandwidth: bytes per second that this rank may write; `None` for no cap.
+        open_memory: opens the tiers in this node's memory; they are closed when it is known what to resume from.
     """
 
     def __init__(
@@ -113,14 +120,14 @@ class Runs:
         groups: ParallelGroups,
         *,
         bandwidth: int | None = None,
+        open_memory: OpenMemory = _no_memory,
     ) -> None:
-        self._exchange, self._groups = exchange, groups
+        self._exchange, self._open_memory = exchange, open_memory
         with exchange.together():  # a package can be missing on one machine only
             self._backend: Backend = open_backend(url, storage_options=storage_options, bandwidth=bandwidth)
             _refuse_process_memory(self._backend.url, groups.world_size)
         self.store: RunStore
         self.epoch = 0
-        self._reasons: list[str] = []
 
     @property
     def run_id(self) -> str:
@@ -135,12 +142,17 @@ class Runs:
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
         self._open_store(resume)
-        while True:
-            found = self._find(job)
-            if found is None and (self._reasons or resume == "must"):
-                raise NoUsableGeneration(self._no_generation(resume))
-            if self._open_epoch(found.generation if found is not None else None):
-                return found
+        with ExitStack() as opened:
+            memory = self._open_memory(self.run_id)
+            for tier in memory:
+                opened.callback(tier.close)
+            while True:
+                search = Search(self.store, self._exchange, memory, job)
+                found = search.run()
+                if found is None and (search.reasons or resume == "must"):
+                    raise NoUsableGeneration(self._no_generation(resume, search.reasons))
+                if self._open_epoch(None if found is None else found[0].generation, search.volatile):
+                    return None if found is None else Found.of(*found, committed=found[0] in search.committed)
 
     def close(self) -> None:
         """Release the backend."""
@@ -149,10 +161,7 @@ class Runs:
     # -- private
 
     def _open_store(self, resume: Resume) -> None:
-        identity: object = None
-        if self._exchange.is_coordinator:
-            identity = self._attempt(lambda: self._open_as_coordinator(resume))
-        identity = _raised(self._exchange.broadcast(identity))
+        identity = self._exchange.told(lambda: self._open_as_coordinator(resume))
         if not self._exchange.is_coordinator:
             self.store = RunStore.join(self._backend, run_id=str(identity))
 
@@ -160,110 +169,22 @@ class Runs:
         self.store = RunStore.open(self._backend, resume=resume)
         return self.store.run_id
 
-    def _open_epoch(self, resumed: GenerationId | None) -> bool:
+    def _open_epoch(self, resumed: GenerationId | None, volatile: Collection[GenerationId]) -> bool:
         """Whether the epoch was opened; if not, the log moved meanwhile and the pick has to be made again."""
-        opened: object = None
-        if self._exchange.is_coordinator:
-            opened = self._attempt(lambda: self.store.open_epoch(resumed) or 0)
-        epoch = _raised(self._exchange.broadcast(opened))
+        epoch = self._exchange.told(lambda: self.store.open_epoch(resumed, volatile=volatile))
+        if epoch is None:
+            return False
         assert isinstance(epoch, int)
         self.epoch = epoch
-        return epoch > 0
+        return True
 
-    def _attempt(self, action: Any) -> object:
-        """The action's result, or its error as a value that the other ranks can be told."""
-        try:
-            return action()
-        except CheckpointError as error:
-            self._error = error
-            return ("error", type(error).__name__, str(error))
-
-    def _find(self, job: Job) -> Found | None:
-        self._reasons = []
-        listed = self._attempt(self._list) if self._exchange.is_coordinator else None
-        for stored in _as_list(_raised(self._exchange.broadcast(listed))):
-            commit = Commit.from_bytes(stored, "commit of the coordinator")
-            self._check_identity(commit, job)
-            found = self._try(commit)
-            if found is not None:
-                return found
-        self._reasons = [str(reason) for reason in _as_list(self._exchange.broadcast(self._reasons))]
-        return None
-
-    def _list(self) -> list[bytes]:
-        """On the coordinator: committed generations, newest first, as they are stored."""
-        self.store.promote()
-        candidates = self.store.candidates()
-        self._reasons += [f"{where}: {why}" for where, why in self.store.unreadable]
-        return [commit.to_bytes() for commit in candidates]
-
-    def _check_identity(self, commit: Commit, job: Job) -> None:
-        stored = Identity.of_commit(commit)
-        if self._exchange.all_agree(job.identity == stored):
-            return
-        facts: Facts = {}
-        for each in self._exchange.gather_values(live_facts(job.operators)):
-            assert isinstance(each, dict)
-            facts |= each  # ranks may hold different experts
-        told = None
-        if self._exchange.is_coordinator:
-            told = self._attempt(lambda: self._differences(commit, job, facts))
-        differences = _raised(self._exchange.broadcast(told))
-        raise IdentityMismatch(
-            f"{self._backend.url} was written by a run that differs from this one: {differences}. Resume with what "
-            "wrote it, give another URL, or start anew with resume='never'. Weights alone are carried over by "
-            "`moe-ckpt export`. Nothing stored was lost."
-        )
-
-    def _differences(self, commit: Commit, job: Job, facts: Facts) -> str:
-        lines = list(job.identity.job_differences(Identity.of_commit(commit)))
-        if job.identity.fingerprint != commit.policy["fingerprint"]:
-            markers = [self.store.read_marker(commit, rank) for rank in range(commit.world_size)]
-            optimizer = live_optimizer(job.operators, job.schema, job.params)
-            lines += model_differences(stored_facts(markers), (facts, optimizer))
-        return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"
-
-    def _try(self, commit: Commit) -> Found | None:
-        """This commit with this rank's bytes, if every rank could read its own."""
-        found, reason = None, ""
-        try:
-            found = self._read(commit)
-        except (CheckpointError, OSError) as error:
-            reason = str(error)
-        reasons = self._exchange.gather_values(reason)
-        bad = [f"{commit.generation}, rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
-        for why in bad:
-            log.error("cannot resume from %s; trying an older generation", why)
-        self._reasons += bad
-        return found if not bad else None
-
-    def _read(self, commit: Commit) -> Found:
-        marker = self.store.read_marker(commit, self._groups.rank)
-        segments, layouts = [], []
-        for entry in marker.segments:
-            segment = torch.empty(entry.nbytes, dtype=torch.uint8)
-            view = as_memoryview(segment)
-            self.store.read_segment(entry, view)
-            verify_records(entry, view)
-            segments.append(segment)
-            layouts.append(SegmentLayout.parse(view))
-        if not segments:
-            raise Corrupt(f"{commit.generation}: rank {self._groups.rank} has no segments.")
-        return Found(
-            generation=commit.generation,
-            policy=commit.policy,
-            steps=[entry.step for entry in marker.segments],
-            segments=segments,
-            layouts=layouts,
-        )
-
-    def _no_generation(self, resume: Resume) -> str:
-        if not self._reasons:
+    def _no_generation(self, resume: Resume, reasons: Sequence[str]) -> str:
+        if not reasons:
             return (
                 f"`resume={resume!r}`: {self._backend.url} holds no committed generation. "
                 "Use resume='auto' to start a new run there."
             )
-        lines = "\n".join(f"  - {reason}" for reason in self._reasons)
+        lines = "\n".join(f"  - {reason}" for reason in reasons)
         return (
             f"{self._backend.url} holds generations, but none can be restored:\n{lines}\n"
             "Repair one of them, or start anew with resume='never'."
@@ -276,17 +197,3 @@ def _refuse_process_memory(url: str, world_size: int) -> None:
             f"`{url}` is the memory of one process, and this run has {world_size}: none would see what the others store. "
             "Give a path or URL that all of them reach."
         )
-
-
-def _raised(value: object) -> object:
-    """Raise on every rank what failed on the coordinator."""
-    if isinstance(value, tuple) and len(value) == 3 and value[0] == "error":
-        from lightning_moe_ckpt import errors
-
-        raise getattr(errors, str(value[1]), CheckpointError)(value[2])
-    return value
-
-
-def _as_list(value: object) -> list[Any]:
-    assert isinstance(value, list)
-    return value

@@ -184,9 +184,10 @@ def run_event(run_id: str) -> dict[str, object]:
     return {"type": "run", "run_id": run_id}
 
 
-def open_event(epoch: int, resumed: GenerationId | None) -> dict[str, object]:
-    """A life of the job begins from a generation."""
-    return {"type": "open", "epoch": epoch, "resumed": None if resumed is None else generation_body(resumed)}
+def open_event(epoch: int, resumed: GenerationId | None, *, volatile: bool = False) -> dict[str, object]:
+    """A life of the job begins from a generation; a volatile one was never committed, and is in memory only."""
+    event = {"type": "open", "epoch": epoch, "resumed": None if resumed is None else generation_body(resumed)}
+    return {**event, "volatile": True} if volatile else event
 
 
 def watermark_event(epoch: int, step: int) -> dict[str, object]:

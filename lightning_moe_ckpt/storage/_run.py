@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -200,19 +200,30 @@ class RunStore:
         coordination.offered = frozenset(commit.generation for commit in survey.usable)
         return list(survey.usable)
 
-    def open_epoch(self, resumed: GenerationId | None) -> int | None:
-        """Begin this life from one of the last `candidates`, or from nothing.
+    def why_dead(self, generation: GenerationId) -> str | None:
+        """Why a generation must not be restored, wherever its bytes are; `None` if it may. As of the last `candidates`."""
+        return self._coordinator().history.why_dead(generation)
+
+    def open_epoch(self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = ()) -> int | None:
+        """Begin this life from one of the last `candidates`, from a copy in memory, or from nothing.
+
+        Args:
+            resumed: what all ranks have.
+            volatile: generations of this run that ranks have in memory, committed or not.
 
         Returns:
-            The new epoch; `None` if another process wrote to the log since `candidates`: pick again.
+            The new epoch, past all that are stored or in memory; `None` if another process wrote to the log since
+            `candidates`: pick again.
 
         Raises:
-            ValueError: `resumed` was not a candidate.
+            ValueError: `resumed` is neither a candidate nor a generation in memory that the log allows.
         """
         coordination = self._coordinator()
         if resumed is not None and resumed not in coordination.offered:
-            raise ValueError(f"`open_epoch({resumed})`: not one of the generations `candidates` returned.")
-        if not coordination.open(resumed, read_catalog(self._backend)):
+            dead = coordination.history.why_dead(resumed) if resumed in volatile else "not one of the candidates"
+            if dead is not None:
+                raise ValueError(f"`open_epoch({resumed})`: {dead}. Resume from what `candidates` and memory offer.")
+        if not coordination.open(resumed, [*read_catalog(self._backend), *volatile]):
             return None
         log.info(
             "%s: epoch %d begins from %s; a process of an earlier start that still runs will find that out and stop",
@@ -335,10 +346,11 @@ class _Coordination:
             raise Fenced(f"another run replaced run {self.history.run_id} while this one was starting. Start again.")
         self.history = history
 
-    def open(self, resumed: GenerationId | None, catalog: Catalog) -> bool:
-        epoch = _next_epoch(self.history, self.log, catalog)
+    def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
+        epoch = _next_epoch(self.history, self.log, known)
         history = self.history.opened(epoch, resumed)
-        if not self.log.append(open_event(epoch, resumed), history):
+        volatile = resumed is not None and resumed not in self.offered
+        if not self.log.append(open_event(epoch, resumed, volatile=volatile), history):
             return False
         self.history, self.epoch = history, epoch
         return True
@@ -383,7 +395,7 @@ def _begin_run(history: History | None, run_log: Log, catalog: Catalog) -> Histo
     return History(run_id=uuid.uuid4().hex, first_epoch=epoch, last_epoch=epoch - 1)
 
 
-def _next_epoch(history: History | None, run_log: Log, catalog: Catalog) -> int:
+def _next_epoch(history: History | None, run_log: Log, known: Collection[GenerationId]) -> int:
     """One that no life has had, even if its `open` entry was lost."""
     logged = run_log.num_lost + (history.last_epoch if history is not None else 0)
-    return 1 + max([logged, *(generation.epoch for generation in catalog)])
+    return 1 + max([logged, *(generation.epoch for generation in known)])

@@ -108,7 +108,8 @@ def test_with_every_copy_of_a_record_bad_the_older_generation_is_used(full: Worl
     name = next(name for name, each in LAYOUT.spans.items() if each is span)
     assert full.reasons[0] == full.reasons[1]
     assert len(full.reasons[0]) == 1
-    assert f"{segment(full, 0).key}: {name} is bad or gone in host and peer (rank 1) and storage" in full.reasons[0][0]
+    places = ", ".join(f"{place} (its digest differs)" for place in ("host", "peer (rank 1)", "storage"))
+    assert f"{segment(full, 0).key}: {name} is nowhere as it was written: {places}" in full.reasons[0][0]
 
 
 def test_with_every_header_bad_the_older_generation_is_used(full: World) -> None:

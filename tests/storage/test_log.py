@@ -289,6 +289,30 @@ def test_kept_generations_of_another_form_are_refused(backend: Backend, kept: ob
     assert Log(backend).read() == histories[-1]
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 3), max_size=4)), max_size=7))
+def test_what_may_be_restored_is_what_the_newest_life_descends_from(lives: list[tuple[int, list[int]]]) -> None:
+    """Lives that begin from any generation that may be restored, in storage or only in memory, or from nothing.
+
+    The model knows the ancestors of every generation; the log knows epochs and steps only.
+    """
+    history = History(run_id="r", first_epoch=1, last_epoch=0)
+    ancestors: dict[GenerationId, list[GenerationId]] = {}
+    path: list[GenerationId] = []
+    for epoch, (pick, gaps) in enumerate(lives, start=1):
+        alive = sorted(each for each in ancestors if history.why_dead(each) is None)
+        begin = alive[-1 - pick] if pick < len(alive) else None
+        history = history.opened(epoch, begin)
+        path = [] if begin is None else [*ancestors[begin], begin]
+        step = -1 if begin is None else begin.step
+        for gap in gaps:
+            step += gap
+            generation = GenerationId(step=step, epoch=epoch)
+            ancestors[generation] = list(path)
+            path.append(generation)
+    assert {each for each in ancestors if history.why_dead(each) is None} == set(path)
+
+
 def test_the_history_stays_small() -> None:
     """A thousand lives that each get one generation further and keep two, and every hundredth for good."""
     history = History(run_id="r", first_epoch=1, last_epoch=0)

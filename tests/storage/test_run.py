@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +33,9 @@ from lightning_moe_ckpt.storage import (
     open_backend,
     verify_records,
 )
-from lightning_moe_ckpt.storage._commit import await_markers
+from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key, segment_key
+from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 NOW = timedelta()
 
@@ -212,8 +214,110 @@ def test_a_run_replaced_while_starting_is_noticed(backend: Backend) -> None:
 def test_only_candidates_can_be_resumed(backend: Backend) -> None:
     store = RunStore.open(backend, resume="auto")
     store.candidates()
-    with pytest.raises(ValueError, match="not one of the generations"):
+    with pytest.raises(ValueError, match="not one of the candidates"):
         store.open_epoch(GenerationId(step=10, epoch=1))
+
+
+def _last_event(backend: Backend) -> object:
+    entry = json.loads(backend.get(backend.list("_log/")[-1].key))
+    return entry["document"]["body"]["event"]
+
+
+def test_a_life_may_begin_from_memory_ahead_of_storage(backend: Backend) -> None:
+    """The log says so; what the earlier life commits late beyond that step is dead, what it commits up to it is not."""
+    first = _start(backend)
+    _save(first, 10)
+    ahead = GenerationId(step=15, epoch=1)
+    late = [_write(first, 12), _write(first, 20)]
+    store = RunStore.open(backend, resume="must")
+    assert [commit.generation.step for commit in store.candidates()] == [10]
+    assert store.why_dead(ahead) is None
+    assert store.open_epoch(ahead, volatile=[ahead]) == 2
+    assert _last_event(backend) == {
+        "type": "open", "epoch": 2, "resumed": {"epoch": 1, "step": 15}, "volatile": True,
+    }  # fmt: skip
+    for marker in late:  # the earlier life looked at the log before `open_epoch`, and writes after it
+        publish(backend, await_markers(backend, marker, timeout=NOW))
+    assert _steps(RunStore.open(backend, resume="must")) == [12, 10]
+
+
+def test_a_generation_that_storage_has_is_not_volatile(backend: Backend) -> None:
+    first = _start(backend)
+    commit = _save(first, 10)
+    store = RunStore.open(backend, resume="must")
+    store.candidates()
+    store.open_epoch(commit.generation, volatile=[commit.generation])
+    assert _last_event(backend) == {"type": "open", "epoch": 2, "resumed": {"epoch": 1, "step": 10}}
+
+
+@pytest.mark.parametrize("commits", [False, True], ids=["before its first commit", "after a commit"])
+def test_when_all_memory_is_lost_an_older_commit_is_resumed(backend: Backend, commits: bool) -> None:
+    """A life that began from memory dies with the whole cluster; what it left in memory or storage stays dead."""
+    _save(_start(backend), 10)
+    second = RunStore.open(backend, resume="must")
+    second.candidates()
+    ahead = GenerationId(step=15, epoch=1)
+    second.open_epoch(ahead, volatile=[ahead])
+    unfinished = _write(second, 17)
+    if commits:
+        _save(second, 16)
+    third = RunStore.open(backend, resume="must")
+    newest = third.candidates()[0].generation
+    assert newest == (GenerationId(step=16, epoch=2) if commits else GenerationId(step=10, epoch=1))
+    assert third.open_epoch(newest) == 3
+    publish(backend, await_markers(backend, unfinished, timeout=NOW))  # late
+    fourth = RunStore.open(backend, resume="must")
+    assert fourth.candidates()[0].generation == newest
+    # A node comes back with what it had in memory.
+    assert (fourth.why_dead(ahead) is None) == commits
+    assert fourth.why_dead(GenerationId(step=17, epoch=2)) is not None
+    for dead in (GenerationId(step=17, epoch=2), GenerationId(step=18, epoch=1)):
+        with pytest.raises(ValueError, match=r"epoch \d began again from step"):
+            fourth.open_epoch(dead, volatile=[ahead, dead])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_crash_while_a_life_begins_from_memory_changes_nothing(backend: Backend, when: str) -> None:
+    """Before or after any call to the store: the next start may begin from the same copy, or from storage."""
+    _save(_start(backend), 10)
+    ahead, crash_at, done = GenerationId(step=15, epoch=1), 0, False
+    while not done:
+        dying = CrashingBackend(backend, crash_at=crash_at, when=when)  # type: ignore[arg-type]
+        try:
+            store = RunStore.open(dying, resume="must")
+            store.candidates()
+            store.open_epoch(ahead, volatile=[ahead])
+            done = True
+        except Crashed:
+            crash_at += 1
+        store = RunStore.open(backend, resume="must")
+        assert [commit.generation.step for commit in store.candidates()] == [10]
+        assert store.why_dead(ahead) is None
+    assert crash_at > 5
+    epoch = store.open_epoch(ahead, volatile=[ahead])
+    assert epoch is not None
+    assert epoch > 2
+
+
+def test_what_memory_holds_below_the_watermark_is_not_resumed(backend: Backend) -> None:
+    """The log forgets there which epochs began where."""
+    first = _start(backend)
+    for step in (10, 20, 30):
+        _save(first, step)
+    store = RunStore.open(backend, resume="must")
+    store.candidates()
+    below = GenerationId(step=15, epoch=1)
+    with pytest.raises(ValueError, match="below the watermark 20"):
+        store.open_epoch(below, volatile=[below])
+
+
+def test_epochs_are_past_those_in_memory(backend: Backend) -> None:
+    """Also when the log lost the entry that opened one: names in memory must not meet either."""
+    _save(_start(backend), 10)
+    store = RunStore.open(backend, resume="must")
+    store.candidates()
+    ahead = GenerationId(step=15, epoch=1)
+    assert store.open_epoch(ahead, volatile=[ahead, GenerationId(step=12, epoch=7)]) == 8
 
 
 def test_a_joined_store_reads_and_writes_but_does_not_coordinate(backend: Backend) -> None:

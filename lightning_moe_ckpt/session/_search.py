@@ -1,0 +1,185 @@
+"""Finding what all ranks can resume from: memory of their nodes, of other nodes, and what is committed, taken together.
+
+The coordinator lists commits, every rank what it finds in memory. They agree on the newest version that each can be
+given its part of, bring it, and go on with the next older one if a part is bad in every copy. A version that another
+model, optimizer or world wrote stops the search: it is the user's to say what should become of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.operators import OperatorSet, StateSchema
+from lightning_moe_ckpt.recovery import (
+    Inventory,
+    Part,
+    Reader,
+    Retrieval,
+    Version,
+    described,
+    memory_of,
+    plain_versions,
+    usable_versions,
+    version_of,
+)
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._identity import (
+    Facts,
+    Identity,
+    live_facts,
+    live_optimizer,
+    model_differences,
+    stored_facts,
+)
+from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore
+from lightning_moe_ckpt.tiers import ObjectTier, Tier, shared_directory
+
+log = logging.getLogger(__name__)
+
+StoredFacts = tuple[Facts, list[str]]
+
+OpenMemory = Callable[[str], Sequence[Tier]]
+"""Opens the tiers in this node's memory for a run id; whoever asked closes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be resumed, as far as a run must have been written by the same."""
+
+    identity: Identity
+    operators: OperatorSet
+    schema: StateSchema
+    params: Mapping[str, Tensor]
+
+
+class Search:
+    """One look at all that is there; every method is collective.
+
+    Args:
+        store: of the run; on rank 0 the coordinator's.
+        exchange: control exchange between ranks.
+        memory: tiers in memory of this rank's node.
+        job: what is to be resumed.
+    """
+
+    def __init__(self, store: RunStore, exchange: Exchange, memory: Sequence[Tier], job: Job) -> None:
+        self._store, self._exchange, self._memory, self._job = store, exchange, memory, job
+        self.reasons: list[str] = []
+        """What was there and could not be restored, and why; the same on all ranks after `run`."""
+        self.volatile: frozenset[GenerationId] = frozenset()
+        """Generations of which some rank has something in memory."""
+        self.committed: frozenset[Version] = frozenset()
+        """What storage has."""
+
+    def run(self) -> tuple[Version, Part] | None:
+        """The newest version that all ranks have now, with this rank's part of it.
+
+        Raises:
+            IdentityMismatch: the run was written by another model, optimizer or world.
+        """
+        commits = self._commits()
+        reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(commits.values())))
+        stocks = self._exchange.gather_values(reader.stock(memory_of(shared_directory())).plain())
+        inventory = Inventory.of(stocks, commits)
+        self.committed = inventory.committed
+        self.volatile = frozenset(version.generation for version in inventory.in_memory)
+        for version in self._agreed(inventory):
+            commit = commits.get(version)
+            if commit is not None:
+                self._check_identity(commit)
+            part = self._bring(version, inventory, reader, commit)
+            if part is not None:
+                self._log_sources(version, part)
+                return version, part
+        return None
+
+    # -- private
+
+    def _commits(self) -> dict[Version, Commit]:
+        """What may be restored from storage, newest first."""
+        listed = self._exchange.told(self._list)
+        assert isinstance(listed, list)
+        stored, self.reasons = listed
+        commits = [Commit.from_bytes(each, "commit of the coordinator") for each in stored]
+        return {Version(commit.generation, commit.plan_hash): commit for commit in commits}
+
+    def _list(self) -> object:
+        self._store.promote()
+        commits = [commit.to_bytes() for commit in self._store.candidates()]
+        return [commits, [f"{where}: {why}" for where, why in self._store.unreadable]]
+
+    def _agreed(self, inventory: Inventory) -> list[Version]:
+        """Versions to try, newest first; the coordinator knows what the log allows."""
+
+        def usable() -> object:
+            return plain_versions(usable_versions(inventory, lambda each: self._store.why_dead(each) is None))
+
+        rows = self._exchange.told(usable)
+        assert isinstance(rows, list)
+        return [version_of(row) for row in rows]
+
+    def _bring(self, version: Version, inventory: Inventory, reader: Reader, commit: Commit | None) -> Part | None:
+        digest = None if commit is None else commit.markers[self._exchange.rank]
+        attempt = Retrieval(self._exchange, reader, inventory, version, marker_digest=digest)
+        marker = attempt.marker()
+        if marker is not None and commit is None:
+            self._check_identity(marker)
+        part = None if marker is None else attempt.part(marker)
+        for reason in attempt.reasons:
+            log.error("cannot resume from %s, %s; trying an older generation", version.generation, reason)
+        self.reasons += [f"{version.generation}, {reason}" for reason in attempt.reasons]
+        return part
+
+    def _log_sources(self, version: Version, part: Part) -> None:
+        """Each rank says where its bytes came from; the coordinator says it of all."""
+        own = ", ".join(f"{nbytes / 2**20:.1f} MiB from {described(copy)}" for copy, nbytes in part.nbytes.items())
+        said = self._exchange.gather_values(own)
+        by_source = Counter(said)
+        ranks = {text: [rank for rank, each in enumerate(said) if each == text] for text in by_source}
+        shown = ranks if self._exchange.is_coordinator else {own: [self._exchange.rank]}
+        for text, of in shown.items():
+            log.info("%s: rank%s %s: %s", version, "s" if len(of) > 1 else "", ", ".join(map(str, of)), text)
+
+    # -- whether the run is this job's
+
+    def _check_identity(self, stored: Commit | RankMarker) -> None:
+        if self._exchange.all_agree(self._job.identity == Identity.of_stored(stored)):
+            return
+        live: Facts = {}
+        for each in self._exchange.gather_values(live_facts(self._job.operators)):
+            assert isinstance(each, dict)
+            live |= each  # ranks may hold different experts
+        was = self._stored_facts(stored)
+        differences = self._exchange.told(lambda: self._differences(stored, was, live))
+        raise IdentityMismatch(
+            f"{self._store.url} was written by a run that differs from this one: {differences}. Resume with what "
+            "wrote it, give another URL, or start anew with resume='never'. Weights alone are carried over by "
+            "`moe-ckpt export`. Nothing stored was lost."
+        )
+
+    def _stored_facts(self, stored: Commit | RankMarker) -> Callable[[], StoredFacts]:
+        """What the run's ranks wrote: read by the coordinator from storage, or said by each rank of its own marker."""
+        if isinstance(stored, Commit):
+            return lambda: stored_facts([self._store.read_marker(stored, rank) for rank in range(stored.world_size)])
+        facts: Facts = {}
+        said = self._exchange.gather_values(list(stored_facts([stored])))
+        for each in said:
+            assert isinstance(each, list)
+            facts |= each[0]
+        assert isinstance(said[0], list)
+        optimizer = said[0][1]  # rank 0 knows it for all
+        return lambda: (facts, optimizer)
+
+    def _differences(self, stored: Commit | RankMarker, was: Callable[[], StoredFacts], live: Facts) -> str:
+        identity = Identity.of_stored(stored)
+        lines = list(self._job.identity.job_differences(identity))
+        if self._job.identity.fingerprint != identity.fingerprint:
+            optimizer = live_optimizer(self._job.operators, self._job.schema, self._job.params)
+            lines += model_differences(was(), (live, optimizer))
+        return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"
