@@ -123,6 +123,11 @@ class CheckpointCallback(Checkpoint):
         return self._report
 
     @property
+    def run_id(self) -> str | None:
+        """Name of the run at `url`, which its files and its shared memory carry; `None` outside of `fit`."""
+        return self._run.life.run_id if self._run is not None else None
+
+    @property
     def replaying(self) -> bool:
         """Whether a resumed fit is still re-running steps that the run before it had taken."""
         return self._run is not None and self._run.life.replaying

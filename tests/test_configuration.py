@@ -21,6 +21,7 @@ from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, Pop
 from lightning_moe_ckpt.cli import main as moe_ckpt
 from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.parallel import run_world
+from lightning_moe_ckpt.testing import FaultInjector
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # jsonargparse has deprecated what LightningCLI calls; the rest is Lightning's advice about tiny runs.
@@ -61,6 +62,7 @@ def arguments(kind: type) -> set[str]:
         (SparseCheckpoint, "sparse.yaml"),
         (DenseCheckpoint, "dense.yaml"),
         (ExpertLoadMonitor, "sparse.yaml"),
+        (FaultInjector, "faults.yaml"),
         (MoEStrategy, "sparse.yaml"),
     ],
 )
@@ -99,9 +101,16 @@ def test_a_printed_configuration_reads_back_equal(
     assert texts[1] == texts[2]
     for written, read in zip(*(entries(yaml.safe_load(text)) for text in texts[:2]), strict=True):
         for name, value in written["init_args"].items():
-            assert str(read["init_args"][name]) == str(value) or isinstance(value, dict), name
-            if isinstance(value, dict):
-                assert value.items() <= read["init_args"][name].items(), name
+            assert holds(read["init_args"][name], value), name
+
+
+def holds(read: Any, written: Any) -> bool:
+    """Whether all that was written was read, in objects and lists of them beside their defaults."""
+    if isinstance(written, dict):
+        return all(holds(read[name], value) for name, value in written.items())
+    if isinstance(written, list):
+        return len(read) == len(written) and all(map(holds, read, written))
+    return str(read) == str(written) or read == written
 
 
 @pytest.mark.parametrize(
@@ -110,6 +119,7 @@ def test_a_printed_configuration_reads_back_equal(
         ("callbacks", SparseCheckpoint, ["one run per URL", "smallest that fits", "torchrun and SLURM", "gc.freeze"]),
         ("callbacks", DenseCheckpoint, ["optimizer steps between two snapshots", "refuses to start a new one"]),
         ("callbacks", ExpertLoadMonitor, ["optimizer steps between two rows"]),
+        ("callbacks", FaultInjector, ["each at a place of training", "MOE_CKPT_FAULTS"]),
         ("strategy", MoEStrategy, ["ranks share one set of experts", "adds gradients in rank order"]),
     ],
 )

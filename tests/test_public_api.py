@@ -63,8 +63,8 @@ PUBLIC: dict[str, str] = {
         explain measure_bandwidth replay_adam
     """,
     "lightning_moe_ckpt.testing": """
-        BackendContract Crashed CrashingBackend Kill Life LifeFailed LifeResult Seam assert_same_end capture_end
-        differences run_lives
+        BackendContract Crashed CrashingBackend Fault FaultInjector FaultSummary FaultTally Kill Life LifeFailed
+        LifeResult RandomFaults Seam assert_same_end capture_end differences fail_at run_lives summarize_faults
     """,
     "lightning_moe_ckpt.errors": """
         CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing
@@ -122,6 +122,9 @@ def test_arguments_of_constructors_are_documented() -> None:
         "callbacks.DenseCheckpoint",
         "callbacks.ExpertLoadMonitor",
         "MoEStrategy",
+        "testing.FaultInjector",
+        "testing.Fault",
+        "testing.RandomFaults",
     ):
         module, _, name = f"lightning_moe_ckpt.{path}".rpartition(".")
         cls = getattr(importlib.import_module(module), name)

@@ -206,6 +206,11 @@ class Life:
         start: Journal = replay.journals[0]["start"]
         return start
 
+    @property
+    def run_id(self) -> str | None:
+        """Name of the run, once it is open."""
+        return self._runs.run_id if self._runs is not None else None
+
     # -- replay
 
     @property

@@ -1,8 +1,19 @@
-"""Contracts and failure injection, shipped so that users can test their own backends and trainings. Needs pytest."""
+"""Contracts and failure injection, shipped so that users can test their own backends and trainings.
 
-from lightning_moe_ckpt.testing._backend_contract import BackendContract as BackendContract
+Contracts need pytest and are not here without it; whoever only injects faults into a job can do so where it is not installed.
+"""
+
+from importlib.util import find_spec as _find_spec
+
 from lightning_moe_ckpt.testing._crashing_backend import Crashed as Crashed
 from lightning_moe_ckpt.testing._crashing_backend import CrashingBackend as CrashingBackend
+from lightning_moe_ckpt.testing._fault import Fault as Fault
+from lightning_moe_ckpt.testing._fault import fail_at as fail_at
+from lightning_moe_ckpt.testing._fault_injector import FaultInjector as FaultInjector
+from lightning_moe_ckpt.testing._fault_random import RandomFaults as RandomFaults
+from lightning_moe_ckpt.testing._fault_summary import FaultSummary as FaultSummary
+from lightning_moe_ckpt.testing._fault_summary import FaultTally as FaultTally
+from lightning_moe_ckpt.testing._fault_summary import summarize_faults as summarize_faults
 from lightning_moe_ckpt.testing._lives import Life as Life
 from lightning_moe_ckpt.testing._lives import LifeFailed as LifeFailed
 from lightning_moe_ckpt.testing._lives import LifeResult as LifeResult
@@ -12,3 +23,6 @@ from lightning_moe_ckpt.testing._lives_end import capture_end as capture_end
 from lightning_moe_ckpt.testing._lives_end import differences as differences
 from lightning_moe_ckpt.testing._lives_kill import Kill as Kill
 from lightning_moe_ckpt.testing._seam import Seam as Seam
+
+if _find_spec("pytest") is not None:
+    from lightning_moe_ckpt.testing._backend_contract import BackendContract as BackendContract

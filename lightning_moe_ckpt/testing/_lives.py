@@ -41,6 +41,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from lightning.pytorch import Callback
 
+from lightning_moe_ckpt.testing._fault import FATAL
+from lightning_moe_ckpt.testing._fault_record import read_ranks
 from lightning_moe_ckpt.testing._lives_end import Record, Recorder, differences
 from lightning_moe_ckpt.testing._lives_kill import Kill, Killer, StorageKiller, strike
 from lightning_moe_ckpt.testing._seam import Seam
@@ -151,8 +153,13 @@ def run_lives(
     seams: Sequence[Seam] = (),
     must_strike: bool = True,
     first_index: int = 0,
+    faults: Path | None = None,
+    most_lives: int = 100,
 ) -> list[LifeResult]:
     """Run one life per kill, then one that must finish.
+
+    With a `FaultInjector` in `fit` there is nothing to script here: name its folder, and lives that it ends are followed
+    by others until one finishes.
 
     Args:
         fit: runs in every rank process; what it returns must be JSON.
@@ -164,13 +171,19 @@ def run_lives(
         seams: replacements put into every process.
         must_strike: whether outliving a scripted kill is a failure; else the campaign ends there.
         first_index: number of the first life, which decides about its seed.
+        faults: folder of the `FaultInjector` that ends lives.
+        most_lives: how many lives it may take until one finishes.
 
     Raises:
         LifeFailed: a life did not end as scripted.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    script = _Script(fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=tuple(seams))
+    script = _Script(
+        fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=tuple(seams), faults=faults
+    )
     results: list[LifeResult] = []
+    if faults is not None:
+        return _run_until_finished(script, first_index, most_lives)
     for index, kill in enumerate([*kills, None], first_index):
         results.append(_OneLife(script, index, kill).run())
         if results[-1].outcome == "finished" and kill is not None:
@@ -178,6 +191,15 @@ def run_lives(
                 raise LifeFailed.of(f"outlived {kill}", workdir, index, world_size)
             break
     return results
+
+
+def _run_until_finished(script: _Script, first_index: int, most_lives: int) -> list[LifeResult]:
+    results: list[LifeResult] = []
+    for index in range(first_index, first_index + most_lives):
+        results.append(_OneLife(script, index, None).run())
+        if results[-1].outcome == "finished":
+            return results
+    raise LifeFailed.of(f"was the last of {most_lives}, and none finished", script.workdir, index, script.world_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +212,7 @@ class _Script:
     world_size: int
     timeout: float
     seams: tuple[Seam, ...]
+    faults: Path | None = None
 
     def life(self, index: int, rank: int, kill: Kill | None) -> Life:
         return Life(
@@ -211,6 +234,7 @@ class _OneLife:
         self._lives = [script.life(index, rank, kill) for rank in range(script.world_size)]
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
+        self._faults_before = self._fatal_faults()
 
     def run(self) -> LifeResult:
         """Start the ranks, wait for the end of all, judge."""
@@ -272,12 +296,21 @@ class _OneLife:
     def _outcome(self) -> Outcome:
         if all(code == 0 for code in self._codes.values()):
             return "finished"
+        if self._fatal_faults() > self._faults_before:
+            return "killed"
         if self._kill is None or not self._struck(self._kill.rank):
             raise self._failed(f"ended with exit codes {self._codes} (by rank) and no scripted kill")
         return "stopped" if self._asked_to_stop else "killed"
 
     def _struck(self, rank: int) -> bool:
         return any(line["kind"] == "killed" for line in _read_records(self._lives[rank].records))
+
+    def _fatal_faults(self) -> int:
+        """How many faults that end a life an injector has recorded so far."""
+        lines = (
+            [] if self._script.faults is None else [line for _, own in read_ranks(self._script.faults) for line in own]
+        )
+        return sum(line["event"] == "fault" and line["kind"] in FATAL for line in lines)
 
     def _failed(self, why: str) -> LifeFailed:
         return LifeFailed.of(why, self._script.workdir, self._index, self._script.world_size)

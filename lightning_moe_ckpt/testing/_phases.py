@@ -70,6 +70,10 @@ class PhaseCallback(Callback):
         """The callback for after all others; it goes into the same Trainer."""
         return LatePhase(self)
 
+    def is_late(self, callback: Callback) -> bool:
+        """Whether `callback` came from `late`."""
+        return isinstance(callback, LatePhase) and callback.phases is self
+
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         first = trainer.global_step != self._micro_step
@@ -109,8 +113,8 @@ class LatePhase(Checkpoint):
     """
 
     def __init__(self, phases: PhaseCallback) -> None:
-        self._phases = phases
+        self.phases = phases
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        self._phases.reached(trainer, "after_batch_end")
+        self.phases.reached(trainer, "after_batch_end")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from campaign._faults import Breaking, memory_of, record_of
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.testing._lives import LifeResult, assert_same_end, run_lives
@@ -34,7 +34,7 @@ class Campaigns:
 
     def reference(self, setup: Setup, index: int = 0) -> list[LifeResult]:
         """One fault-free life without any checkpoint callback, with the seed of life `index`."""
-        plain = replace(setup, checkpointing=None)
+        plain = setup.fault_free()
         folder = self._references / f"{abs(hash(plain)):x}"
         if not (folder / f"life{index}.rank0.returned").exists():
             arguments = {**_arguments(plain, folder), "first_index": index}
@@ -82,6 +82,24 @@ class Campaigns:
             rings = _rings(lives[0].workdir)
             assert not rings, f"{kills}: the finished run left {rings} behind\n{lives[-1].log()}"
         return campaigns
+
+    def check_faults(self, setup: Breaking, *, plant: Sequence[str] = (), **options: Any) -> list[LifeResult]:
+        """Run a training that breaks itself until a life finishes, and require the end of the fault-free run.
+
+        Args:
+            setup: the run.
+            plant: names of files to be in the shared memory of every node beforehand.
+            options: for `run_lives`.
+        """
+        folder = self._folder()
+        folder.mkdir()
+        for node in set(setup.nodes):
+            for name in plant:
+                (memory_of(folder, node) / name).touch()
+        options = {**_arguments(setup, folder), "faults": record_of(folder), **options}
+        lives = self._warm.call(run_lives, setup.fit, **options)
+        _require_same_end(self.reference(setup, _origin(lives)), lives, [])
+        return lives
 
     def check_stages(self, *setups: Setup) -> list[LifeResult]:
         """Each life runs the next setup to its end; the last must end as if it had been alone."""

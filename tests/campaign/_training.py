@@ -146,6 +146,10 @@ class Setup:
         kept = [each for each in trainer.callbacks if isinstance(each, KeepsWeights)]  # type: ignore[attr-defined]
         return {"before the end": kept[0].weights} if kept and kept[0].weights else {}
 
+    def fault_free(self) -> Setup:
+        """The same training with nothing that checkpoints or breaks it."""
+        return replace(self, checkpointing=None)
+
     def with_options(self, **options: Any) -> Setup:
         return replace(self, options=(*self.options, *options.items()))
 

@@ -424,6 +424,19 @@ def kill_and_resume(tmp_path: Path) -> Literal["finished", "killed", "stopped"]:
     return killed[-1].outcome
 
 
+def break_on_purpose(tmp_path: Path) -> testing.FaultSummary:
+    script: list[testing.Fault] = [
+        testing.fail_at(0, 7, "before_optimizer_step"),
+        testing.Fault(kind="node_loss", rank=3),
+    ]
+    at_random = testing.RandomFaults(mtbf=30.0, seed=1, kinds=[testing.fail_at("all", 0, kind="full_disk", steps=3)])
+    Trainer(callbacks=[testing.FaultInjector(script, random=at_random, folder=tmp_path)])
+    summary = testing.summarize_faults(tmp_path)
+    assert_type(summary.kinds, tuple[testing.FaultTally, ...])
+    assert_type(summary.ettr, float)
+    return summary
+
+
 # -- errors
 
 

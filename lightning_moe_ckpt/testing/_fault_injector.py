@@ -1,0 +1,240 @@
+"""A callback that breaks the training it is in, as a script or a random campaign says.
+
+What strikes is decided from the arguments and from the record of earlier lives alone, never from random state of the
+process, so that training with faults differs from training without in nothing but the faults.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.storage import wrapping_backends
+from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
+from lightning_moe_ckpt.testing._fault_effects import Effects
+from lightning_moe_ckpt.testing._fault_random import RandomFaults, ScheduledFault
+from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, read_lines, record_folder, uptime
+from lightning_moe_ckpt.testing._fault_schedule import Schedule
+from lightning_moe_ckpt.testing._fault_storage import StorageFaults
+from lightning_moe_ckpt.testing._lives_kill import settle
+from lightning_moe_ckpt.testing._phases import HookPhase, PhaseCallback
+from lightning_moe_ckpt.testing._seam import Seam
+from lightning_moe_ckpt.testing._watched_backend import WatchedBackend
+
+log = logging.getLogger(__name__)
+
+_CAPTURE = "lightning_moe_ckpt.session._capture"
+
+
+class FaultInjector(PhaseCallback):
+    """Breaks the training it is part of, to show what survives. Put it first among the callbacks.
+
+    Every fault is logged and written to `folder` before it happens, and does not happen again when the job starts anew.
+    `python -m lightning_moe_ckpt.testing FOLDER` shows what a campaign came to.
+
+    Args:
+        faults: script of faults, each at a place of training.
+        random: faults at random, with a mean time between them.
+        folder: where each rank keeps its record, the same in every start of the job; on a file system that all nodes
+            see if nodes or racks are to be lost. By default what `MOE_CKPT_FAULTS` in the environment names, else
+            `moe-ckpt-faults` in the Trainer's `default_root_dir`. Remove it to have everything happen again.
+    """
+
+    def __init__(
+        self,
+        faults: list[Fault] | None = None,
+        *,
+        random: RandomFaults | None = None,
+        folder: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.faults, self.random, self.folder = list(faults or []), random, folder
+        for fault in self.faults:
+            if not isinstance(fault, Fault):
+                raise ConfigurationError(f"`FaultInjector(faults=[{fault!r}])` must hold `Fault`s, see `fail_at`.")
+        self._campaign: _Campaign | None = None
+
+    # -- hooks
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+            return
+        self._check_ranks(trainer.world_size)
+        self._campaign = _Campaign(self, trainer)
+        # A new list: Lightning is iterating over the old one.
+        trainer.callbacks = [*_callbacks(trainer), self.late()]  # type: ignore[attr-defined]
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._campaign is not None:
+            self.watch_forward(trainer, pl_module)
+            self._campaign.join()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._campaign is not None:
+            self._campaign.train()
+
+    @override
+    def reached(self, trainer: Trainer, phase: HookPhase) -> None:
+        if self._campaign is not None and phase != "sanity_check":
+            self._campaign.reached(phase)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._campaign is not None:
+            self._campaign.end()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close(trainer)
+
+    # -- private
+
+    def _check_ranks(self, world_size: int) -> None:
+        for fault in self.faults:
+            if fault.rank != "all" and fault.rank >= world_size:
+                raise ConfigurationError(f"{fault} strikes no rank: the job has ranks 0 to {world_size - 1}.")
+
+    def _close(self, trainer: Trainer) -> None:
+        campaign, self._campaign = self._campaign, None
+        if campaign is not None:
+            campaign.close()
+        self.unwatch_forward()
+        trainer.callbacks = [each for each in _callbacks(trainer) if not self.is_late(each)]  # type: ignore[attr-defined]
+
+
+class _Campaign:
+    """One life of a campaign, on one rank."""
+
+    def __init__(self, injector: FaultInjector, trainer: Trainer) -> None:
+        self._trainer = trainer
+        folder = record_folder(injector.folder, trainer.default_root_dir)
+        self._record = FaultRecord(folder, trainer.global_rank)
+        self._lines = read_lines(self._record.path)
+        self._record.write("start", world_size=trainer.world_size)
+        self._schedule = Schedule(
+            injector.faults,
+            injector.random,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            fired=fired(folder),
+        )
+        checkpoints = [each for each in _callbacks(trainer) if isinstance(each, CheckpointCallback)]
+        self._effects = Effects(self._record, checkpoints[0] if checkpoints else None)
+        self._effects.go_on(self._lines)
+        self._storage = StorageFaults(self._effects.of_storage, self._strike_due)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._step = -1
+        self._undo = ExitStack()
+        self._undo.enter_context(wrapping_backends(lambda backend: WatchedBackend(backend, self._storage.around)))
+        self._watch_capture()
+
+    def _watch_capture(self) -> None:
+        self._wrap("CaptureSession.capture", lambda: None, lambda: self.reached("capture"))
+        self._wrap("CaptureSession.seal", lambda: self.reached("seal"), lambda: None)
+
+    def _wrap(self, attribute: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+        owner: Any = import_module(_CAPTURE)
+        original: Callable[..., Any] = reduce(getattr, attribute.split("."), owner)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            before()
+            result = original(*args, **kwargs)
+            after()
+            return result
+
+        self._undo.callback(Seam(module=_CAPTURE, attribute=attribute, replacement=told).apply())
+
+    def join(self) -> None:
+        """The run is open: say who this is, for whoever ends a node."""
+        self._record.write("join", **self._effects.join())
+
+    def train(self) -> None:
+        """Training begins."""
+        self._step = self._trainer.global_step
+        self._record.write("train", step=self._step)
+        self._thread = threading.Thread(target=self._tick, name="moe-ckpt-faults", daemon=True)
+        self._thread.start()
+
+    def reached(self, phase: FaultPhase) -> None:
+        """Training is at a phase of its step."""
+        step = self._trainer.global_step
+        if phase == "batch_end" and step != self._step:
+            self._step = step
+            self._record.write("step", step=step)
+        self._effects.expire(step)
+        self._strike_due(phase, step)
+
+    def end(self) -> None:
+        """The fit has ended by itself."""
+        self._record.write("end", sync=True, step=self._trainer.global_step)
+        for each in self._schedule.waiting:
+            if self._effects.concerns(each.fault):
+                log.warning("%s never struck: training did not get there", each.fault)
+
+    def close(self) -> None:
+        """Take everything out again."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._undo.close()
+        self._effects.close()
+        self._record.close()
+
+    # -- from any thread
+
+    def _strike_due(self, phase: FaultPhase, step: int) -> None:
+        for scheduled in self._schedule.take(phase, step):
+            self._strike(scheduled, phase, step)
+
+    def _strike(self, scheduled: ScheduledFault, phase: str, step: int) -> None:
+        fault = scheduled.fault
+        if not self._effects.concerns(fault):
+            return
+        if fault.settle:
+            settle(self._trainer, fault.settle)
+        log.warning("fault injected at step %d, %s: %s", step, phase, fault)
+        self._record.write(
+            "fault", sync=True, name=scheduled.name, kind=fault.kind, step=step, phase=phase, fault=fault.given()
+        )
+        outcome = self._effects.strike(scheduled.name, fault, step)
+        if outcome:
+            log.warning("%s: %s", fault.kind, outcome)
+            self._record.write("struck", name=scheduled.name, outcome=outcome)
+
+    # -- the thread of faults at a time
+
+    def _tick(self) -> None:
+        try:
+            began = time.monotonic() - uptime(self._lines)
+            for scheduled in self._schedule.timed():
+                assert scheduled.seconds is not None
+                if self._closing.wait(max(0.0, began + scheduled.seconds - time.monotonic())):
+                    return
+                self._strike(scheduled, "any_time", self._trainer.global_step)
+        except BaseException:  # thread entry: nothing above would see it
+            log.exception("no more faults at random strike in this life")
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

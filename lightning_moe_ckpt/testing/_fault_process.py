@@ -1,0 +1,130 @@
+"""A process of its own for what a process cannot do to itself: wake up after a SIGSTOP, or die with its whole node.
+
+Run as a file, by `python -I -S`, so that it starts in milliseconds; it imports nothing of this package. It is in a session
+of its own: whoever ends the process group of a rank does not end it.
+
+A node is lost in an order that leaves no race with the launcher, which starts the job again when it sees a death: all
+processes of the node are stopped, its files are removed, and only then are the processes killed. Nodes lost together
+wait for each other between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_POLL_SECONDS = 0.001
+_STOP_SECONDS = 5.0
+"""How long a stopped process may take to stand still; one that waits for a disk cannot be stopped before."""
+
+
+def main(argv: list[str]) -> None:
+    """Run one command: `continue`, or `lose` with its JSON argument."""
+    if argv[0] == "continue":
+        continue_after(int(argv[1]), float(argv[2]))
+    else:
+        lose_node(**json.loads(argv[1]))
+
+
+def continue_after(pid: int, seconds: float) -> None:
+    """Wait until process `pid` stands still, then `seconds`, then let it go on. Returns at once if it has ended."""
+    process = os.pidfd_open(pid)
+    while state_of(pid) not in {"T", "t"}:
+        if os.getppid() != pid:
+            return
+        time.sleep(_POLL_SECONDS)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and state_of(pid):
+        time.sleep(min(0.05, seconds))
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGCONT)
+
+
+def lose_node(
+    *, processes: list[list[int]], files: list[str], ready: str, others: list[str], record: str, patience: float
+) -> None:
+    """Stop processes with their children, remove files, wait for other nodes, kill.
+
+    Args:
+        processes: id and start time of each, see `start_time`.
+        files: patterns of names, each in a directory that is given with it.
+        ready: file to make when everything stands still and nothing is left.
+        others: files of the same kind of other nodes, to wait for.
+        record: file of JSON lines to append to.
+        patience: seconds to wait for other nodes.
+    """
+    doomed = [process for pid, began in processes for process in _with_children(pid, began)]
+    _signal_all(doomed, signal.SIGSTOP)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while any(state_of(pid) not in {"", "T", "t", "Z", "X"} for pid, _ in doomed) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    removed = [path for pattern in files for path in _remove(Path(pattern))]
+    line = {"event": "removed", "time": time.time(), "files": removed, "processes": [pid for pid, _ in doomed]}
+    with Path(record).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    Path(ready).touch()
+    deadline = time.monotonic() + patience
+    while not all(Path(other).exists() for other in others) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    _signal_all(doomed, signal.SIGKILL)
+
+
+def _remove(pattern: Path) -> list[str]:
+    removed = sorted(str(path) for path in pattern.parent.glob(pattern.name))
+    for path in removed:
+        Path(path).unlink(missing_ok=True)
+    return removed
+
+
+def _signal_all(processes: list[tuple[int, int]], number: signal.Signals) -> None:
+    for _, process in processes:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            signal.pidfd_send_signal(process, number)
+
+
+def _with_children(pid: int, began: int) -> list[tuple[int, int]]:
+    """Ids and file descriptors of a process and its descendants, this one left out; empty if it is another by now."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return []
+    if start_time(pid) != began or pid == os.getpid():
+        return []
+    family = [(pid, process)]
+    for child in _children(pid):
+        family += _with_children(child, start_time(child))
+    return family
+
+
+def _children(parent: int) -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[1]) == parent]
+
+
+def state_of(pid: int) -> str:
+    """The letter of `ps`, e.g. T for stopped; empty if there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def start_time(pid: int) -> int:
+    """When a process began, in ticks since the machine did: with the id it names one process for ever; -1 if it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else -1
+
+
+def _stat(pid: int) -> list[str]:
+    """What `/proc/PID/stat` says after the name of the program, which may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

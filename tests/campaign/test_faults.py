@@ -1,0 +1,220 @@
+"""Faults that users inject: each does to real processes what it says, and the run still ends in the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from campaign._campaign import Campaigns
+from campaign._faults import Breaking, lines_of, memory_of, record_of
+from campaign._training import Checkpointing
+from campaign._warm import WarmParents
+from lightning_moe_ckpt.testing import Fault, RandomFaults, fail_at, summarize_faults
+from lightning_moe_ckpt.testing._fault import FaultPhase
+from lightning_moe_ckpt.testing._fault_signals import stop
+from lightning_moe_ckpt.testing._lives import LifeResult
+
+SPARSE = Checkpointing(policy="sparse", window=2)
+DENSE = Checkpointing(policy="dense", keep=3)
+
+
+def strikes(lives: list[LifeResult]) -> list[tuple[int, str, int, str]]:
+    """Rank, kind, step and phase of what happened, in order of time."""
+    faults = lines_of(lives[0].workdir, "fault")
+    return [(line["rank"], line["kind"], line["step"], line["phase"]) for line in faults]
+
+
+# -- processes
+
+
+def test_a_script_strikes_every_phase_at_its_step(campaigns: Campaigns) -> None:
+    """A process that stands still for a moment wherever there is a name for it goes on as if nothing had been."""
+    phases = get_args(FaultPhase)
+    epoch_end = {"epoch_end": 5, "epoch_start": 5}
+    faults = [fail_at(0, epoch_end.get(phase, 4), phase, kind="sigstop", seconds=0.01) for phase in phases]
+    (life,) = campaigns.check_faults(Breaking(checkpointing=SPARSE, faults=tuple(faults)))
+    struck = {phase: step for _, _, step, phase in strikes([life])}
+    assert list(struck) != [], life.log()
+    in_hooks = {
+        phase: epoch_end.get(phase, 4) for phase in phases if phase not in {"reclaim", "persist", "marker", "commit"}
+    }
+    assert {phase: step for phase, step in struck.items() if phase in in_hooks} == in_hooks
+    assert all(struck[phase] >= 4 for phase in ("persist", "marker", "commit", "reclaim"))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_scripted_kills_strike_once_each(campaigns: Campaigns, world_size: int) -> None:
+    """By SIGKILL; the next life finds in the record what has struck already, whichever rank it was."""
+    last = world_size - 1
+    faults = (fail_at(last, 3, "forward"), fail_at(0, 7, "seal"), fail_at("all", 9, "after_backward"))
+    setup = Breaking(world_size=world_size, checkpointing=SPARSE, faults=faults)
+    lives = campaigns.check_faults(setup)
+    assert lives[0].exit_codes[last] == -signal.SIGKILL
+    assert [life.outcome for life in lives] == ["killed"] * 3 + ["finished"]
+    places = dict.fromkeys((kind, step, phase) for _, kind, step, phase in strikes(lives))
+    assert list(places) == [("sigkill", 3, "forward"), ("sigkill", 7, "seal"), ("sigkill", 9, "after_backward")]
+    assert "fault injected at step 3, forward: `Fault(" in lives[0].log(last)
+
+
+def _stop_and_watch() -> list[str]:
+    """What the parent of a process sees that stops itself for a while."""
+    wait, seen_all = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        helper = stop(0.05)
+        os.read(wait, 1)
+        os._exit(0 if helper is not None and helper.wait() == 0 else 1)
+    seen = []
+    for expected in ("WIFSTOPPED", "WIFCONTINUED"):
+        _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
+        seen.append(expected if getattr(os, expected)(status) else str(status))
+    os.write(seen_all, b"!")
+    _, status = os.waitpid(pid, 0)
+    return [*seen, f"ended with {os.waitstatus_to_exitcode(status)}"]
+
+
+def test_a_stopped_process_stands_still_and_goes_on(warm: WarmParents) -> None:
+    """By SIGSTOP, and SIGCONT from a process of its own."""
+    assert warm.call(_stop_and_watch, patience=30.0) == ["WIFSTOPPED", "WIFCONTINUED", "ended with 0"]
+
+
+def test_a_rank_that_stands_still_holds_up_the_others_only(campaigns: Campaigns) -> None:
+    """Three ranks wait for one, and nothing is lost."""
+    stopped = fail_at(1, 4, "before_optimizer_step", kind="sigstop", seconds=0.3)
+    (life,) = campaigns.check_faults(Breaking(world_size=3, checkpointing=SPARSE, faults=(stopped,)))
+    (fault,) = lines_of(life.workdir, "fault")
+    after = [line for line in lines_of(life.workdir, "step") if line["step"] == 6]
+    assert len(after) == 3
+    assert all(line["time"] - fault["time"] >= 0.3 for line in after)
+
+
+# -- nodes
+
+
+FOUR = Breaking(world_size=4, checkpointing=SPARSE)
+
+
+def test_a_lost_node_takes_its_processes_and_its_memory(campaigns: Campaigns) -> None:
+    """And nothing else: not the other node's, not that of another run."""
+    setup = replace(FOUR, nodes=(0, 0, 1, 1), faults=(fail_at(3, 5, kind="node_loss"),))
+    lives = campaigns.check_faults(setup, plant=["moe-ckpt-0-another-2.ring"])
+    workdir = lives[0].workdir
+    joined = {line["rank"]: line for line in lines_of(workdir, "join")[:4]}
+    (removed,) = lines_of(workdir, "removed")
+    assert set(removed["processes"]) == {joined[2]["pid"], joined[3]["pid"]}
+    names = [Path(path).name for path in removed["files"]]
+    assert {Path(path).parent for path in removed["files"]} == {memory_of(workdir, 1)}
+    assert {name.split(".")[0].split("-")[-1] for name in names if ".ring" in name} == {"2", "3"}
+    for node in (0, 1):
+        assert (memory_of(workdir, node) / "moe-ckpt-0-another-2.ring").exists()
+    assert strikes(lives) == [(2, "node_loss", 5, "batch_start")], "the first rank of the node ends it"
+    assert [life.outcome for life in lives] == ["killed", "finished"]
+
+
+def test_a_lost_rack_takes_all_its_nodes_at_once(campaigns: Campaigns) -> None:
+    """Two nodes of three; each is ended by a process of its own, and none before both have lost their memory."""
+    setup = replace(
+        FOUR, nodes=(0, 1, 1, 2), racks=("a", "a", "a", "b"), faults=(fail_at(2, 5, "batch_end", kind="rack_loss"),)
+    )
+    lives = campaigns.check_faults(setup)
+    workdir = lives[0].workdir
+    removed = lines_of(workdir, "removed")
+    joined = {line["rank"]: line["pid"] for line in lines_of(workdir, "join")[:4]}
+    assert sorted(sorted(line["processes"]) for line in removed) == sorted(
+        [[joined[0]], sorted([joined[1], joined[2]])]
+    )
+    assert {Path(path).parent for line in removed for path in line["files"]} == {memory_of(workdir, n) for n in (0, 1)}
+    assert [life.outcome for life in lives] == ["killed", "finished"]
+    later = [line for line in lines_of(workdir, "start") if line["time"] > removed[0]["time"]]
+    assert min(line["time"] for line in later) > max(line["time"] for line in removed)
+
+
+# -- storage
+
+
+def test_slow_and_failing_storage_holds_up_checkpoints_not_training(campaigns: Campaigns) -> None:
+    """Calls are delayed and failed, and counted; training meets nothing of it."""
+    faults = (
+        fail_at(0, 2, kind="slow_storage", latency=0.02, bandwidth=1e8, steps=4),
+        fail_at(0, 3, kind="storage_errors", probability=0.3, steps=4),
+    )
+    (life,) = campaigns.check_faults(Breaking(checkpointing=SPARSE, faults=faults))
+    over = {line["name"].split()[2]: line for line in lines_of(life.workdir, "over")}
+    assert over["slow_storage"]["step"] == 6
+    assert over["storage_errors"]["step"] == 7
+    assert all(line["calls"] > 0 for line in over.values())
+    assert "(injected). Trying again" in life.log()
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(campaigns: Campaigns) -> None:
+    """Older generations stay; when there is room again, checkpoints go on and the next life resumes from one of them."""
+    faults = (
+        fail_at(0, 3, kind="full_disk", steps=4, settle=10.0),
+        fail_at(0, 9, "after_batch_end", settle=20.0),
+    )
+    lives = campaigns.check_faults(Breaking(checkpointing=DENSE, faults=faults))
+    assert "No space left on device" in lives[0].log()
+    (over,) = lines_of(lives[0].workdir, "over")
+    assert over["step"] == 7
+    assert over["calls"] > 0
+    assert lives[1].steps()[0] > 4, lives[1].log()
+
+
+def test_taken_memory_is_given_back(campaigns: Campaigns) -> None:
+    """For as long as the fault lasts, and no longer."""
+    fault = fail_at(0, 3, kind="full_shared_memory", nbytes=2**20, steps=2)
+    (life,) = campaigns.check_faults(Breaking(checkpointing=SPARSE, faults=(fault,)))
+    assert "1048576 bytes of" in life.log()
+    assert [line["step"] for line in lines_of(life.workdir, "over")] == [5]
+
+
+def test_a_flipped_bit_is_found_and_an_older_generation_taken(campaigns: Campaigns) -> None:
+    """By the restart, which names the generation and the file."""
+    faults = (
+        fail_at(0, 6, "after_batch_end", kind="bit_flip", settle=20.0),
+        fail_at(0, 6, "after_batch_end"),
+    )
+    lives = campaigns.check_faults(Breaking(checkpointing=DENSE, faults=faults))
+    (struck,) = lines_of(lives[0].workdir, "struck")
+    assert "of snap/" in struck["outcome"]
+    damaged = int(struck["outcome"].split("in step ")[1].split()[0])
+    assert f"step {damaged} (epoch 1)" in lives[1].log()
+    assert lives[1].steps()[0] <= damaged
+
+
+# -- campaigns
+
+
+def test_the_same_seed_gives_the_same_campaign(campaigns: Campaigns, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs of a random campaign by steps die at the same places; another seed gives another one."""
+    random = RandomFaults(mtbf=2.5, unit="steps", seed=1, kinds=[Fault(), Fault(kind="sigstop", seconds=0.02)], most=3)
+    setup = Breaking(world_size=3, checkpointing=SPARSE, random=random)
+    first, second = campaigns.check_faults(setup), campaigns.check_faults(setup)
+    assert strikes(first) == strikes(second)
+    drawn = [(each.fault.rank, each.fault.kind, each.fault.step, each.fault.phase) for each in random.draw(3)]
+    assert sorted(strikes(first)) == sorted(drawn)
+    other = replace(random, seed=2)
+    assert drawn != [(each.fault.rank, each.fault.kind, each.fault.step, each.fault.phase) for each in other.draw(3)]
+
+    summary = summarize_faults(record_of(first[0].workdir))
+    deaths = sum(life.outcome == "killed" for life in first)
+    assert (summary.lives, summary.finished, summary.steps, summary.injected) == (deaths + 1, True, setup.steps, 3)
+    assert summary.steps_lost == sum(len(life.steps()) for life in first) - setup.steps
+    (kills,) = (tally for tally in summary.kinds if tally.kind == "sigkill")
+    assert (kills.deaths, kills.survived) == (deaths, deaths)
+    assert 0.0 < summary.ettr < 1.0
+
+
+def test_faults_at_random_moments(campaigns: Campaigns) -> None:
+    """With a mean time between failures in seconds of training; each strikes once, until there are no more."""
+    random = RandomFaults(mtbf=0.06, seed=2, most=3)
+    lives = campaigns.check_faults(Breaking(world_size=3, checkpointing=SPARSE, epochs=8, random=random))
+    faults = lines_of(lives[0].workdir, "fault")
+    assert sorted(line["name"] for line in faults) == [f"random 2:{index}" for index in range(3)]
+    assert {line["phase"] for line in faults} == {"any_time"}
+    assert 2 <= len(lives) <= 4, "two that are close to each other may end one life"
