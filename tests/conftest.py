@@ -9,7 +9,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -20,6 +23,24 @@ torch.set_num_threads(1)
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("shared", deadline=None)
 hypothesis.settings.load_profile("shared")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Rebuild libraries that are older than their sources: tests of a checkout would meet the twins in their place."""
+    is_worker = hasattr(config, "workerinput")  # of several processes, which must not all build
+    if not (is_worker or os.environ.keys() & {"MOE_CKPT_NATIVE", "MOE_CKPT_NATIVE_PATH"}):
+        _rebuild_stale()
+
+
+def _rebuild_stale() -> None:
+    from lightning_moe_ckpt.native import _library
+
+    cpu, cuda = (Path(_library.__file__).with_name(f"libmoe_ckpt_{part}.so") for part in ("cpu", "cuda"))
+    digest = _library._source_digest().encode()
+    if any(path.exists() and digest not in path.read_bytes() for path in (cpu, cuda)):
+        wanted = os.environ | {"MOE_CKPT_CUDA": "1" if cuda.exists() else "0"}
+        script = Path(__file__).parents[1] / "ext" / "build_native.py"
+        subprocess.run([sys.executable, script], env=wanted, check=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -233,7 +233,8 @@ MOE_API int moe_cuda_register(int32_t device, void* memory, uint64_t nbytes, Err
   MOE_CUDA_CHECK(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable));
   return 0;
 }
-MOE_API int moe_cuda_unregister(void* memory, Error* error) {
+MOE_API int moe_cuda_unregister(int32_t device, void* memory, Error* error) {
+  const DeviceGuard guard(device);
   MOE_CUDA_CHECK(cudaHostUnregister(memory));
   return 0;
 }

@@ -18,7 +18,10 @@ constexpr uint32_t kAll = 0xffffffffu;
 constexpr int kSelectThreads = 256;
 constexpr int kPerThread = kTile / kSelectThreads;
 constexpr int kWideThreads = 1024;
-constexpr int64_t kMaxSamples = 32768;  // their magnitudes, 128 KiB, fit the shared memory of one block from sm_80 on
+constexpr int64_t kMaxSamples = 32768;
+// Their magnitudes fit the shared memory of one block on the big chips (sm_80, sm_90, sm_100); the others have 99 KiB.
+constexpr int kStagedNbytes = kMaxSamples * sizeof(uint32_t);
+constexpr int kOtherSharedNbytes = 4096;  // more than the kernel and the driver take beside them
 
 __device__ float as_float(float x) { return x; }
 __device__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -95,13 +98,16 @@ __global__ void __launch_bounds__(kWideThreads) quantize_kernel(const QuantizeJo
 
 // ---- threshold: radix selection among sampled magnitudes, in one block
 
-template <class T>
+// `kStaged`: they are read once and kept in shared memory; else they are read again for each of the four digits.
+template <class T, bool kStaged>
 __global__ void __launch_bounds__(kWideThreads)
     threshold_kernel(const T* from, uint32_t stride, uint32_t samples, uint32_t rank, uint32_t* threshold) {
   extern __shared__ uint32_t sampled[];
   __shared__ uint32_t histogram[256];
   __shared__ uint32_t prefix, remaining;
-  for (uint32_t i = threadIdx.x; i < samples; i += blockDim.x) sampled[i] = magnitude(from[sample_position(i, stride)]);
+  const auto read = [&](uint32_t i) { return magnitude(from[sample_position(i, stride)]); };
+  if constexpr (kStaged)
+    for (uint32_t i = threadIdx.x; i < samples; i += blockDim.x) sampled[i] = read(i);
   if (threadIdx.x == 0) {
     prefix = 0;
     remaining = rank;
@@ -110,8 +116,10 @@ __global__ void __launch_bounds__(kWideThreads)
     if (threadIdx.x < 256) histogram[threadIdx.x] = 0;
     __syncthreads();
     const uint32_t known = shift == 24 ? 0u : kAll << (shift + 8);
-    for (uint32_t i = threadIdx.x; i < samples; i += blockDim.x)
-      if ((sampled[i] & known) == (prefix & known)) atomicAdd(&histogram[sampled[i] >> shift & 255u], 1u);
+    for (uint32_t i = threadIdx.x; i < samples; i += blockDim.x) {
+      const uint32_t bits = kStaged ? sampled[i] : read(i);
+      if ((bits & known) == (prefix & known)) atomicAdd(&histogram[bits >> shift & 255u], 1u);
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
       uint32_t digit = 0, left = remaining;
@@ -238,18 +246,28 @@ __global__ void __launch_bounds__(kSelectThreads)
 }
 
 template <class T>
-int select(const T* from, int64_t count, int64_t samples, int64_t rank, const Selection& to, cudaStream_t stream,
-           Error* error) {
+int find_threshold(const T* from, int64_t count, int64_t samples, int64_t rank, uint32_t* threshold, int device,
+                   cudaStream_t stream, Error* error) {
+  int room = 0;
+  MOE_CUDA_CHECK(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  const bool staged = room >= kStagedNbytes + kOtherSharedNbytes;
+  const auto kernel = staged ? threshold_kernel<T, true> : threshold_kernel<T, false>;
+  // The same for all calls: the attribute is the kernel's, and another thread may be about to launch it.
+  if (staged)
+    MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStagedNbytes));
+  kernel<<<1, kWideThreads, staged ? samples * sizeof(uint32_t) : 0, stream>>>(
+      from, static_cast<uint32_t>(count / samples), static_cast<uint32_t>(samples), static_cast<uint32_t>(rank), threshold);
+  MOE_CUDA_CHECK(cudaGetLastError());
+  return 0;
+}
+
+template <class T>
+int select(const T* from, int64_t count, int64_t samples, int64_t rank, const Selection& to, int device,
+           cudaStream_t stream, Error* error) {
   const int64_t num_tiles = (count + kTile - 1) / kTile;
-  const size_t shared = samples * sizeof(uint32_t);
-  MOE_CUDA_CHECK(
-      cudaFuncSetAttribute(threshold_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
   MOE_CUDA_CHECK(cudaMemsetAsync(to.scratch, 0, sizeof(uint32_t) * 2 + sizeof(uint64_t) * num_tiles, stream));
   MOE_CUDA_CHECK(cudaMemsetAsync(to.counts, 0, 2 * sizeof *to.counts, stream));
-  threshold_kernel<T><<<1, kWideThreads, shared, stream>>>(from, static_cast<uint32_t>(count / samples),
-                                                           static_cast<uint32_t>(samples), static_cast<uint32_t>(rank),
-                                                           to.scratch);
-  MOE_CUDA_CHECK(cudaGetLastError());
+  if (find_threshold(from, count, samples, rank, to.scratch, device, stream, error)) return -1;
   select_kernel<T><<<static_cast<unsigned>(num_tiles), kSelectThreads, 0, stream>>>(from, count, num_tiles, to);
   MOE_CUDA_CHECK(cudaGetLastError());
   return 0;
@@ -282,8 +300,9 @@ MOE_API int moe_cuda_select(const void* source, int32_t dtype, int64_t count, in
   const DeviceGuard guard(device);
   const Selection to{values, indices, capacity, tiles, reinterpret_cast<unsigned long long*>(counts), scratch};
   const auto on = static_cast<cudaStream_t>(stream);
-  if (dtype == kFloat32) return select(static_cast<const float*>(source), count, samples, rank, to, on, error);
-  if (dtype == kBFloat16) return select(static_cast<const __nv_bfloat16*>(source), count, samples, rank, to, on, error);
-  if (dtype == kFloat16) return select(static_cast<const __half*>(source), count, samples, rank, to, on, error);
+  const auto run = [&](const auto* from) { return select(from, count, samples, rank, to, device, on, error); };
+  if (dtype == kFloat32) return run(static_cast<const float*>(source));
+  if (dtype == kBFloat16) return run(static_cast<const __nv_bfloat16*>(source));
+  if (dtype == kFloat16) return run(static_cast<const __half*>(source));
   return fail(error, "select: dtype code %d; known are 0 to 2", dtype);
 }

@@ -6,6 +6,9 @@
 //   device to host:  pack kernel -> staging (device) -> one copy -> bounce (host) -> scatter by the worker
 //   host to device:  gather by the worker -> bounce -> one copy -> staging -> unpack kernel
 //
+// Copies within the host are made with the gathering: a fence waits for what the worker queues, and the optimizer that
+// follows it may overwrite a source on the host (Adam's step counts, for one).
+//
 // Copies are grouped into chunks of at most `chunk_nbytes`, the unit of pacing. No copy touches two separately
 // registered pieces of host memory, which the driver would refuse.
 #pragma once
@@ -55,8 +58,8 @@ class Plan {
     if (attached_) throw std::logic_error("memory was attached before");
     for (auto& unit : pack) unit.dst += unit.is_relative ? staging : 0;
     for (auto& unit : unpack) unit.src += staging;
-    for (auto& op : gather) op.dst += bounce;
-    for (auto& op : scatter) op.src += op.is_relative ? bounce : 0;
+    for (auto& op : gather) op.dst += op.is_relative ? bounce : 0;
+    for (auto& op : scatter) op.src += bounce;
     for (size_t index = first_bounced_; index < copies.size(); ++index) {
       auto& copy = copies[index];
       const bool outward = copy.dst_space == Space::kPinned;
@@ -89,7 +92,7 @@ class Plan {
       add_copy(slice);
     } else if (!from_device && !to_device) {
       if (slice.cast != Cast::kBytes) throw std::invalid_argument("a copy within the host cannot convert on a device");
-      scatter.push_back(slice);
+      gather.push_back(slice);
     } else if (!is_small && slice.rows == 1 && slice.cast == Cast::kBytes) {
       add_copy(slice);
     } else if (from_device && to_device) {
@@ -198,7 +201,7 @@ class Plan {
     };
     add_region(0, outward_, Space::kPinned, Space::kDevice);
     add_region(outward_, inward_, Space::kDevice, Space::kPinned);
-    for (auto& op : gather) op.dst += outward_;
+    for (auto& op : gather) op.dst += op.is_relative ? outward_ : 0;
     for (auto& unit : unpack) unit.src += outward_;
   }
 

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import _adam_twin, _library
 from lightning_moe_ckpt.native._adam_steps import AdamState, AdamStep
+from lightning_moe_ckpt.native._compress import to_device
+from lightning_moe_ckpt.native._device_check import cuda_for
 from lightning_moe_ckpt.native._gradient import QuantizedGradient, SparseGradient
 
 log = logging.getLogger(__name__)
@@ -61,11 +63,11 @@ def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | N
     """
     _check(state, steps)
     arithmetic = torch_arithmetic() if state.param.device.type == "cpu" else None
-    library = _library.cuda() if state.param.is_cuda else None
+    library = cuda_for("replay", state.param.device) if state.param.is_cuda else None
     if arithmetic is not None:
         replay_cpu(state, steps, arithmetic, threads or torch.get_num_threads())
     elif library is not None:
-        _replay_cuda(library, state, steps)
+        replay_cuda(library, state, steps)
     else:
         _adam_twin.replay_adam(state, steps)
 
@@ -122,14 +124,12 @@ def replay_cpu(state: AdamState, steps: Sequence[AdamStep], how: Arithmetic, thr
         library.moe_adam_replay(*_pointers(state, begin), numel, packed, len(steps), how.fused, how.mkl_root, threads)
 
 
-def _replay_cuda(library: _library.Library, state: AdamState, steps: Sequence[AdamStep]) -> None:
-    stream = torch.cuda.current_stream(state.param.device)
+def replay_cuda(library: _library.Library, state: AdamState, steps: Sequence[AdamStep]) -> None:
+    """Replay with the kernel, on the current stream; `replay_adam` checks the arguments."""
+    where = (state.param.device.index, torch.cuda.current_stream(state.param.device).cuda_stream)
     for begin, numel in _parts(state, steps):
-        packed = bytearray((_Step * len(steps))(*(_pack(step, begin) for step in steps)))
-        on_device = torch.frombuffer(packed, dtype=torch.uint8).to(state.param.device)
-        where = (state.param.device.index, stream.cuda_stream)
-        library.moe_cuda_adam_replay(*_pointers(state, begin), numel, on_device.data_ptr(), len(steps), *where)
-        on_device.record_stream(stream)
+        packed = to_device((_Step * len(steps))(*(_pack(step, begin) for step in steps)), state.param.device)
+        library.moe_cuda_adam_replay(*_pointers(state, begin), numel, packed.data_ptr(), len(steps), *where)
 
 
 def _parts(state: AdamState, steps: Sequence[AdamStep]) -> Iterator[tuple[int, int]]:

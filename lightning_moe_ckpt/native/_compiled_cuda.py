@@ -29,7 +29,7 @@ from lightning_moe_ckpt.native._cuda import CudaCopyEngine
 from lightning_moe_ckpt.native._engine import Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._memory import Preparation, node_of_pci_device
-from lightning_moe_ckpt.native._plan import Arrangement, Plan, PlannedCopies, Space, slices_of
+from lightning_moe_ckpt.native._plan import Arrangement, Cast, Plan, PlannedCopies, Space, slices_of
 from lightning_moe_ckpt.native._prototypes import Slice
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
@@ -85,13 +85,18 @@ class CompiledCudaEngine(CompiledEngine):
         )
         self._buffers[base] = (buffer, preparation, registered)
 
+    def finish_registering(self) -> None:
+        """Wait until all memory given to `register` is ready, or cannot be made so, which was said then."""
+        for _, preparation, _ in self._buffers.values():
+            preparation.wait()
+
     @override
     def unregister(self, buffer: Tensor) -> None:
         _, preparation, registered = self._buffers.pop(buffer.data_ptr())
         preparation.stop()
         self._note(buffer.data_ptr(), ready=True)
         for address in registered:
-            self._library.moe_cuda_unregister(address)
+            self._library.moe_cuda_unregister(self._device.index, address)
 
     @override
     def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:
@@ -99,7 +104,11 @@ class CompiledCudaEngine(CompiledEngine):
         slices = slices_of(planned, self._space)
         if slices is None:
             return planned
+        to_device, from_device = slices["dst_space"] == Space.DEVICE, slices["src_space"] == Space.DEVICE
+        if ((slices["cast"] != Cast.BYTES) & ~to_device & ~from_device).any():
+            return planned  # conversions on the host are torch's
         planned.keep()
+        planned.reads_host = bool((to_device & ~from_device).any())
         pieces = [(base, base + buffer.nbytes, PIECE_NBYTES) for base, (buffer, _, _) in self._buffers.items()]
         planned.plan = Plan(self._library, "cuda", slices, replace(self._arrangement, pieces=pieces))
         self._attach(planned, planned.plan)
@@ -126,7 +135,7 @@ class CompiledCudaEngine(CompiledEngine):
             self._finish_newest()
         stream = torch.cuda.current_stream(self._device).cuda_stream
         ticket = self._running_worker().submit(copies, stream)
-        return CompiledCudaTicket(ticket, self._device)
+        return CompiledCudaTicket(ticket, self._device, reads_host=copies.reads_host)
 
     def _finish_newest(self) -> None:
         if self._newest is not None and not self._newest.done:
@@ -181,10 +190,13 @@ class CompiledCudaEngine(CompiledEngine):
 
 
 class CompiledCudaTicket(Ticket):
-    """A list waiting for, or done by, the worker; the fence waits on the device."""
+    """A list waiting for, or done by, the worker; the fence waits on the device.
 
-    def __init__(self, ticket: CompiledTicket, device: torch.device) -> None:
-        self._ticket, self._device = ticket, device
+    Where the device reads from the host (`reads_host`), the host waits: no stream keeps it from writing there.
+    """
+
+    def __init__(self, ticket: CompiledTicket, device: torch.device, *, reads_host: bool) -> None:
+        self._ticket, self._device, self._reads_host = ticket, device, reads_host
 
     @property
     @override
@@ -201,8 +213,8 @@ class CompiledCudaTicket(Ticket):
                 worker.call("fence", worker.handle, self._ticket.number, stream)
             except NativeError as error:
                 raise copy_failed(self._ticket.num_copies, error) from error
-            return time.perf_counter() - start
-        self._ticket.wait()  # raises if it failed
+        if self._reads_host or self._ticket.done:
+            self._ticket.wait()  # raises if it failed
         return time.perf_counter() - start
 
     @override

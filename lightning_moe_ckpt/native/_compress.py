@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes as c
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import _gradient_twin, _library
+from lightning_moe_ckpt.native._device_check import cuda_for
 from lightning_moe_ckpt.native._gradient import (
     DTYPE_CODES,
     MAX_PART_NUMEL,
@@ -60,7 +62,6 @@ def compress_gradients(
     Raises:
         ValueError: a gradient has another dtype, is not contiguous or is on another device than the first.
     """
-    how = how or GradientCompression()
     for position, gradient in enumerate(gradients):
         check_gradient(gradient, position)
         if gradient.device != gradients[0].device:
@@ -68,25 +69,48 @@ def compress_gradients(
                 f"Gradient {position} is on {gradient.device}, the first on {gradients[0].device}; "
                 "compress the gradients of one device in one call."
             )
-    threads = threads or torch.get_num_threads()
-    small = {i: empty_quantized(g) for i, g in enumerate(gradients) if is_small(g, how)}
-    _quantize([gradients[i] for i in small], list(small.values()), threads)
-    return [small[i] if i in small else _sparse(g, how, threads, part_numel) for i, g in enumerate(gradients)]
-
-
-def _quantize(gradients: Sequence[Tensor], outs: Sequence[QuantizedGradient], threads: int) -> None:
     library = _library_for(gradients[0]) if gradients else None
+    return compress_with(
+        library, gradients, how or GradientCompression(), threads or torch.get_num_threads(), part_numel
+    )
+
+
+def compress_with(
+    library: _library.Library | None,
+    gradients: Sequence[Tensor],
+    how: GradientCompression,
+    threads: int = 1,
+    part_numel: int = MAX_PART_NUMEL,
+) -> list[CompressedGradient]:
+    """As `compress_gradients`, which checks the arguments, with this library for the gradients' device; unset: the twins."""
+    small = {i: empty_quantized(g) for i, g in enumerate(gradients) if is_small(g, how)}
+    _quantize(library, [gradients[i] for i in small], list(small.values()), threads)
+    return [small[i] if i in small else _sparse(library, g, how, threads, part_numel) for i, g in enumerate(gradients)]
+
+
+def _quantize(
+    library: _library.Library | None, gradients: Sequence[Tensor], outs: Sequence[QuantizedGradient], threads: int
+) -> None:
+    if not gradients:
+        return
     if library is None:
         for gradient, out in zip(gradients, outs, strict=True):
             _gradient_twin.quantize(gradient, out)
         return
     jobs = (QuantizeJob * len(outs))(*map(_job, gradients, outs))
     if gradients[0].is_cuda:
-        on_device = torch.frombuffer(bytearray(jobs), dtype=torch.uint8).to(gradients[0].device)
+        on_device = to_device(jobs, gradients[0].device)
         library.moe_cuda_quantize(on_device.data_ptr(), len(outs), _device(gradients[0]), _stream(gradients[0]))
-        on_device.record_stream(torch.cuda.current_stream(gradients[0].device))
     else:
         library.moe_quantize(jobs, len(outs), threads)
+
+
+def to_device(structures: c.Array[Any], device: torch.device) -> Tensor:
+    """C structures as bytes on a CUDA device, queued on the current stream; the host does not wait for it.
+
+    Memory that is not page-locked would be copied only after all that the stream holds.
+    """
+    return torch.frombuffer(bytearray(structures), dtype=torch.uint8).pin_memory().to(device, non_blocking=True)
 
 
 def _job(gradient: Tensor, out: QuantizedGradient) -> QuantizeJob:
@@ -100,11 +124,12 @@ def _job(gradient: Tensor, out: QuantizedGradient) -> QuantizeJob:
     )
 
 
-def _sparse(gradient: Tensor, how: GradientCompression, threads: int, part_numel: int) -> SparseGradient:
+def _sparse(
+    library: _library.Library | None, gradient: Tensor, how: GradientCompression, threads: int, part_numel: int
+) -> SparseGradient:
     parts = []
     for piece in split_parts(gradient, part_numel):
         out = empty_part(piece.numel(), piece.device, how)
-        library = _library_for(piece)
         if library is None:
             _gradient_twin.select(piece, _gradient_twin.sample_threshold(piece, how), out)
         elif piece.is_cuda:
@@ -139,7 +164,13 @@ def _room(out: SparsePart) -> tuple[int, int, int, int, int]:
 
 
 def _library_for(tensor: Tensor) -> _library.Library | None:
-    return _library.cuda() if tensor.is_cuda else _library.cpu() if tensor.device.type == "cpu" else None
+    return (
+        cuda_for("compression", tensor.device)
+        if tensor.is_cuda
+        else _library.cpu()
+        if tensor.device.type == "cpu"
+        else None
+    )
 
 
 def _device(tensor: Tensor) -> int:

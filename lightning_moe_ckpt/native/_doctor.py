@@ -16,7 +16,8 @@ from typing import Literal
 
 import torch
 
-from lightning_moe_ckpt.native._library import explain
+from lightning_moe_ckpt.native._device_check import USES, verdict
+from lightning_moe_ckpt.native._library import Library, cuda, explain
 from lightning_moe_ckpt.native._memory import num_nodes, populate
 
 State = Literal["good", "slower", "absent"]
@@ -43,6 +44,7 @@ def examine() -> list[Finding]:
     """Look at everything; takes well under a second."""
     return [
         *_parts(),
+        *_devices(),
         _compiler(),
         _cuda_compiler(),
         _driver(),
@@ -66,6 +68,29 @@ def _parts() -> list[Finding]:
         )
         for part in explain()
     ]
+
+
+def _devices() -> list[Finding]:
+    """What the CUDA part does on each device, if it is in use."""
+    library = cuda()
+    if library is None:
+        return []
+    return [_device(library, torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+
+def _device(library: Library, device: torch.device) -> Finding:
+    verdicts = {use: verdict(use, library, device) for use in USES}
+    failures = [f"{use}: {found.failure}" for use, found in verdicts.items() if found.failure is not None]
+    seconds = sum(found.seconds for found in verdicts.values())
+    if not failures:
+        found = f"{', '.join(USES)} give the bits of their twins, checked in {1e3 * seconds:.0f} ms"
+        return Finding(name=f"CUDA part on {device}", state="good", found=found)
+    return Finding(
+        name=f"CUDA part on {device}",
+        state="slower",
+        found=f"fails its check, torch does this work: {'; '.join(failures)}",
+        advice="report it, with this table; nothing is lost but speed",
+    )
 
 
 def _compiler() -> Finding:

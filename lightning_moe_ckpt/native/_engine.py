@@ -128,9 +128,10 @@ def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
 
 def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
     from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
-    from lightning_moe_ckpt.native._library import NativeError, cuda
+    from lightning_moe_ckpt.native._device_check import cuda_for
+    from lightning_moe_ckpt.native._library import NativeError
 
-    library = cuda()
+    library = cuda_for("copies", device)
     if library is None:
         return None
     engine = CompiledCudaEngine(library, device)

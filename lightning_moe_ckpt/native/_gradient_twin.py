@@ -25,7 +25,10 @@ def quantize(gradient: Tensor, out: QuantizedGradient) -> None:
     bits = _magnitude_bits(values)
     out.not_finite.fill_(int((bits >= INF_BITS).sum()))
     largest = values.abs().max() if values.numel() else values.new_zeros(())
-    scale = torch.where(bits.max() >= INF_BITS, torch.nan, largest / 127) if values.numel() else largest
+    # By a tensor: on CUDA a division by a number is a multiplication by its reciprocal, which rounds otherwise.
+    scale = largest / torch.full_like(largest, 127)
+    if values.numel():
+        scale = torch.where(bits.max() >= INF_BITS, torch.nan, scale)
     out.scale.copy_(scale.reshape(1))
     if bool(scale > 0):
         out.values.copy_((values / scale).round().clamp(-127, 127))
@@ -57,7 +60,8 @@ def select(gradient: Tensor, threshold: int, out: SparsePart) -> None:
 def saturated_half(values: Tensor) -> Tensor:
     """float32 to float16: finite values stay finite, every NaN is the one quiet NaN."""
     half = torch.where(values.isinf(), values, values.clamp(-HALF_MAX, HALF_MAX)).half()
-    return torch.where(values.isnan(), torch.tensor(HALF_NAN, dtype=torch.int16).view(torch.float16), half)
+    nan = torch.tensor(HALF_NAN, dtype=torch.int16, device=values.device).view(torch.float16)
+    return torch.where(values.isnan(), nan, half)
 
 
 def _magnitude_bits(values: Tensor) -> Tensor:

@@ -137,6 +137,8 @@ class PlannedCopies(CopyList):
     def __init__(self, copies: Sequence[Copy] | CopyList) -> None:
         super().__init__(list(copies.pairs()) if isinstance(copies, CopyList) else copies)
         self.plan: Plan | None = None
+        self.reads_host = False
+        """Whether a device reads from memory on the host."""
         # Whatever becomes of the caller's tensors, the addresses in the plan stay allocated. One slot, many views of it.
         self._kept: list[torch.UntypedStorage] = []
         self.attached: list[Tensor] = []

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ABI = 1
+ABI = 2
 
 MESSAGE_NBYTES = 512
 
@@ -142,7 +142,7 @@ CUDA: Mapping[str, Prototype] = {
     "moe_cuda_engine_submit": fallible(_HANDLE, _HANDLE, c.c_void_p, _U64_OUT),
     "moe_cuda_engine_fence": fallible(_HANDLE, c.c_uint64, c.c_void_p),
     "moe_cuda_register": fallible(c.c_int32, c.c_void_p, c.c_uint64),
-    "moe_cuda_unregister": fallible(c.c_void_p),
+    "moe_cuda_unregister": fallible(c.c_int32, c.c_void_p),
     "moe_cuda_quantize": fallible(c.c_void_p, c.c_int64, *_STREAM),
     "moe_cuda_select": fallible(*_GRADIENT, c.c_int64, c.c_int64, *_SPARSE, c.c_void_p, *_STREAM),
     "moe_cuda_adam_replay": fallible(*_ADAM, *_STREAM),

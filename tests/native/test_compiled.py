@@ -237,6 +237,19 @@ class TestPlansWithADevice:
         with pytest.raises(NativeError, match="attached before"):
             plan.attach(staging.data_ptr(), staging.data_ptr() + 64)
 
+    def test_host_memory_is_read_with_the_gathering(self, library: Library) -> None:
+        """A fence waits for what is queued; what the worker read later, the optimizer might have changed on the host."""
+        on_device, count, counted = torch.ones(4), torch.full((4,), 7.0), torch.zeros(4)
+        slices = slices_of(PlannedCopies([(on_device, count), (count, counted)]))
+        assert slices is not None
+        slices["dst_space"], slices["src_space"] = Space.PINNED, [Space.DEVICE, Space.PAGEABLE]
+        plan = Plan(library, "cpu", slices, Arrangement(has_device=True))
+        staging, bounce = (torch.zeros(plan.bounce_nbytes, dtype=torch.uint8) for _ in range(2))
+        plan.attach(staging.data_ptr(), bounce.data_ptr())
+        _run_on_engine(library, plan)
+        assert torch.equal(count, on_device)
+        assert counted.tolist() == [7.0] * 4, "read before anything arrived"
+
     def test_neighbours_become_one_copy(self, library: Library) -> None:
         """Slices that follow each other on both sides are merged, up to the size of a chunk and not across pieces."""
         src, dst = _random_bytes(4096, 0), torch.zeros(4096, dtype=torch.uint8)

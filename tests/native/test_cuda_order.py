@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import CopyList, CudaCopyEngine
+from lightning_moe_ckpt.native import CompiledCudaEngine, CopyList, CudaCopyEngine, _library
 from lightning_moe_ckpt.native import _cuda as engine_module
+from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaTicket
+from lightning_moe_ckpt.native._plan import Space
 
 DEVICE = torch.device("cuda", 0)
 
@@ -155,3 +157,55 @@ def test_close_waits_for_the_side_stream(script: Script) -> None:
     engine.submit([])
     engine.close()
     assert script.lines[-1] == "host waits for stream side"
+
+
+class AsCuda:
+    """The plans of the CPU part by the names that they have in the CUDA part."""
+
+    def __getattr__(self, name: str) -> Any:
+        library = _library.cpu()
+        if library is None:
+            pytest.skip(_library.status("cpu").reason)
+        return getattr(library, name.replace("moe_cuda_", "moe_cpu_"))
+
+
+@pytest.mark.parametrize(
+    ("spaces", "reads_host"),
+    [
+        ((Space.DEVICE, Space.PINNED), False),
+        ((Space.PINNED, Space.DEVICE), True),
+        ((Space.PAGEABLE, Space.DEVICE), True),
+        ((Space.PAGEABLE, Space.PINNED), False),
+    ],
+)
+def test_a_plan_tells_whether_the_device_reads_from_the_host(
+    monkeypatch: pytest.MonkeyPatch, spaces: tuple[Space, Space], reads_host: bool
+) -> None:
+    """What the worker itself reads there, it has read when a fence returns."""
+    engine = CompiledCudaEngine(AsCuda(), DEVICE)  # type: ignore[arg-type]
+    src, dst = torch.ones(2**17), torch.zeros(2**17)
+    monkeypatch.setattr(engine, "_space", lambda tensor: spaces[tensor is dst])
+    monkeypatch.setattr(engine, "_attach", lambda *_: None)
+    assert engine.prepare([(src, dst)]).reads_host is reads_host
+
+
+def test_conversions_on_the_host_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels convert on the device; a list with others goes to the twin as a whole."""
+    engine = CompiledCudaEngine(AsCuda(), DEVICE)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine, "_attach", lambda *_: None)
+    assert engine.prepare([(torch.ones(4), torch.zeros(4, dtype=torch.bfloat16))]).plan is None
+    assert engine.prepare([(torch.ones(4), torch.zeros(4))]).plan is not None
+
+
+@pytest.mark.parametrize("reads_host", [False, True])
+def test_the_host_waits_where_the_device_reads_from_it(script: Script, reads_host: bool) -> None:
+    """No stream keeps the host from overwriting its own memory after the fence."""
+    script.training.cuda_stream = 0
+    ticket: Any = SimpleNamespace(
+        done=False,
+        number=1,
+        worker=SimpleNamespace(handle=None, call=lambda name, *_: script.lines.append(name)),
+        wait=lambda: script.lines.append("wait"),
+    )
+    CompiledCudaTicket(ticket, DEVICE, reads_host=reads_host).fence()
+    assert script.lines == ["fence", "wait"][: 1 + reads_host]

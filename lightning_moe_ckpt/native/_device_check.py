@@ -1,0 +1,109 @@
+"""Whether the CUDA part does on a device what it should: asked once per process, device and use, before the first use.
+
+Kernels are compiled for some devices and translated by the driver for others, and every driver makes batches of copies
+in its own way. What gives other bytes than its twin, or none, is not used there: a slow snapshot is better than a wrong
+one. A check takes milliseconds and a few megabytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native._library import Library
+
+log = logging.getLogger(__name__)
+
+Use = Literal["copies", "compression", "replay"]
+USES: tuple[Use, ...] = get_args(Use)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a check came to."""
+
+    failure: str | None
+    """Why the part is not used for this; `None` if it is."""
+    seconds: float
+
+
+_verdicts: dict[tuple[int, Use], Verdict] = {}
+_stuck: list[Any] = []
+"""Engines: closing one of these, or collecting it, would wait for what does not end."""
+
+
+def cuda_for(use: Use, device: torch.device) -> Library | None:
+    """The CUDA part, if it is there and does on `device` what it should; `None`: the twins have to."""
+    library = _library.cuda()
+    if library is None:
+        return None
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if (index, use) not in _verdicts and torch.cuda.is_current_stream_capturing():
+        return None  # what the check asks of the device must not become part of a user's graph
+    return library if verdict(use, library, torch.device("cuda", index)).failure is None else None
+
+
+def verdict(use: Use, library: Library, device: torch.device) -> Verdict:
+    """Check the part on a device, or tell what the check in this process found.
+
+    Args:
+        use: what it is wanted for.
+        library: the CUDA part.
+        device: with its index.
+    """
+    key = (device.index, use)
+    if key not in _verdicts:
+        _verdicts[key] = found = _examine(use, library, device)
+        if found.failure is not None:
+            log.warning(
+                "torch does the %s on %s, the compiled CUDA part fails its check: %s", use, device, found.failure
+            )
+    return _verdicts[key]
+
+
+def _examine(use: Use, library: Library, device: torch.device) -> Verdict:
+    failure, start = None, time.perf_counter()
+    try:
+        _check(use, library, device)
+    except (RuntimeError, ValueError, TimeoutError, OSError) as error:
+        failure = str(error)
+    return Verdict(failure=failure, seconds=time.perf_counter() - start)
+
+
+# What is checked asks for the verdict itself, so it is imported when it is needed.
+
+
+def _check(use: Use, library: Library, device: torch.device) -> None:
+    from lightning_moe_ckpt.native import _adam, _check_kernels, _compress
+
+    if use == "copies":
+        _check_engine(library, device)
+    elif use == "compression":
+        _check_kernels.check_compression(partial(_compress.compress_with, library), device)
+    else:
+        _check_kernels.check_replay(partial(_adam.replay_cuda, library), device)
+
+
+def _check_engine(library: Library, device: torch.device) -> None:
+    """Through memory that torch has page-locked and through memory that the engine has."""
+    from lightning_moe_ckpt.native._check_copies import CHECKED_NBYTES, check_copies
+    from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
+
+    engine = CompiledCudaEngine(library, device)
+    registered = torch.frombuffer(mmap.mmap(-1, CHECKED_NBYTES), dtype=torch.uint8)
+    engine.register(registered)
+    try:
+        check_copies(engine, device, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+        engine.finish_registering()
+        check_copies(engine, device, lambda _: registered)
+    except TimeoutError:
+        _stuck.append(engine)
+        raise
+    engine.close()
