@@ -32,6 +32,10 @@ class StorageError(CheckpointError, OSError):
     try_next = True
 
 
+class StorageRefused(StorageError, PermissionError):
+    """The medium refuses and will go on to: no space, no permission, no such bucket. It is not tried again at once."""
+
+
 class KeyExists(StorageError, FileExistsError):
     """A create-exclusive met an existing key: somebody else, or an earlier attempt of ours, wrote it."""
 

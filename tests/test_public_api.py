@@ -68,7 +68,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.errors": """
         CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing
-        NoUsableGeneration ReplayMismatch RingFull StorageError UnknownLayout UnsupportedOptimizer
+        NoUsableGeneration ReplayMismatch RingFull StorageError StorageRefused UnknownLayout UnsupportedOptimizer
     """,
 }
 

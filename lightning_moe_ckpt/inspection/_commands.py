@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 Run = Callable[[argparse.Namespace], int]
 Act = Callable[[Backend, argparse.Namespace], int]
+
+_PATIENCE = timedelta(seconds=5)
+"""How long a store that does not answer is tried: somebody sits and waits."""
 
 _LS = """\
 List what is stored under URL, newest first, and say of each generation whether a restart would try it.
@@ -140,7 +144,7 @@ def _declare(commands: Commands, name: str, summary: str, description: str, act:
 
 def _run(act: Act, args: argparse.Namespace) -> int:
     try:
-        backend = open_backend(args.url, storage_options=dict(args.storage_option))
+        backend = open_backend(args.url, storage_options=dict(args.storage_option), patience=_PATIENCE)
         try:
             return act(backend, args)
         finally:

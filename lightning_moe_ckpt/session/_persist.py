@@ -10,30 +10,25 @@ Invariant: a marker is stored only after every segment it names, a commit only a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from typing_extensions import override
 
-from lightning_moe_ckpt.errors import CheckpointError, StorageError
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Job, TierWorker
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, Retention, SegmentEntry
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 STORAGE = "storage"
 """Name of the tier."""
 
-_RETRY_PAUSES = (timedelta(seconds=1), timedelta(seconds=4))
-"""The backend has retried hiccups already; these cover an outage of some seconds."""
-
 
 class GenerationSink(Protocol):
-    """What the worker needs of a run's storage; `RunStore` is one. Called from the worker's thread only."""
+    """What the worker needs of a run's storage; `RunStore` is one. Called from the worker's thread, but for `close`."""
 
     def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
         """Store a segment; durable when its key is returned, and `view` is not read any more."""
@@ -47,6 +42,9 @@ class GenerationSink(Protocol):
     def retain(self, retention: Retention) -> object:
         """Delete what `retention` does not keep. Coordinator only."""
 
+    def close(self) -> None:
+        """Interrupt the call under way, from another thread: it fails soon and leaves nothing half written."""
+
 
 class PersistWorker(TierWorker):
     """Takes sealed segments of one rank and makes their generations durable.
@@ -57,7 +55,6 @@ class PersistWorker(TierWorker):
         retention: which committed generations stay.
         on_complete: see `TierWorker`.
         commit_timeout: how long the coordinator waits for the other ranks.
-        retry_pauses: pauses before each further attempt to store something.
     """
 
     def __init__(
@@ -68,23 +65,26 @@ class PersistWorker(TierWorker):
         retention: Retention,
         on_complete: Callable[[GenerationId, float, int], None] | None = None,
         commit_timeout: timedelta = timedelta(minutes=2),
-        retry_pauses: Sequence[timedelta] = _RETRY_PAUSES,
     ) -> None:
         super().__init__(STORAGE, markers, on_complete=on_complete)
         self._store, self._rank = store, markers.rank
         self._retention = retention
-        self._commit_timeout, self._retry_pauses = commit_timeout, retry_pauses
+        self._commit_timeout = commit_timeout
+
+    @override
+    def _interrupt(self) -> None:
+        self._store.close()
 
     @override
     def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
         entry = segment.digested()
-        self._retry(lambda: self._store.put_segment(job.generation, self._rank, segment.step, segment.view))
+        self._store.put_segment(job.generation, self._rank, segment.step, segment.view)
         return entry
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:
         self._release(job)  # storage has the bytes; other ranks may take long
-        self._retry(lambda: self._store.put_marker(marker))
+        self._store.put_marker(marker)
         if self._rank == 0:
             self._store.commit(marker, timeout=self._commit_timeout, cancelled=self._closing.is_set)
             self._retain(job.generation)
@@ -97,15 +97,3 @@ class PersistWorker(TierWorker):
             self._store.retain(self._retention)
         except CheckpointError as error:
             self._note(generation, f"committed, but older ones could not be deleted: {error}", error)
-
-    def _retry(self, operation: Callable[[], T]) -> T:
-        for pause in self._retry_pauses:
-            try:
-                return operation()
-            except StorageError as error:  # noqa: PERF203  # a retry is a try in a loop
-                if not error.try_next:
-                    raise
-                log.warning("%s Trying again in %s.", error, pause)
-                if self._closing.wait(pause.total_seconds()):
-                    raise
-        return operation()

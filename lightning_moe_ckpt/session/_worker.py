@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 
 Released = Callable[[GenerationId], None]
 
-_CLOSE_TIMEOUT = timedelta(seconds=10)
-"""How long `close` waits for a call under way, which may hang; the thread is a daemon."""
+_CLOSE_GRACE = timedelta(seconds=8)
+"""How long `close` lets a call under way go on."""
+_CLOSE_TIMEOUT = timedelta(seconds=4)
+"""How long it then waits for the call to be interrupted, which may hang; the thread is a daemon."""
 
 _REMEMBERED = 32
 """Complete generations that `holds` knows of."""
@@ -182,10 +184,16 @@ class TierWorker(ABC):
         self._closing.set()
         self._queue.put(None)
         if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT.total_seconds())
+            self._thread.join(_CLOSE_GRACE.total_seconds())
+            if self._thread.is_alive():
+                self._interrupt()
+                self._thread.join(_CLOSE_TIMEOUT.total_seconds())
             if self._thread.is_alive():
                 log.warning("%s does not answer; its thread is left behind", self.name)
             self._thread = None
+
+    def _interrupt(self) -> None:  # noqa: B027  # not every medium can wait
+        """Make the call under way on the thread fail soon; called from another thread."""
 
     # -- what a tier does, on the thread
 

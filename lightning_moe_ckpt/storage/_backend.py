@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
+from typing import Protocol, TypeVar
 
-from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, StorageError
+from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._names import PROBE_PREFIX
 from lightning_moe_ckpt.storage._object_options import SCHEMES
 from lightning_moe_ckpt.storage._url import checked_url, scheme_of
@@ -24,6 +26,13 @@ log = logging.getLogger(__name__)
 StorageOptions = Mapping[str, object]
 
 _wrappers: list[Callable[[Backend], Backend]] = []
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(minutes=2)
+"""How long an operation is tried again: what a store needs to come back. Memory holds newer generations meanwhile."""
+MIN_NBYTES_PER_SECOND = 4 * 2**20
+"""The slowest transfer that counts as alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,13 @@ class Backend(Protocol):
         """
 
 
-def open_backend(url: str, *, storage_options: StorageOptions | None = None, bandwidth: int | None = None) -> Backend:
+def open_backend(
+    url: str,
+    *,
+    storage_options: StorageOptions | None = None,
+    bandwidth: int | None = None,
+    patience: timedelta = PATIENCE,
+) -> Backend:
     """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet.
 
     Args:
@@ -97,6 +112,7 @@ def open_backend(url: str, *, storage_options: StorageOptions | None = None, ban
         storage_options: in the words of s3fs, gcsfs, adlfs or whatever fsspec file system serves the URL; not
             accepted for paths.
         bandwidth: bytes per second that `put` may write, all threads of this process together; `None` for no cap.
+        patience: how long a failing operation is tried again, beside the time for its bytes.
 
     Raises:
         ConfigurationError: it names no place, its scheme is unknown, its package is missing, or the options do not fit.
@@ -106,7 +122,8 @@ def open_backend(url: str, *, storage_options: StorageOptions | None = None, ban
     backend = open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth)
     for wrap in _wrappers:
         backend = wrap(backend)
-    return Retrying(backend)
+    rate = min(MIN_NBYTES_PER_SECOND, bandwidth or MIN_NBYTES_PER_SECOND)
+    return Retrying(backend, patience=patience, min_nbytes_per_second=rate)
 
 
 @contextlib.contextmanager
@@ -176,6 +193,34 @@ def create_once(backend: Backend, key: str, data: bytes) -> bool:
     return True
 
 
+_PROBES = 4
+_PROBE_PAUSE_SECONDS = 0.2
+
+
+def _refuses(key: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> bool:
+    """Whether a second `create` leaves the object of the first.
+
+    Stores disagree on the error, so what the key holds decides. A request that failed for another reason says nothing:
+    it is made again.
+    """
+    with contextlib.suppress(KeyExists):  # an attempt before may have succeeded without a reply
+        _insist(lambda: create(key, b"first"))
+    with contextlib.suppress(StorageError):
+        _insist(lambda: create(key, b"second"))
+    return _insist(lambda: get(key)) == b"first"
+
+
+def _insist(call: Callable[[], T]) -> T:
+    for _ in range(_PROBES - 1):
+        try:
+            return call()
+        except (KeyExists, StorageRefused):  # noqa: PERF203 - trying again is what the loop is for
+            raise
+        except StorageError:
+            time.sleep(_PROBE_PAUSE_SECONDS)
+    return call()
+
+
 def probe_create(
     url: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes], delete: Callable[[str], None]
 ) -> bool:
@@ -186,10 +231,7 @@ def probe_create(
     """
     key = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     try:
-        create(key, b"first")
-        with contextlib.suppress(StorageError):  # stores disagree on the error; what the key holds decides
-            create(key, b"second")
-        exclusive = get(key) == b"first"
+        exclusive = _refuses(key, create, get)
         delete(key)  # this key only: another job may be probing now
     except StorageError as error:
         raise ConfigurationError(f"`{url}` cannot be written: {error} Give a URL this user may write to.") from error

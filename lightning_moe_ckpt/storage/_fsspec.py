@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError
-from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
+from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, probe_create
 from lightning_moe_ckpt.storage._pace import Pace
 
 _CHUNK_NBYTES = 16 * 2**20
@@ -42,7 +42,7 @@ class FsspecBackend:
         *,
         storage_options: Mapping[str, object] | None = None,
         timeout: timedelta = timedelta(seconds=60),
-        min_nbytes_per_second: int = 4 * 2**20,
+        min_nbytes_per_second: int = MIN_NBYTES_PER_SECOND,
         bandwidth: int | None = None,
     ) -> None:
         """Open the file system of `url`; nothing is read or written.
@@ -233,4 +233,5 @@ def _ours(error: Exception, what: str) -> StorageError:
         return KeyExists(f"{what}: exists.")
     if isinstance(error, FileNotFoundError):
         return KeyMissing(f"{what}: not there.")
-    return StorageError(f"{what}: {type(error).__name__}: {error}.")
+    kind = StorageRefused if isinstance(error, PermissionError) else StorageError
+    return kind(f"{what}: {type(error).__name__}: {error}.")

@@ -18,13 +18,20 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError
-from lightning_moe_ckpt.storage._backend import Entry, probe_create
-from lightning_moe_ckpt.storage._object_options import split_url, translate
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
+from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, probe_create
+from lightning_moe_ckpt.storage._object_options import environment_s3, split_url, translate
 from lightning_moe_ckpt.storage._pace import Pace
+from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
 PART_NBYTES = 16 * 2**20
 _MIN_PART_NBYTES = 5 * 2**20  # of S3, but for the last part
@@ -46,7 +53,7 @@ class ObjectBackend:
         *,
         storage_options: Mapping[str, object] | None = None,
         timeout: timedelta = timedelta(seconds=60),
-        min_nbytes_per_second: int = 4 * 2**20,
+        min_nbytes_per_second: int = MIN_NBYTES_PER_SECOND,
         bandwidth: int | None = None,
     ) -> None:
         """Open the store of `url`; nothing is read or written.
@@ -77,6 +84,7 @@ class ObjectBackend:
         # Requests are tried again here only for a short while; calls are by `Retrying`, with longer pauses.
         backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2)}
         retry = {"max_retries": 2, "retry_timeout": timeout, "backoff": backoff}
+        self._unfinished: UnfinishedUploads | None = None
         _claim_runtime(url)
         try:
             self._store = _STORES[kind](
@@ -88,6 +96,9 @@ class ObjectBackend:
             )
         except (BaseError, ValueError, TypeError) as error:
             raise ConfigurationError(f"`{url}` cannot be opened: {_first_line(error)}") from error
+        if kind == "s3":
+            found = {**environment_s3(), **options.config, **self._store.config}
+            self._unfinished = UnfinishedUploads(bucket, found, options.client, timeout=timeout.total_seconds())
 
     @property
     def url(self) -> str:
@@ -161,7 +172,10 @@ class ObjectBackend:
             return
 
     def sweep(self, prefix: str) -> None:
-        """Nothing to do: a lifecycle rule of the bucket removes uploads that were never completed."""
+        """Abort uploads that were never completed; on other stores than S3 a lifecycle rule of the bucket has to."""
+        self._check_process()
+        if self._unfinished is not None:
+            self._unfinished.abort("/".join(filter(None, (self._store.prefix, prefix))))
 
     def close(self) -> None:
         """Connections close with the store's last reference; uploads under way are abandoned at their next part."""
@@ -211,20 +225,27 @@ class ObjectBackend:
         if time.monotonic() > deadline:
             raise StorageError(f"{what}: out of time after {done} bytes. Check the store and the network.")
 
-    def _call(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call` and turn its exceptions into ours."""
+    def _check_process(self) -> None:
         if os.getpid() != _runtime_pid:
             raise _forked(self.url)
+
+    def _call(self, what: str, call: Callable[[], T]) -> T:
+        """Run `call` and turn its exceptions into ours."""
+        self._check_process()
         try:
             return call()
         except (AlreadyExistsError, PreconditionError) as error:
             raise KeyExists(f"{what}: exists.") from error
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                raise StorageError(f"{what}: there is no such bucket. Create it, or name another.") from error
+                raise StorageRefused(f"{what}: there is no such bucket. Create it, or name another.") from error
+            if "NoSuchUpload" in str(error):
+                raise StorageError(f"{what}: the upload was aborted, perhaps by a later start of this job.") from error
             raise KeyMissing(f"{what}: not there.") from error
         except StorageError:
             raise
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise StorageRefused(f"{what}: {_first_line(error)} Check the keys and what they allow.") from error
         except (BaseError, OSError) as error:
             raise StorageError(f"{what}: {_first_line(error)}") from error
 

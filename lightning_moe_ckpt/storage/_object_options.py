@@ -258,6 +258,22 @@ def _finish_s3(options: ObjectOptions) -> None:
     options.config.setdefault("unsigned_payload", True)
 
 
+_ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "access_key_id",
+    "AWS_SECRET_ACCESS_KEY": "secret_access_key",
+    "AWS_SESSION_TOKEN": "session_token",
+    "AWS_ENDPOINT": "endpoint",
+    "AWS_ENDPOINT_URL": "endpoint",
+    "AWS_DEFAULT_REGION": "region",
+    "AWS_REGION": "region",
+}
+
+
+def environment_s3() -> dict[str, str]:
+    """What obstore finds in the environment and does not tell, in its words."""
+    return {name: os.environ[variable] for variable, name in _ENVIRONMENT.items() if os.environ.get(variable)}
+
+
 def shared_credentials(profile: str) -> dict[str, str]:
     """Static keys and region of a profile in the files of the AWS tools; empty if it has no static keys."""
     credentials = _read_ini("AWS_SHARED_CREDENTIALS_FILE", "credentials")

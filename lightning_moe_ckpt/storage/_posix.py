@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError
+from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._backend import Entry, probe_create
 from lightning_moe_ckpt.storage._pace import Pace
 
@@ -33,6 +33,10 @@ _MAX_PRUNED = 100
 _UNPACED = Pace()  # for what is small and waited for: the log, manifests
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts: names are durable with the file there
+_LASTING = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
+    errno.ENAMETOOLONG, errno.EEXIST,
+}  # fmt: skip
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -205,7 +209,8 @@ def _reported(operation: str, path: Path) -> Iterator[None]:
         kind = KeyMissing if operation == "get" else StorageError
         raise kind(f"{operation} {path}: not there.") from error
     except OSError as error:
-        raise StorageError(f"{operation} {path}: {error.strerror or error}.") from error
+        kind = StorageRefused if error.errno in _LASTING else StorageError
+        raise kind(f"{operation} {path}: {error.strerror or error}.") from error
 
 
 def _files(directory: Path) -> Iterator[os.DirEntry[str]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing, StorageError
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.storage import (
     Backend,
     Entry,
@@ -27,6 +30,7 @@ from lightning_moe_ckpt.storage import (
     create_once,
     open_backend,
 )
+from lightning_moe_ckpt.storage._backend import probe_create
 from lightning_moe_ckpt.testing import BackendContract
 
 
@@ -100,8 +104,26 @@ class TestRetrying(BackendContract):
         return open_backend(f"file://{tmp_path}/run", bandwidth=bandwidth)
 
 
-def _no_pause(seconds: float) -> None:
-    """Retries of a test do not wait."""
+class Clock:
+    """Time that passes only in pauses."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        self.now += seconds
+        return False
+
+
+def retrying(backend: Backend, patience: timedelta = timedelta(minutes=1)) -> tuple[Retrying, Clock]:
+    """Retries that take no time."""
+    clock = Clock()
+    return Retrying(backend, patience=patience, clock=clock, sleep=clock.sleep), clock
 
 
 # POSIX: durability and interrupted writes.
@@ -268,7 +290,7 @@ def test_sweeping_away_a_live_write_is_an_error_its_retry_heals(
             sweeper.sweep("")
 
     monkeypatch.setattr(os, "fsync", fsync_then_sweep)
-    backend = Retrying(PosixBackend(tmp_path), sleep=_no_pause)
+    backend, _ = retrying(PosixBackend(tmp_path))
     backend.put("a", b"x")
     assert backend.get("a") == b"x"
     assert swept
@@ -411,7 +433,7 @@ def test_a_store_that_ignores_conditions_is_found_out(caplog: pytest.LogCaptureF
 
 def test_a_refusal_by_any_error_counts() -> None:
     """Reading back tells a refusal from a failure."""
-    backend = Retrying(FsspecBackend("vague://run"), sleep=_no_pause)
+    backend = retrying(FsspecBackend("vague://run"))[0]
     assert backend.creates_exclusively
     assert create_once(backend, "a", b"first")
     assert create_once(backend, "a", b"first")
@@ -425,38 +447,101 @@ class _FlakyBackend(PosixBackend):
     """Fails a number of times before each success."""
 
     failures = 0
+    error: StorageError = StorageError("the network is away.")
 
     def get(self, key: str) -> bytes:
+        self._fail()
+        return super().get(key)
+
+    def put(self, key: str, *views: bytes | memoryview) -> None:
+        self._fail()
+        super().put(key, *views)
+
+    def _fail(self) -> None:
         if self.failures:
             self.failures -= 1
-            raise StorageError("the network is away.")
-        return super().get(key)
+            raise self.error
 
 
 def test_failures_are_retried_with_growing_pauses(tmp_path: Path) -> None:
-    """Three pauses, each twice as long, then the error goes up."""
-    pauses: list[float] = []
+    """Each pause is twice as long up to a limit, a part of it by chance, so that ranks do not come back together."""
     inner = _FlakyBackend(tmp_path)
-    backend = Retrying(inner, sleep=pauses.append)
+    backend, clock = retrying(inner, timedelta(hours=1))
     backend.put("a", b"x")
-    inner.failures = 3
+    inner.failures = 12
     assert backend.get("a") == b"x"
-    assert pauses == [0.1, 0.2, 0.4]
-    inner.failures = 4
-    with pytest.raises(StorageError, match="network"):
-        backend.get("a")
+    for pause, longest in zip(clock.pauses, [0.1 * 2**turn for turn in range(7)] + [10.0] * 5, strict=True):
+        assert longest / 2 <= pause <= longest
+
+
+def test_an_operation_has_a_deadline(tmp_path: Path) -> None:
+    """Counted from its first attempt, with time for its bytes on top; then the error goes up."""
+    inner = _FlakyBackend(tmp_path)
+    inner.failures = 10**6
+    for nbytes, limit in ((0, 60.0), (80 * 2**20, 80.0)):
+        backend, clock = retrying(inner)
+        with pytest.raises(StorageError, match="network"):
+            backend.put("a", bytes(nbytes))
+        assert limit - 10 <= clock.now <= limit
+
+
+@pytest.mark.parametrize("error", [StorageRefused("no space left."), Corrupt("digest")], ids=["refused", "corrupt"])
+def test_what_no_pause_mends_is_not_retried(tmp_path: Path, error: StorageError) -> None:
+    """A full disk is reported at once; the next generation tries anew."""
+    inner = _FlakyBackend(tmp_path)
+    inner.failures, inner.error = 1, error
+    backend, clock = retrying(inner)
+    with pytest.raises(type(error)):
+        backend.put("a", b"x")
+    assert clock.pauses == []
+    backend.put("a", b"x")
+
+
+def test_closing_ends_a_pause(tmp_path: Path) -> None:
+    """A process that wants to end does not wait for a store that is down."""
+    inner = _FlakyBackend(tmp_path)
+    inner.failures = 10**6
+    backend = Retrying(inner, patience=timedelta(hours=1))
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(backend.put, "a", b"x")
+        with pytest.raises(FutureTimeoutError):
+            writing.result(0.2)
+        backend.close()
+        with pytest.raises(StorageError, match="network"):
+            writing.result(30)
 
 
 def test_answers_are_not_retried(tmp_path: Path) -> None:
     """A missing or existing key is not a failure."""
-    pauses: list[float] = []
-    backend = Retrying(PosixBackend(tmp_path), sleep=pauses.append)
+    backend, clock = retrying(PosixBackend(tmp_path))
     backend.create("a", b"x")
     with pytest.raises(KeyMissing):
         backend.get("b")
     with pytest.raises(KeyExists):
         backend.create("a", b"y")
-    assert pauses == []
+    assert clock.pauses == []
+
+
+@pytest.mark.parametrize("lost", ["request", "reply"])
+@pytest.mark.parametrize("honours", [True, False])
+def test_a_probe_is_not_misled_by_a_failure(*, honours: bool, lost: str) -> None:
+    """A second create that merely failed is no refusal, and one whose reply was lost is no overwriting."""
+    stored: dict[str, bytes] = {}
+    turns = itertools.count()
+
+    def create(key: str, data: bytes) -> None:
+        fails = next(turns) % 2 == 0
+        if fails and lost == "request":
+            raise StorageError("lost")
+        if honours and key in stored:
+            raise KeyExists(key)
+        stored[key] = data
+        if fails:
+            raise StorageError("lost")
+
+    found = probe_create("flaky://", create, stored.__getitem__, stored.__delitem__)
+    assert found == honours
+    assert stored == {}
 
 
 # Choosing a backend.

@@ -264,7 +264,7 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(backend.list("snap/"), list[storage.Entry])
     own: list[storage.Backend] = [storage.PosixBackend("a"), storage.FsspecBackend("memory://b")]
     own.append(storage.ObjectBackend("s3://bucket/run", timeout=timedelta(seconds=30)))
-    safe = storage.Retrying(own[0], attempts=2)
+    safe = storage.Retrying(own[0], patience=timedelta(seconds=2))
     resume: storage.Resume = "auto"
     run = storage.RunStore.open(safe, resume=resume)
     commits = run.candidates()
@@ -448,7 +448,7 @@ def remedies() -> Sequence[type[errors.CheckpointError]]:
         errors.UnsupportedOptimizer,
         errors.IdentityMismatch,
     ]
-    system: list[type[OSError]] = [errors.StorageError, errors.KeyExists, errors.KeyMissing]
+    system: list[type[OSError]] = [errors.StorageError, errors.StorageRefused, errors.KeyExists, errors.KeyMissing]
     runtime: list[type[RuntimeError]] = [errors.Fenced, errors.NoUsableGeneration]
     others = [errors.CodecError, errors.RingFull, errors.ReplayMismatch]
     assert_type(errors.CheckpointError.try_next, bool)
