@@ -46,9 +46,10 @@ PUBLIC: dict[str, str] = {
         plain_all_reduce run_world set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
-        Backend Commit DIGEST_NAME Entry FsspecBackend GenerationId HuggingFaceEntry MemoryMarker ModuleEntry
+        Backend Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry JudgedGeneration
+        MemoryMarker ModuleEntry
         ModuleLine ObjectBackend OverflowEntry PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows
-        Resume Retention Retrying RingHeader RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec check_places checked_url create_once
+        Resume Retention Retrying RingHeader RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec check_places checked_url collect_garbage create_once
         digest_of dtype_code dtype_of open_backend read_chunks read_record scrub_overflow scrub_segment
         segment_key verify_records wrapping_backends
     """,

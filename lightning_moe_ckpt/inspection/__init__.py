@@ -1,4 +1,4 @@
-"""Looking at a stored run from outside: list, inspect, verify, export. Nothing here writes to the run.
+"""A stored run from outside: list, inspect, verify, export, which write nothing to it, and garbage collection.
 
 Needs neither the model nor Lightning nor the ranks that wrote it: coordinates in storage are global.
 """

@@ -1,4 +1,4 @@
-"""The subcommands `ls`, `inspect`, `verify` and `export`: arguments in, tables or JSON out.
+"""The subcommands `ls`, `inspect`, `verify`, `export` and `gc`: arguments in, tables or JSON out.
 
 Exit status: 0 if all is well, 1 if `verify` found damage, 2 if the command could not do its work, with one line on
 standard error that says why; with `--json` standard output then has `{"error": ...}`, one document in any case.
@@ -21,6 +21,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.inspection import _gc
 from lightning_moe_ckpt.inspection._export import MAX_SHARD_NBYTES, ExportFormat, ExportOptions, export
 from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
 from lightning_moe_ckpt.inspection._screen import Screen
@@ -85,6 +86,7 @@ def add_commands(commands: Commands) -> None:
         _export,
     )
     write.add_argument("out", metavar="OUT", type=Path, help="what to write: *.safetensors, *.ckpt, or a folder")
+    _gc.add_arguments(_declare(commands, "gc", "delete what no restart would use any more", _gc.DESCRIPTION, _collect))
     for parser in (inspect, check, write):
         parser.add_argument("--step", type=int, metavar="N", help="this step instead of the newest usable one")
     write.add_argument(
@@ -243,6 +245,12 @@ def _export(backend: Backend, args: argparse.Namespace) -> int:
     lines += [f"step {done.step} (epoch {done.epoch}) as {done.format}, {done.num_tensors} parameters and buffers"]
     lines += [f"note: {note}" for note in done.notes]
     _show(args, dataclasses.asdict(done), lambda: lines)
+    return 0
+
+
+def _collect(backend: Backend, args: argparse.Namespace) -> int:
+    found = _gc.garbage(backend, args)
+    _show(args, _gc.document(found), lambda: _gc.tables(found))
     return 0
 
 

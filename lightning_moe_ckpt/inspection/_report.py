@@ -55,7 +55,8 @@ def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
     history = view.history
     state = "its log cannot be read"
     if history is not None:
-        state = f"newest epoch {history.last_epoch}, keeps what is at or after step {history.watermark}"
+        named = f" and {len(history.kept)} older" if history.kept else ""
+        state = f"newest epoch {history.last_epoch}, keeps what is at or after step {history.watermark}{named}"
     return [f"{view.url}\nrun {view.run_id or '?'}: {state}; {num_usable} of {len(rows)} generations usable", table]
 
 

@@ -75,7 +75,9 @@ class Patient(Callback):
         assert self.checkpoint.wait_committed()
 
 
-def train(module: LightningModule, checkpoint: CheckpointCallback, *, steps: int, **options: Any) -> Trainer:
+def train(
+    module: LightningModule, checkpoint: CheckpointCallback, *others: Callback, steps: int, **options: Any
+) -> Trainer:
     """Train for `steps` optimizer steps."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     x = torch.arange(4.0 * 6 * FEATURES).view(-1, FEATURES).sin()
@@ -88,7 +90,7 @@ def train(module: LightningModule, checkpoint: CheckpointCallback, *, steps: int
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[Patient(checkpoint), checkpoint],
+            callbacks=[Patient(checkpoint), *others, checkpoint],
         )
         trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2))
     return trainer

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import seed_everything
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # servers and stored runs are shared with other folders
 
 from inspection._runs import Small, SmallMoE, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint

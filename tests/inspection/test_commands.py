@@ -248,7 +248,7 @@ def test_a_narrow_terminal_gets_no_longer_lines(
         assert max(map(len, out.splitlines())) <= 40
 
 
-@pytest.mark.parametrize("command", ["", "ls", "inspect", "verify", "export", "doctor"])
+@pytest.mark.parametrize("command", ["", "ls", "inspect", "verify", "export", "gc", "doctor"])
 def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str], command: str) -> None:
     """Of the program and of each command; every option has a text."""
     with pytest.raises(SystemExit) as ended:

@@ -10,62 +10,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored._runs import begin, save, steps, stored, write
 
 from lightning_moe_ckpt.errors import ConfigurationError, Fenced, KeyMissing
 from lightning_moe_ckpt.storage import (
-    Backend,
     Commit,
     GenerationId,
     PosixBackend,
-    RankMarker,
     Retention,
-    RunStore,
-    SegmentEntry,
-    digest_of,
 )
 from lightning_moe_ckpt.storage._log import History
 from lightning_moe_ckpt.storage._names import commit_key, segment_key
 from lightning_moe_ckpt.storage._retention import advanced_history
 
 DAY = 86_400
-
-
-def begin(backend: Backend, at: int | None = None) -> RunStore:
-    """A life that goes on from generation `at`, or the newest."""
-    store = RunStore.open(backend, resume="auto")
-    steps = {commit.generation.step: commit.generation for commit in store.candidates()}
-    assert store.open_epoch(steps[max(steps) if at is None else at] if steps else None) is not None
-    return store
-
-
-def write(store: RunStore, step: int, unix_time: int = 0) -> RankMarker:
-    """A generation of one rank, complete but for its commit."""
-    assert store.epoch is not None
-    generation = GenerationId(step=step, epoch=store.epoch)
-    data = f"{generation}".encode()
-    key = store.put_segment(generation, 0, step, memoryview(data))
-    entry = SegmentEntry(step=step, key=key, nbytes=len(data), digest=digest_of(data))
-    marker = RankMarker(
-        run_id=store.run_id, rank=0, world_size=1, generation=generation, plan_hash="p", segments=(entry,),
-        unix_time=unix_time,
-    )  # fmt: skip
-    store.put_marker(marker)
-    return marker
-
-
-def save(store: RunStore, step: int, retention: Retention, unix_time: int = 0) -> None:
-    store.commit(write(store, step, unix_time), timeout=timedelta())
-    store.retain(retention)
-
-
-def steps(store: RunStore) -> list[int]:
-    """What can be restored, oldest first."""
-    return [commit.generation.step for commit in reversed(store.candidates())]
-
-
-def stored(backend: Backend) -> list[int]:
-    """Steps of which anything is stored."""
-    return sorted({int(entry.key.split("/")[1]) for entry in backend.list("snap/")})
 
 
 @pytest.fixture

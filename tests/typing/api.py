@@ -291,6 +291,12 @@ def look_at_memory(ring: bytes, beside: bytes) -> dict[int, int]:
     return {step: slot * header.slot_nbytes for step, slot in whole.slots.items()}
 
 
+def collect(backend: storage.Backend) -> storage.JudgedGeneration:
+    found = storage.collect_garbage(backend, storage.Retention(days=2), dry_run=True)
+    assert_type(found, storage.Garbage)
+    return found.goes[0]
+
+
 def describe_module(marker: storage.RankMarker) -> storage.HuggingFaceEntry | None:
     line = marker.module
     assert_type(line, storage.ModuleLine | None)

@@ -1,0 +1,143 @@
+"""Garbage collection of a stored run by a process that is not its job, perhaps while the job goes on.
+
+What the log has given up may be deleted by anybody at any time: nobody restores it, whoever is alive. To give up more,
+an entry is appended to the log, at the index that a job which starts meanwhile needs (one of the two looks again), and
+in the name of the newest epoch, so that the job of that epoch takes it over and is not fenced.
+
+Never touched: what epochs after the newest one in the log wrote, what the newest epoch has not committed yet, and the
+newest generation that can be restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.storage._backend import Backend
+from lightning_moe_ckpt.storage._catalog import Catalog, Contents, delete_generation, read_catalog
+from lightning_moe_ckpt.storage._log import History, Log, watermark_event
+from lightning_moe_ckpt.storage._names import GenerationId
+from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
+from lightning_moe_ckpt.storage._survey import Survey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedGeneration:
+    """A stored generation, on one of the two heaps."""
+
+    generation: GenerationId
+    reason: str
+    """Why it goes, or why it stays."""
+    nbytes: int
+    """Of all its objects."""
+    num_objects: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Garbage:
+    """What a collection found."""
+
+    url: str
+    run_id: str
+    watermark: int
+    """Generations below this step are given up, but for those that stay by name."""
+    goes: Sequence[JudgedGeneration]
+    """Oldest first."""
+    stays: Sequence[JudgedGeneration]
+    """Oldest first."""
+    deleted: bool
+    """Whether it was deleted, or only looked for."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what goes."""
+        return sum(each.nbytes for each in self.goes)
+
+
+def collect_garbage(backend: Backend, retention: Retention | None = None, *, dry_run: bool = False) -> Garbage:
+    """Delete what nobody may restore any more.
+
+    Args:
+        backend: where the run is; a job may be using it.
+        retention: gives up generations first; `None` leaves it at what the log has given up.
+        dry_run: only look.
+
+    Raises:
+        NoUsableGeneration: there is no run.
+        Corrupt: the log cannot be read, or not well enough for `retention`.
+        ConfigurationError: the store cannot tell a job about `retention`.
+        StorageError: the medium failed; the next call goes on where this one stopped.
+    """
+    log = Log(backend)
+    while True:
+        history = _read(log, backend)
+        catalog = read_catalog(backend)
+        survey = Survey.take(backend, history, catalog)
+        advanced = None if retention is None else survey.give_up(history, retention, catalog)
+        if retention is not None:
+            _require_fence(backend, log)
+        if advanced is None or dry_run:
+            break
+        if log.append(watermark_event(history.last_epoch, advanced.watermark), advanced):
+            break
+    history = advanced or history
+    doomed = doomed_generations(catalog, history, epoch=history.last_epoch)
+    if not dry_run:
+        for generation in doomed:
+            delete_generation(backend, catalog[generation])
+    kept = {} if retention is None else survey.reasons(retention, catalog)
+    staying = {g: kept.get(g) or _why_it_stays(catalog[g], history) for g in sorted(catalog) if g not in doomed}
+    return Garbage(
+        url=backend.url,
+        run_id=history.run_id,
+        watermark=history.watermark,
+        goes=_judged(doomed, catalog),
+        stays=_judged(staying, catalog),
+        deleted=not dry_run,
+    )
+
+
+def _read(log: Log, backend: Backend) -> History:
+    history = log.read()
+    if history is None:
+        raise NoUsableGeneration(f"{backend.url} holds no run. Check the URL.")
+    return history
+
+
+def _require_fence(backend: Backend, log: Log) -> None:
+    """What is given up must not be lost on a job that runs or starts meanwhile."""
+    if log.num_lost:
+        raise Corrupt(
+            f"{backend.url}: the newest log entry cannot be read, and may be of a job that runs. Without a retention only "
+            "what older entries have given up is deleted; the next start of the job writes a new entry."
+        )
+    if not backend.creates_exclusively:
+        raise ConfigurationError(
+            f"{backend.url} replaces objects that exist, so a job that uses it would not notice what is given up here. "
+            "Give the retention to the callback of the job."
+        )
+
+
+def _why_it_stays(contents: Contents, history: History) -> str:
+    generation = contents.generation
+    if generation.epoch > history.last_epoch:
+        return "of a later life than the log shows"
+    if generation.epoch < history.first_epoch:
+        return "of an earlier run, until the newer one has more than it keeps"
+    if not contents.committed:
+        return "not committed yet"
+    return "kept below the watermark" if generation.step < history.watermark else "not given up"
+
+
+def _judged(reasons: dict[GenerationId, str], catalog: Catalog) -> tuple[JudgedGeneration, ...]:
+    sizes = {generation: catalog[generation].sizes for generation in reasons}
+    return tuple(
+        JudgedGeneration(
+            generation=generation,
+            reason=reason,
+            nbytes=sum(sizes[generation].values()),
+            num_objects=len(sizes[generation]),
+        )
+        for generation, reason in reasons.items()
+    )

@@ -1,0 +1,162 @@
+"""`moe-ckpt gc`: what it says, its exit status, and a fit that goes on while it works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from servers._s3 import running
+from stored._runs import begin, save, steps, stored, write
+from typing_extensions import override
+
+from inspection._runs import Small, train
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.storage import Backend, PosixBackend, Retention, open_backend
+
+
+@pytest.fixture(params=["directory", "moto"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[str], Backend]]:
+    """URL with the options that lead there, and the run at it: 0 to 50 all kept, then a life that never committed 55."""
+    if request.param == "directory":
+        yield [str(tmp_path / "run")], run_at(PosixBackend(tmp_path / "run"))
+        return
+    with running("moto", tmp_path) as server:
+        options = [f"--storage-option={key}={value}" for key, value in server.storage_options.items()]
+        url = server.url()
+        yield [url, *options], run_at(open_backend(url, storage_options=server.storage_options))
+
+
+def run_at(backend: Backend) -> Backend:
+    job = begin(backend)
+    for step in range(0, 60, 10):
+        save(job, step, Retention(last=100), unix_time=step * 8640)
+    write(begin(backend), 55)
+    begin(backend)
+    return backend
+
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def gc(capsys: pytest.CaptureFixture[str]) -> Said:
+    """The command: exit status, standard output, standard error."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(["gc", *argv])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_it_says_what_goes_then_deletes_exactly_that(place: tuple[list[str], Backend], gc: Said) -> None:
+    """A dry run changes nothing; documents name every generation with bytes and reason; a second run finds nothing."""
+    argv, backend = place
+    rules = ["--keep-last", "1", "--keep-every", "30", "--keep-days", "1", "--json"]
+    before = backend.list("")
+    status, told, _ = gc(*argv, *rules, "--dry-run")
+    assert (status, backend.list("")) == (0, before)
+    document = json.loads(told)
+    assert {row["step"]: row["reason"] for row in document["goes"]} == {
+        10: "below the watermark 30",
+        20: "below the watermark 30",
+        55: "not committed, and epoch 2 is over",
+    }
+    assert {row["step"]: row["reason"] for row in document["stays"]} == {
+        0: "first at or after step 0",
+        30: "first at or after step 30",
+        40: "within 1 days",
+        50: "among the last 1",
+    }
+    status, done, _ = gc(*argv, *rules)
+    assert (status, json.loads(done)) == (0, {**document, "deleted": True})
+    kept = {entry.key for entry in backend.list("snap/")}
+    gone = [entry for entry in before if entry.key.startswith("snap/") and entry.key not in kept]
+    assert sum(entry.nbytes for entry in gone) == document["nbytes"] == sum(row["nbytes"] for row in document["goes"])
+    assert stored(backend) == [0, 30, 40, 50]
+    assert json.loads(gc(*argv, *rules)[1])["goes"] == []
+    assert steps(begin(backend)) == [0, 30, 40, 50]
+
+
+def test_without_rules_only_what_was_given_up_goes(place: tuple[list[str], Backend], gc: Said) -> None:
+    """And the table says so in words."""
+    argv, backend = place
+    status, said, errors = gc(*argv)
+    assert (status, errors) == (0, "")
+    rows = [[cell.strip() for cell in line.split("│")] for line in said.splitlines() if "│" in line]
+    fates = {int(step): fate for _, step, _, _, _, fate, *_ in rows}
+    assert fates == {55: "deleted", **dict.fromkeys(range(0, 60, 10), "stays")}
+    assert "not committed, and epoch 2 is over" in said
+    assert "deleted: 1 generations" in said
+    assert stored(backend) == list(range(0, 60, 10))
+
+
+def test_the_program_that_is_installed_does_it(tmp_path: Path) -> None:
+    """In a process of its own."""
+    run_at(PosixBackend(tmp_path))
+    command = [str(Path(sys.executable).with_name("moe-ckpt")), "gc", str(tmp_path), "--keep-last=1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert (len(json.loads(done.stdout)["goes"]), done.stderr) == (6, "")
+    assert stored(PosixBackend(tmp_path)) == [50]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nowhere"], "holds no run"),
+        (["nowhere", "--keep-last", "0"], "`Retention(last=0)` must be 1 or more"),
+        (["nowhere", "--keep-days", "nan"], "`Retention(days=nan)` must be above zero"),
+        (["nowhere", "--keep-every", "-5"], "`Retention(every_n_steps=-5)` must be 1 or more"),
+    ],
+)
+def test_what_it_cannot_do_it_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], message: str
+) -> None:
+    """In one line and with status 2; as a document too, if asked."""
+    assert main(["gc", str(tmp_path / argv[0]), *argv[1:], "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert message in json.loads(captured.out)["error"]["message"]
+    assert list(tmp_path.iterdir()) == []
+
+
+class CollectsGarbage(Callback):
+    """Runs the command after every step, as somebody else might."""
+
+    def __init__(self, url: str, *rules: str) -> None:
+        self.argv = ["gc", url, *rules, "--json"]
+        self.statuses: set[int] = set()
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.statuses.add(main(self.argv))
+
+
+@pytest.mark.parametrize("rules", [(), ("--keep-last=1",), ("--keep-last=1", "--keep-every=4")])
+def test_a_fit_goes_on_while_garbage_is_collected(tmp_path: Path, rules: tuple[str, ...]) -> None:
+    """To the same weights as without, and what it leaves can be resumed from."""
+    modules, collects = [], CollectsGarbage(str(tmp_path / "beside"), *rules)
+    for name in ("alone", "beside"):
+        torch.manual_seed(1)
+        url, module = str(tmp_path / name), Small()
+        others = [collects] if name == "beside" else []
+        train(module, SparseCheckpoint(url, window=2, keep=4), *others, steps=12)
+        modules.append(module)
+    assert collects.statuses == {0}
+    for alone, beside in zip(*(module.parameters() for module in modules), strict=True):
+        assert torch.equal(alone, beside)
+    backend = open_backend(str(tmp_path / "beside"))
+    assert steps(begin(backend))[-1] == 12
+    entries = [json.loads(backend.get(entry.key))["document"]["body"]["event"] for entry in backend.list("_log/")]
+    assert {"run", "open"} <= {event["type"] for event in entries}
+    assert ("watermark" in {event["type"] for event in entries}) or not rules

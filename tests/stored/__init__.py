@@ -1,0 +1,1 @@
+"""Runs as storage holds them, written without training: a few bytes per generation."""
