@@ -1,0 +1,217 @@
+"""The peer tier's worker: copies of this rank's generations go to memory of other nodes, at the pace of the steps.
+
+It takes a generation when it is idle on all ranks: the one that begins, whose segments then travel as they are sealed,
+or the newest complete one that passed it by. Each gets as many steps as lie between two generations. Training waits for
+a transfer only where the next generation would have no slots without those that it still reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from typing_extensions import override
+
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.session._config import LifeConfig
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._worker import Job, Released, TierWorker
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers import (
+    COPIES,
+    FailureDomain,
+    Placement,
+    Replication,
+    expect_domains,
+    expect_room,
+    place_replicas,
+    shared_directory,
+    survival_summary,
+    this_domain,
+)
+
+log = logging.getLogger(__name__)
+
+PEER = "peer"
+"""Name of the tier that survives the death of nodes."""
+
+_GOODBYE = timedelta(seconds=5)
+"""How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
+
+
+class PeerWorker(TierWorker):
+    """Replicates generations of one rank.
+
+    Args:
+        replication: where to; closed with the worker.
+        markers: makes this rank's markers.
+        resumed: the generation this life began from; copies of it stay until a newer one is complete everywhere.
+        on_complete: see `TierWorker`.
+    """
+
+    def __init__(
+        self,
+        replication: Replication,
+        markers: Markers,
+        *,
+        resumed: GenerationId | None = None,
+        on_complete: Callable[[GenerationId, float, int], None] | None = None,
+    ) -> None:
+        super().__init__(PEER, markers, on_complete=on_complete)
+        self._replication, self._keep = replication, resumed
+        self._sending: GenerationId | None = None
+        self.period_steps = 1
+        """Steps from one generation to the next: what a transfer has."""
+        self.slot_nbytes = 0
+        """Bytes that a segment of this rank has at most; 0 before the first plan."""
+
+    # -- called from the training thread
+
+    def start(self, exchange: Exchange, num_segments: int) -> None:
+        """Reserve memory for the copies kept here and begin to receive, unless that was done before. Collective.
+
+        Args:
+            exchange: between the ranks.
+            num_segments: of a generation.
+
+        Raises:
+            ConfigurationError: on every rank, if the memory of one has no room.
+        """
+        if self._replication.started:
+            return
+        sizes = [row[0] for row in exchange.gather([self.slot_nbytes])]
+        with exchange.together():
+            self._replication.allocate(sizes, num_segments)
+        self._replication.start()
+        self._start_thread()
+
+    def step(self, period_steps: int) -> None:
+        """A step of training has ended; generations are so many steps apart. Takes constant time."""
+        self.period_steps = period_steps
+        self._replication.pacer.step()
+
+    @override
+    def begin(
+        self,
+        generation: GenerationId,
+        *,
+        plan_hash: str,
+        plan_json: str,
+        num_segments: int,
+        on_released: Released | None = None,
+    ) -> None:
+        self._replication.pacer.begin(num_segments=num_segments, num_steps=max(num_segments, self.period_steps))
+        super().begin(
+            generation, plan_hash=plan_hash, plan_json=plan_json, num_segments=num_segments, on_released=on_released
+        )
+
+    @override
+    def add(self, generation: GenerationId, segment: SealedSegment) -> None:
+        self._replication.pacer.expect(segment.view.nbytes)
+        super().add(generation, segment)
+
+    @override
+    def abandon(self, generation: GenerationId) -> None:
+        super().abandon(generation)
+        self._replication.pacer.wake()
+
+    @override
+    def complete_everywhere(self, generation: GenerationId) -> None:
+        self._keep = generation  # holders hear of it with the next generation, which is when they need the room
+
+    @override
+    def drain(self, timeout: float) -> bool:
+        self._replication.pacer.hurry()  # no steps come while somebody waits
+        return super().drain(timeout)
+
+    @override
+    def flush(self, timeout: float) -> None:
+        self.drain(timeout)
+
+    @override
+    def close(self) -> None:
+        self._closing.set()
+        self._replication.pacer.wake()
+        super().close()
+        self._replication.close(_GOODBYE.total_seconds(), unlink=True)
+
+    # -- the thread
+
+    @override
+    def _serve(self) -> None:
+        super()._serve()
+        self._replication.stream.bye()
+
+    @override
+    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
+        entry, stream = segment.digested(), self._replication.stream
+        if self._sending is None:
+            self._sending = job.generation
+            stream.begin(
+                job.generation, keep=self._keep, num_segments=job.num_segments, slot_nbytes=self.slot_nbytes
+            )
+        view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
+        stream.send(segment.step, view_U8, lambda: not (job.abandoned or self._closing.is_set()))
+        return entry
+
+    @override
+    def _finish(self, job: Job, marker: RankMarker) -> None:
+        self._release(job)  # the holders have the bytes, checking them takes a while
+        self._replication.stream.finish(marker.to_bytes())
+        self._sending = None
+
+    @override
+    def _end(self, job: Job) -> None:
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            self._replication.stream.abandon()
+        super()._end(job)
+
+
+def join_peers(
+    config: LifeConfig,
+    markers: Markers,
+    *,
+    exchange: Exchange,
+    groups: ParallelGroups,
+    dense_nbytes: int,
+    resumed: GenerationId | None,
+) -> PeerWorker | None:
+    """The worker of this rank's part in the peer tier; `None` if no rank keeps copies of others. Collective.
+
+    Args:
+        config: says how many copies there are.
+        markers: makes this rank's markers.
+        exchange: between the ranks.
+        groups: this rank's place.
+        dense_nbytes: of a snapshot of everything on this rank.
+        resumed: the generation that this life goes on from.
+
+    Raises:
+        ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
+    """
+    with exchange.together():
+        own = config.failure_domains[groups.rank] if config.failure_domains else this_domain()
+    domains = _domains(config, own, exchange, groups)
+    replicas = min(1, len({each.node for each in domains}) - 1) if config.replicas == "auto" else config.replicas
+    sizes = [row[0] for row in exchange.gather([dense_nbytes])]
+    peers = [list(range(first, groups.world_size, groups.ep_size)) for first in range(groups.ep_size)]
+    placement = place_replicas(domains, peers, sizes, replicas)
+    group = groups.group("replicate")
+    if group is None or replicas == 0:
+        return None
+    with exchange.together():
+        expect_room(shared_directory(), _nbytes_on_node(placement, groups.rank))
+    if exchange.is_coordinator:
+        log.info("%s", survival_summary(placement))
+    replication = Replication(
+        group,
+        run_id=markers.run_id,
+        holders=placement.sent_to[groups.rank],
+        owners=placement.owners(groups.rank),
+        max_chunk=config.max_chunk,
+    )
+    return PeerWorker(replication, markers, resumed=resumed)
