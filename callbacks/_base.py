@@ -7,9 +7,10 @@ ModelCheckpoint, a validation) looks at it. The user adds only the first; it ins
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +26,7 @@ from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
 from lightning_moe_ckpt.storage import Resume, Retention, checked_url
+from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ class CheckpointCallback(Checkpoint):
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
         bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
             training; `None` for no cap. What does not fit skips generations.
+        replicas: copies of every rank's generations in memory of other nodes, kept at the pace of training; `auto` is one
+            where the ranks are on several nodes, else none.
+        max_chunk: bytes of one message of such a copy, which is what training's own messages may have to wait for.
+        failure_domains: node and rack of every rank, by rank; `None` for what each finds out, or what `MOE_CKPT_NODE`
+            and `MOE_CKPT_RACK` say.
         batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
             that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
             at which the state is dense, not beyond.
@@ -67,6 +74,9 @@ class CheckpointCallback(Checkpoint):
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
         bandwidth: int | None = None,
+        replicas: int | Literal["auto"] = "auto",
+        max_chunk: int = DEFAULT_MAX_CHUNK,
+        failure_domains: Sequence[FailureDomain] | None = None,
         batches: Batches = "reposition",
         stop_grace: timedelta = STOP_GRACE,
         freeze_heap: bool = True,
@@ -85,6 +95,8 @@ class CheckpointCallback(Checkpoint):
                 "system of the URL."
             )
         require_count(self, "bandwidth", bandwidth, what="bytes per second", also=[None])
+        require_count(self, "replicas", replicas, what="copies", also=["auto", 0])
+        require_count(self, "max_chunk", max_chunk, what="bytes")
         require_choice(self, "batches", batches, ("reposition", "log"))
         if stop_grace < timedelta(0):
             raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
@@ -96,6 +108,7 @@ class CheckpointCallback(Checkpoint):
         self.retention = retention or (Retention() if keep is None else Retention(last=keep))
         self.stop_grace = stop_grace
         self.storage_options, self.bandwidth, self.freeze_heap = storage_options, bandwidth, freeze_heap
+        self.replicas, self.max_chunk, self.failure_domains = replicas, max_chunk, failure_domains
         self._run: FitRun | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
@@ -197,6 +210,9 @@ class CheckpointCallback(Checkpoint):
             resume=self.resume,
             storage_options=self.storage_options,
             bandwidth=self.bandwidth,
+            replicas=self.replicas,
+            max_chunk=self.max_chunk,
+            failure_domains=self.failure_domains,
             freeze_heap=self.freeze_heap,
         )
         own = (CheckpointCallback, Replay)

@@ -17,6 +17,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
 from lightning_moe_ckpt.storage import Resume, Retention
+from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,11 @@ class SparseCheckpoint(CheckpointCallback):
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
         bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
             training; `None` for no cap. What does not fit skips generations.
+        replicas: copies of every rank's generations in memory of other nodes, kept at the pace of training; `auto` is one
+            where the ranks are on several nodes, else none.
+        max_chunk: bytes of one message of such a copy, which is what training's own messages may have to wait for.
+        failure_domains: node and rack of every rank, by rank; `None` for what each finds out, or what `MOE_CKPT_NODE`
+            and `MOE_CKPT_RACK` say.
         batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
             that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
             at which the state is dense, not beyond.
@@ -84,6 +90,9 @@ class SparseCheckpoint(CheckpointCallback):
         resume: Resume = "auto",
         storage_options: dict[str, Any] | None = None,
         bandwidth: int | None = None,
+        replicas: int | Literal["auto"] = "auto",
+        max_chunk: int = DEFAULT_MAX_CHUNK,
+        failure_domains: Sequence[FailureDomain] | None = None,
         batches: Batches = "reposition",
         stop_grace: timedelta = STOP_GRACE,
         freeze_heap: bool = True,
@@ -95,6 +104,9 @@ class SparseCheckpoint(CheckpointCallback):
             resume=resume,
             storage_options=storage_options,
             bandwidth=bandwidth,
+            replicas=replicas,
+            max_chunk=max_chunk,
+            failure_domains=failure_domains,
             batches=batches,
             stop_grace=stop_grace,
             freeze_heap=freeze_heap,

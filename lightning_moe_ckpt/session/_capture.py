@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _VOTES = 4
 """Integers that every rank tells the others before a window, before those of the tiers and of the order of experts."""
+
+_FLUSH_TIMEOUT = timedelta(seconds=30)
+"""How long training waits for slots that a transfer still reads, before it goes on without a window."""
 
 
 @dataclass(kw_only=True)
@@ -121,6 +125,7 @@ class CaptureSession:
             )
             return False
         self._layout = layout
+        self._tiers.planned(self._exchange, slot_nbytes=self._ring.slot_nbytes, num_segments=len(layout.slots))
         return True
 
     def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None) -> bool:
@@ -145,7 +150,7 @@ class CaptureSession:
         self._grow_journal(max(vote[1] for vote in votes))
         if following is not None and use is not None:
             self._follow(following, use, fits=all(vote[3] for vote in votes))
-        if not (all(vote[0] for vote in votes) or self._has_room_now()):
+        if not (all(vote[0] for vote in votes) or self._has_room_now() or self._has_room_after_flush()):
             self.windows_skipped += 1
             return False
         self._start(step)
@@ -284,6 +289,15 @@ class CaptureSession:
         assert self._ring is not None
         return self._exchange.all_agree(self._ring.has_room(len(self._layout.slots)))
 
+    def _has_room_after_flush(self) -> bool:
+        """A transfer that is late may hold the slots: only then does training wait for it."""
+        assert self._layout is not None
+        assert self._ring is not None
+        with self._stalls.measure("flush"):
+            if not self._ring.has_room(len(self._layout.slots)):
+                self._tiers.flush(_FLUSH_TIMEOUT.total_seconds())
+            return self._has_room_now()
+
     def _grow_journal(self, nbytes: int) -> None:
         """A journal outgrew its record on some rank: lay the plan out anew, in a larger ring if need be."""
         if nbytes == 0:
@@ -301,6 +315,7 @@ class CaptureSession:
             self._ring, self._complete = ring, None
             self._writers.clear()
         self._layout = layout
+        self._tiers.planned(self._exchange, slot_nbytes=self._ring.slot_nbytes, num_segments=len(layout.slots))
 
     def _spoil(self, reason: str) -> None:
         """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""

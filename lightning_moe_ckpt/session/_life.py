@@ -30,6 +30,7 @@ from lightning_moe_ckpt.session._heap import FrozenHeap
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
+from lightning_moe_ckpt.session._peers import join_peers
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._planning import Planner, dense_nbytes, lay_out
 from lightning_moe_ckpt.session._replay import Replay
@@ -176,7 +177,11 @@ class Life:
         self._storage = PersistWorker(
             self._runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
         )
-        return Tiers([self._storage])
+        resumed = self._found.generation if self._found is not None else None
+        peers = join_peers(
+            self._config, markers, self._exchange, self._groups, dense_nbytes=self._dense_nbytes, resumed=resumed
+        )
+        return Tiers([self._storage, *peers])
 
     def _load(self, found: Found) -> Journal:
         assert self._capture is not None
@@ -281,6 +286,7 @@ class Life:
                 self._heap.freeze()
         self._steps, self._outcome = self._steps + 1, outcome
         self._planner.stepped(step)
+        self._tiers.stepped(max(self.least_steps, self._planner.interval_steps))
         if not capture.window_open:
             self._plan()
             use = self._use if self._replay is None else None

@@ -8,8 +8,9 @@ a transfer only where the next generation would have no slots without those that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 from typing_extensions import override
@@ -63,34 +64,29 @@ class PeerWorker(TierWorker):
         super().__init__(PEER, markers, on_complete=on_complete)
         self._replication, self._keep = replication, resumed
         self._sending: GenerationId | None = None
-        self.period_steps = 1
-        """Steps from one generation to the next: what a transfer has."""
-        self.slot_nbytes = 0
-        """Bytes that a segment of this rank has at most; 0 before the first plan."""
+        self._period_steps = 1
+        self._slot_nbytes = 0
 
     # -- called from the training thread
 
-    def start(self, exchange: Exchange, num_segments: int) -> None:
-        """Reserve memory for the copies kept here and begin to receive, unless that was done before. Collective.
+    @override
+    def planned(self, exchange: Exchange, *, slot_nbytes: int, num_segments: int) -> None:
+        """The first plan reserves memory for the copies kept here, and begins to receive.
 
-        Args:
-            exchange: between the ranks.
-            num_segments: of a generation.
-
-        Raises:
-            ConfigurationError: on every rank, if the memory of one has no room.
+        Holders follow a later plan by themselves, when its first generation comes.
         """
+        self._slot_nbytes = slot_nbytes
         if self._replication.started:
             return
-        sizes = [row[0] for row in exchange.gather([self.slot_nbytes])]
+        sizes = [row[0] for row in exchange.gather([slot_nbytes])]
         with exchange.together():
             self._replication.allocate(sizes, num_segments)
         self._replication.start()
         self._start_thread()
 
-    def step(self, period_steps: int) -> None:
-        """A step of training has ended; generations are so many steps apart. Takes constant time."""
-        self.period_steps = period_steps
+    @override
+    def stepped(self, period_steps: int) -> None:
+        self._period_steps = period_steps
         self._replication.pacer.step()
 
     @override
@@ -103,7 +99,7 @@ class PeerWorker(TierWorker):
         num_segments: int,
         on_released: Released | None = None,
     ) -> None:
-        self._replication.pacer.begin(num_segments=num_segments, num_steps=max(num_segments, self.period_steps))
+        self._replication.pacer.begin(num_segments=num_segments, num_steps=max(num_segments, self._period_steps))
         super().begin(
             generation, plan_hash=plan_hash, plan_json=plan_json, num_segments=num_segments, on_released=on_released
         )
@@ -150,11 +146,9 @@ class PeerWorker(TierWorker):
         entry, stream = segment.digested(), self._replication.stream
         if self._sending is None:
             self._sending = job.generation
-            stream.begin(
-                job.generation, keep=self._keep, num_segments=job.num_segments, slot_nbytes=self.slot_nbytes
-            )
+            stream.begin(job.generation, keep=self._keep, num_segments=job.num_segments, slot_nbytes=self._slot_nbytes)
         view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
-        stream.send(segment.step, view_U8, lambda: not (job.abandoned or self._closing.is_set()))
+        stream.send(segment.step, view_U8, lambda: self._wanted(job))
         return entry
 
     @override
@@ -174,13 +168,13 @@ class PeerWorker(TierWorker):
 def join_peers(
     config: LifeConfig,
     markers: Markers,
-    *,
     exchange: Exchange,
     groups: ParallelGroups,
+    *,
     dense_nbytes: int,
     resumed: GenerationId | None,
-) -> PeerWorker | None:
-    """The worker of this rank's part in the peer tier; `None` if no rank keeps copies of others. Collective.
+) -> list[PeerWorker]:
+    """The worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
 
     Args:
         config: says how many copies there are.
@@ -193,16 +187,14 @@ def join_peers(
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
     """
-    with exchange.together():
-        own = config.failure_domains[groups.rank] if config.failure_domains else this_domain()
-    domains = _domains(config, own, exchange, groups)
+    domains = _domains(config.failure_domains, exchange, groups)
     replicas = min(1, len({each.node for each in domains}) - 1) if config.replicas == "auto" else config.replicas
     sizes = [row[0] for row in exchange.gather([dense_nbytes])]
     peers = [list(range(first, groups.world_size, groups.ep_size)) for first in range(groups.ep_size)]
     placement = place_replicas(domains, peers, sizes, replicas)
     group = groups.group("replicate")
     if group is None or replicas == 0:
-        return None
+        return []
     with exchange.together():
         expect_room(shared_directory(), _nbytes_on_node(placement, groups.rank))
     if exchange.is_coordinator:
@@ -214,4 +206,21 @@ def join_peers(
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
     )
-    return PeerWorker(replication, markers, resumed=resumed)
+    return [PeerWorker(replication, markers, resumed=resumed)]
+
+
+def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:
+    """Of every rank, as each says of itself."""
+    own = this_domain()
+    with exchange.together():
+        if given is not None:
+            own = expect_domains(given, groups.world_size)[groups.rank]
+    rows = cast("list[list[str]]", exchange.gather_values([own.node, own.rack, own.host]))
+    return [FailureDomain(node=node, rack=rack, host=host) for node, rack, host in rows]
+
+
+def _nbytes_on_node(placement: Placement, rank: int) -> int:
+    """What all ranks of this node reserve for copies, as far as that is known before the first plan."""
+    node = placement.domains[rank].node
+    here = [each for each, domain in enumerate(placement.domains) if domain.node == node]
+    return COPIES * sum(placement.held_nbytes(each) for each in here)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import WindowLayout
 from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
@@ -104,6 +105,22 @@ class Tiers:
                 self.everywhere[lane.worker.name] = complete
                 lane.worker.complete_everywhere(complete)
 
+    # -- plans and steps
+
+    def planned(self, exchange: Exchange, *, slot_nbytes: int, num_segments: int) -> None:
+        """Generations have so many segments of up to so many bytes from here on. Collective.
+
+        Raises:
+            ConfigurationError: on every rank, if one has no room for what a tier keeps of that.
+        """
+        for worker in self.workers:
+            worker.planned(exchange, slot_nbytes=slot_nbytes, num_segments=num_segments)
+
+    def stepped(self, period_steps: int) -> None:
+        """A step has ended; generations are so many steps apart."""
+        for worker in self.workers:
+            worker.stepped(period_steps)
+
     # -- generations
 
     def offer(self, newest: Window | None) -> None:
@@ -139,6 +156,11 @@ class Tiers:
         for lane in self._lanes:
             if lane.worker.name not in window.tiers:
                 lane.skips.skipped(window.generation)
+
+    def flush(self, timeout: float) -> None:
+        """The next generation has no memory without that of those under way: wait for tiers that let go of it."""
+        for worker in self.workers:
+            worker.flush(timeout)
 
     # -- all workers
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 
 from lightning_moe_ckpt.errors import Fenced
+from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 
@@ -179,6 +180,15 @@ class TierWorker(ABC):
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(Job.is_whole, self._jobs.values())), timeout)
 
+    def planned(self, exchange: Exchange, *, slot_nbytes: int, num_segments: int) -> None:  # noqa: B027  # as above
+        """Generations have so many segments of up to so many bytes from here on. Collective. May raise together."""
+
+    def stepped(self, period_steps: int) -> None:  # noqa: B027  # as above
+        """A step of training has ended; generations are so many steps apart. Takes constant time."""
+
+    def flush(self, timeout: float) -> None:  # noqa: B027  # most tiers let the next generation pass them by
+        """Somebody needs the memory of what is under way: give it back as soon as possible, or after `timeout` s."""
+
     def close(self) -> None:
         """Abandon what is left and end the thread. Call `drain` first to keep it. Closing twice is allowed."""
         self._closing.set()
@@ -235,7 +245,7 @@ class TierWorker(ABC):
         return True
 
     def _advance(self, job: Job, segment: SealedSegment | None) -> None:
-        if segment is None or job.abandoned or self._closing.is_set():
+        if segment is None or not self._wanted(job):
             self._end(job)
             return
         if self.fenced:
@@ -243,11 +253,16 @@ class TierWorker(ABC):
         started = time.perf_counter() - job.seconds
         job.entries.append(self._put(job, segment))
         job.seconds = time.perf_counter() - started
-        if len(job.entries) == job.num_segments:
+        if not self._wanted(job):
+            self._end(job)
+        elif len(job.entries) == job.num_segments:
             marker = self._markers.of(job.generation, job.entries, plan_hash=job.plan_hash, plan_json=job.plan_json)
             self._finish(job, marker)
             self._completed(job, time.perf_counter() - started)
             self._end(job)
+
+    def _wanted(self, job: Job) -> bool:
+        return not (job.abandoned or self._closing.is_set())
 
     def _completed(self, job: Job, seconds: float) -> None:
         nbytes = sum(entry.nbytes for entry in job.entries)

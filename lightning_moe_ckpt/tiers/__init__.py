@@ -11,6 +11,9 @@ from lightning_moe_ckpt.tiers._domains import this_domain as this_domain
 from lightning_moe_ckpt.tiers._host import HostTier as HostTier
 from lightning_moe_ckpt.tiers._names import shared_name as shared_name
 from lightning_moe_ckpt.tiers._object import ObjectTier as ObjectTier
+from lightning_moe_ckpt.tiers._peer import DEFAULT_MAX_CHUNK as DEFAULT_MAX_CHUNK
+from lightning_moe_ckpt.tiers._peer import Replication as Replication
+from lightning_moe_ckpt.tiers._peer_store import COPIES as COPIES
 from lightning_moe_ckpt.tiers._placement import Placement as Placement
 from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory

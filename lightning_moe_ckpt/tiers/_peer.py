@@ -52,7 +52,7 @@ class Replication:
         publish: Publish,
         directory: Path | None = None,
     ) -> None:
-        self._group, self._started = group, False
+        self._group, self.started = group, False
         directory = directory if directory is not None else shared_directory()
         self.pacer = Pacer()
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
@@ -79,7 +79,7 @@ class Replication:
 
     def start(self) -> None:
         """Begin to receive. Call it on every rank once all have allocated."""
-        self._started = True
+        self.started = True
         for receiver in self.receivers:
             receiver.start()
 
@@ -95,7 +95,7 @@ class Replication:
             unlink: whether the copies go too. Else a later life finds them.
         """
         deadline = time.monotonic() + timeout
-        for receiver in self.receivers if self._started else []:
+        for receiver in self.receivers if self.started else []:
             if not receiver.join(max(0.0, deadline - time.monotonic())):
                 log.info("rank %d did not say goodbye; its connections are closed from here", receiver.owner)
                 cut(self._group, receiver.owner)
