@@ -128,6 +128,10 @@ class PeerWorker(TierWorker):
         self.drain(timeout)
 
     @override
+    def unlink(self) -> None:
+        self._replication.unlink()
+
+    @override
     def close(self) -> None:
         self._closing.set()
         self._replication.pacer.wake()
@@ -202,6 +206,8 @@ def join_peers(
     replication = Replication(
         group,
         run_id=markers.run_id,
+        url=config.url,
+        resumed=resumed,
         holders=placement.sent_to[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,

@@ -189,6 +189,9 @@ class TierWorker(ABC):
     def flush(self, timeout: float) -> None:  # noqa: B027  # most tiers let the next generation pass them by
         """Somebody needs the memory of what is under way: give it back as soon as possible, or after `timeout` s."""
 
+    def unlink(self) -> None:  # noqa: B027  # as above
+        """Leave no name behind in shared memory; from any thread, right before the process is ended."""
+
     def close(self) -> None:
         """Abandon what is left and end the thread. Call `drain` first to keep it. Closing twice is allowed."""
         self._closing.set()

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_moe_ckpt.tiers._names import shared_name
+from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
 from lightning_moe_ckpt.tiers._peer_receiver import ReplicaReceiver
-from lightning_moe_ckpt.tiers._peer_store import Publish, ReplicaStore
+from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
 from lightning_moe_ckpt.tiers._peer_stream import ReplicaStream
 from lightning_moe_ckpt.tiers._peer_wire import cut
-from lightning_moe_ckpt.tiers._shm import shared_directory
+from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class Replication:
         holders: ranks that keep copies of this rank's segments; may be none.
         owners: ranks of which this rank keeps copies; may be none.
         max_chunk: bytes of one message, the same on all ranks.
-        publish: see `ReplicaStore`.
+        url: of the run; what replaced runs left is found by it.
+        resumed: the generation that this life goes on from; see `ReplicaStore`.
         directory: where copies are kept; default `shared_directory()`.
     """
 
@@ -46,18 +47,19 @@ class Replication:
         group: dist.ProcessGroup,
         *,
         run_id: str,
+        url: str,
         holders: Sequence[int],
         owners: Sequence[int],
         max_chunk: int = DEFAULT_MAX_CHUNK,
-        publish: Publish,
+        resumed: GenerationId | None = None,
         directory: Path | None = None,
     ) -> None:
         self._group, self.started = group, False
-        directory = directory if directory is not None else shared_directory()
         self.pacer = Pacer()
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
         self.stores = {
-            owner: ReplicaStore(directory / shared_name(run_id, owner, "replica"), publish) for owner in owners
+            owner: ReplicaStore(RankMemory(run_id, owner, url=url, directory=directory, kind="replica"), resumed)
+            for owner in owners
         }
         self.receivers = [
             ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk)
@@ -83,9 +85,10 @@ class Replication:
         for receiver in self.receivers:
             receiver.start()
 
-    def take_failures(self) -> list[str]:
-        """What this rank failed to keep for others since the last call."""
-        return [receiver.failures.pop(0) for receiver in self.receivers for _ in range(len(receiver.failures))]
+    def unlink(self) -> None:
+        """Leave no name of a copy behind; from any thread, right before the process is ended."""
+        for store in self.stores.values():
+            store.unlink()
 
     def close(self, timeout: float, *, unlink: bool) -> None:
         """End the receivers and give their memory back. Our own goodbye must have been said, or is never going to be.

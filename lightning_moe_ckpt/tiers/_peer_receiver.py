@@ -49,8 +49,7 @@ class ReplicaReceiver:
     def __init__(
         self, group: dist.ProcessGroup, owner: int, *, run_id: str, store: ReplicaStore, max_chunk: int
     ) -> None:
-        self.owner, self.failures = owner, list[str]()
-        """What went wrong, in words for the log; whoever reads them takes them out."""
+        self.owner = owner
         self._group, self._run_id, self._store = group, run_id, store
         self._wire = Wire(group, owner, to_holder=False, max_chunk=max_chunk)
         self._incoming: _Incoming | None = None
@@ -72,9 +71,8 @@ class ReplicaReceiver:
             self._receive_until_bye()
         except PeerLost as error:
             log.warning("no more copies of the segments of rank %d come: %s", self.owner, error)
-        except BaseException as error:  # thread entry: the session reports it
-            self.failures.append(f"copies of rank {self.owner} are not kept any more: {error or type(error).__name__}")
-            log.debug("receiving from rank %d failed", self.owner, exc_info=error)
+        except BaseException:  # thread entry: nothing above would see it
+            log.exception("copies of the segments of rank %d are not kept any more; training goes on", self.owner)
             cut(self._group, self.owner)  # else the owner would wait for ever for somebody to take its next message
         finally:
             self._drop()
@@ -124,9 +122,9 @@ class ReplicaReceiver:
         payload = torch.empty(message.numbers[0], dtype=torch.uint8)
         incoming = self._expect(Kind.MARKER)
         self._wire.receive_into(payload)
-        marker = payload.numpy().tobytes()
         try:
-            self._check(incoming, RankMarker.from_bytes(marker, f"marker of rank {self.owner}"))
+            marker = RankMarker.from_bytes(payload.numpy().tobytes(), f"marker of rank {self.owner}")
+            self._check(incoming, marker)
             self._store.publish(marker)
         except (CheckpointError, OSError) as error:
             self._drop()
@@ -143,7 +141,7 @@ class ReplicaReceiver:
             raise Corrupt(f"{incoming.generation}: segments did not arrive as their marker says. The next one may.")
 
     def _refuse(self, reason: str) -> None:
-        self.failures.append(f"a copy of rank {self.owner} was not kept: {reason}")
+        log.error("a copy of the segments of rank %d was not kept; training goes on: %s", self.owner, reason)
         payload = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
         self._wire.send(Message(Kind.REFUSED, (payload.numel(),)), payload)
 

@@ -1,45 +1,39 @@
-"""Memory of this node for copies of one rank of another: a segment ring with room for two generations.
+"""Memory of this node for copies of one rank of another: segment rings with room for two generations.
 
 One is kept, the one that is whole on all ranks of the job; the other is being received. Which one is kept the owner
 says when it begins the next, because only then every rank knows of it: a holder that gave up the older copy as soon as
 it had a newer one would leave the job with nothing if a node died while others still had the older one only.
+
+A plan that needs more memory gets a ring of its own; the ring before stays until the new one holds what is kept.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from pathlib import Path
-
 from torch import Tensor
 
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import GenerationId, RankMarker
+from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot
-
-log = logging.getLogger(__name__)
 
 COPIES = 2
 """Generations there is room for."""
-
-Publish = Callable[[SegmentRing, GenerationId, bytes], None]
 
 
 class ReplicaStore:
     """Copies of one owner. Used by one thread after `allocate`.
 
     Args:
-        path: of the ring.
-        publish: makes a whole generation, with the bytes of its marker, known to later lives.
+        memory: of the owner's replicas on this node.
+        resumed: the generation that this life goes on from; a copy that an earlier life left of it stays.
     """
 
-    def __init__(self, path: Path, publish: Publish) -> None:
-        self._path, self._publish = path, publish
-        self._ring: SegmentRing | None = None
+    def __init__(self, memory: RankMemory, resumed: GenerationId | None = None) -> None:
+        self._memory = memory
+        memory.claim(resumed)
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
-        self._whole: list[GenerationId] = []
 
     def allocate(self, slot_nbytes: int, num_segments: int) -> int:
         """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`.
@@ -50,14 +44,7 @@ class ReplicaStore:
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
         """
-        ring = SegmentRing.create(self._path.name, slot_nbytes, COPIES * num_segments, self._path.parent)
-        self._ring = ring
-        return ring.memory.numel()
-
-    @property
-    def whole(self) -> list[GenerationId]:
-        """Copies that are published, oldest first."""
-        return list(self._whole)
+        return self._memory.make(slot_nbytes, COPIES * num_segments).memory.numel()
 
     def begin(
         self, generation: GenerationId, *, keep: GenerationId | None, num_segments: int, slot_nbytes: int
@@ -68,52 +55,71 @@ class ReplicaStore:
             ConfigurationError: the generation needs more memory than there is.
         """
         self.reclaim(keep=keep)
-        self._allocated().begin_window(generation)
+        ring = self._ring
+        if ring.slot_nbytes < slot_nbytes or not ring.has_room(num_segments):
+            ring = self._memory.make(slot_nbytes, COPIES * num_segments)
+        ring.begin_window(generation)
         self._generation = generation
 
     def reclaim(self, *, keep: GenerationId | None) -> None:
         """Give up every whole copy but one."""
-        for each in [each for each in self._whole if each != keep]:
-            self._allocated().discard(each)
-            self._whole.remove(each)
+        if keep is not None:
+            self._memory.complete_everywhere(keep)
+        for each in self._ring.published:
+            if each != keep:
+                self._ring.discard(each)
 
     def segment(self, step: int, nbytes: int) -> Tensor:
         """Memory for the segment of boundary `step`; uint8, shape `[nbytes]`. The one before is whole."""
-        ring, generation = self._allocated(), self._generation
-        assert generation is not None
+        assert self._generation is not None
         self._seal()
-        self._slot = ring.acquire(generation, step)
+        self._slot = self._ring.acquire(self._generation, step)
         return self._slot.view[:nbytes]
 
-    def publish(self, marker: bytes) -> None:
-        """Every segment is whole and as the marker says: the copy may be restored from."""
-        ring, generation = self._allocated(), self._generation
+    def publish(self, marker: RankMarker) -> None:
+        """Every segment is whole and as the marker says: the copy may be restored from.
+
+        Raises:
+            OSError: there is no room for the statement.
+        """
+        generation = self._generation
         assert generation is not None
         self._seal()
-        ring.finish_window(generation)
-        self._publish(ring, generation, marker)
-        self._whole.append(generation)
+        self._ring.finish_window(generation)
         self._generation = None
+        try:
+            self._ring.publish(generation, marker)
+        except OSError:
+            self._ring.discard(generation)
+            raise
 
     def abandon(self) -> None:
         """Forget the generation under way, if there is one."""
         generation, self._generation, self._slot = self._generation, None, None
         if generation is not None:
-            self._allocated().abort_window(generation)
+            self._ring.abort_window(generation)
+
+    def unlink(self) -> None:
+        """Remove all names without a word: for the last moment of a process, from any thread."""
+        self._memory.unlink()
 
     def close(self, *, unlink: bool) -> None:
-        """Let go of the memory; nothing may be received any more."""
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.close(unlink=unlink)
+        """Let go of the memory; nothing may be received any more.
+
+        Args:
+            unlink: whether the copies go too; else a later life finds them.
+        """
+        self._memory.close(unlink=unlink)
 
     # -- private
 
     def _seal(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._allocated().seal(slot)
+            self._ring.seal(slot)
 
-    def _allocated(self) -> SegmentRing:
-        assert self._ring is not None, "memory for copies was not allocated"
-        return self._ring
+    @property
+    def _ring(self) -> SegmentRing:
+        ring = self._memory.ring
+        assert ring is not None, "memory for copies was not allocated"
+        return ring
