@@ -126,16 +126,8 @@ class SparseCheckpoint(CheckpointCallback):
                 f"`SparseCheckpoint(popularity=..., order={order!r}, schedule={'...' if schedule else None})`: popularity "
                 "is measured only with order='popularity' and without a schedule. Leave it out, or change these."
             )
-        longest = max_window if isinstance(window, str) else window
-        if popularity is not None and popularity.reorder_every_n_steps < longest + 2:
-            log.warning(
-                "`Popularity(reorder_every_n_steps=%d)` with windows of up to %d steps: a new order can be overtaken before "
-                "it starts, and a run that dies in replay may then follow other plans than one that does not (the training "
-                "is the same). Look every %d steps or less often.",
-                popularity.reorder_every_n_steps,
-                longest,
-                longest + 2,
-            )
+        if popularity is not None:
+            _warn_if_overtaken(popularity, max_window if isinstance(window, str) else window)
         self.window, self.budget_nbytes, self.planner = window, budget_nbytes, planner
         self.order, self.popularity, self.schedule = order, popularity, schedule
         self.max_window, self.over_budget = max_window, over_budget
@@ -153,4 +145,16 @@ class SparseCheckpoint(CheckpointCallback):
             max_window=self.max_window,
             over_budget=self.over_budget,
             popularity=(self.popularity or Popularity()) if by_popularity else None,
+        )
+
+
+def _warn_if_overtaken(popularity: Popularity, longest: int) -> None:
+    if popularity.reorder_every_n_steps < longest + 2:
+        log.warning(
+            "`Popularity(reorder_every_n_steps=%d)` with windows of up to %d steps: a new order can be overtaken before "
+            "it starts, and a run that dies in replay may then follow other plans than one that does not (the training "
+            "is the same). Look every %d steps or less often.",
+            popularity.reorder_every_n_steps,
+            longest,
+            longest + 2,
         )

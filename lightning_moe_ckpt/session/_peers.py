@@ -157,9 +157,12 @@ class PeerWorker(TierWorker):
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:
+        stream = self._replication.stream
         self._release(job)  # the holders have the bytes, checking them takes a while
-        self._replication.stream.finish(marker.to_bytes())
+        stream.finish(marker.to_bytes())
         self._sending = None
+        nbytes = sum(entry.nbytes for entry in job.entries)
+        log.info("%s is replicated to ranks %s: %.1f MiB", job.generation, stream.holders, nbytes / 2**20)
 
     @override
     def _end(self, job: Job) -> None:

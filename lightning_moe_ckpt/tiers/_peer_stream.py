@@ -45,6 +45,11 @@ class ReplicaStream:
         self.nbytes_sent = 0
         """Of segments, to all holders together."""
 
+    @property
+    def holders(self) -> list[int]:
+        """Ranks that keep copies."""
+        return [wire.peer for wire in self._wires]
+
     def begin(
         self, generation: GenerationId, *, keep: GenerationId | None, num_segments: int, slot_nbytes: int
     ) -> None:
