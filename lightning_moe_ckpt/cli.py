@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_moe_ckpt.benchmarks import Benchmark, Machine, NativeBench, OverheadBench, PlannerBench, ReductionBench
+from lightning_moe_ckpt.benchmarks import (
+    Benchmark,
+    Machine,
+    NativeBench,
+    OverheadBench,
+    PlannerBench,
+    RecoveryBench,
+    ReductionBench,
+)
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor, add_placement
 
@@ -27,8 +35,14 @@ if TYPE_CHECKING:
 
 Run = Callable[[argparse.Namespace], int]
 
-# The reduction forks, which is safe only as long as nothing else has run in this process.
-_BENCHMARKS: tuple[Benchmark[Any], ...] = (ReductionBench(), PlannerBench(), OverheadBench(), NativeBench())
+# The first ones fork, which is safe only as long as nothing else has run in this process.
+_BENCHMARKS: tuple[Benchmark[Any], ...] = (
+    ReductionBench(),
+    PlannerBench(),
+    RecoveryBench(),
+    OverheadBench(),
+    NativeBench(),
+)
 
 
 _HELP = """\

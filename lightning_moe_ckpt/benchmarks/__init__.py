@@ -6,4 +6,5 @@ from lightning_moe_ckpt.benchmarks._machine import Machine as Machine
 from lightning_moe_ckpt.benchmarks._native import NativeBench as NativeBench
 from lightning_moe_ckpt.benchmarks._overhead import OverheadBench as OverheadBench
 from lightning_moe_ckpt.benchmarks._planner import PlannerBench as PlannerBench
+from lightning_moe_ckpt.benchmarks._recovery import RecoveryBench as RecoveryBench
 from lightning_moe_ckpt.benchmarks._reduction import ReductionBench as ReductionBench

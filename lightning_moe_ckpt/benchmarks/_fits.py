@@ -102,7 +102,7 @@ def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[T
     turns = _Turns(
         options, checkpoint, lambda costs, report: hand_over(Turn(costs=costs, num_params=num_params, report=report))
     )
-    with _one_thread(), _quiet_lightning():
+    with _one_thread(), quiet_lightning():
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
@@ -216,14 +216,16 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Lines about devices, and advice on loaders, would bury the table."""
+def quiet_lightning() -> Iterator[None]:
+    """Lines about devices, and advice on loaders and on other checkpoints, would bury the table."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=r".*assuming the intent is to (save|load) in a single process.*")
+            warnings.filterwarnings("ignore", message=r".*your dataloader is not resumable.*")
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
             yield
     finally:

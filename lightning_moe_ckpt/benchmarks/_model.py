@@ -39,6 +39,11 @@ class ModelSize:
     batch_size: int = 16
     """Crops of a batch."""
 
+    def num_params(self) -> int:
+        """Parameters of the model; it is not built."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in BenchModel(self).parameters())
+
 
 class _Block(nn.Module):
     def __init__(self, size: ModelSize) -> None:

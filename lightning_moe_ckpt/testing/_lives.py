@@ -382,6 +382,7 @@ def _elastic_environment(life: Life, port: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "lives",
         "TORCHELASTIC_RESTART_COUNT": str(life.index),
         "TORCHELASTIC_MAX_RESTARTS": "1000",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # whoever started the caller may have one
         "GLOO_SOCKET_IFNAME": "lo",
     }
 

@@ -14,10 +14,18 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from lightning_moe_ckpt.benchmarks import Machine, NativeBench, OverheadBench, PlannerBench, ReductionBench
+from lightning_moe_ckpt.benchmarks import (
+    Machine,
+    NativeBench,
+    OverheadBench,
+    PlannerBench,
+    RecoveryBench,
+    ReductionBench,
+)
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
+from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.parallel._bench import ReductionCost
@@ -30,6 +38,7 @@ TINY_FITS = [
 TINY = [
     *("--operators", "1300", "--runs", "2"),
     *("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
+    *("--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"),
     *TINY_FITS,
     *("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 ]
@@ -43,14 +52,14 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
             status = main(argv)
         return status, out.getvalue(), err.getvalue()
 
-    return run_world(1, work, process_group=False, timeout=timedelta(minutes=2))[0]
+    return run_world(1, work, process_group=False, timeout=timedelta(minutes=4))[0]
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     """What `moe-ckpt bench all --json` writes."""
-    status, out, _ = _run(["bench", "all", "--json", *TINY])
-    assert status == 0
+    status, out, err = _run(["bench", "all", "--json", *TINY])
+    assert status == 0, err
     parsed: dict[str, Any] = json.loads(out)
     return parsed
 
@@ -132,6 +141,26 @@ def test_variants_take_order() -> None:
     rounds = [turns[index : index + len(VARIANTS)] for index in range(0, len(turns), len(VARIANTS))]
     assert [set(each) for each in rounds] == [set(VARIANTS)] * (2 * len(VARIANTS))
     assert Counter(each[0] for each in rounds) == dict.fromkeys(VARIANTS, 2)
+
+
+def test_every_failure_of_every_system_is_recovered_from(document: dict[str, Any]) -> None:
+    """Each resumed at a step that was stored, took the lost steps again, and then one that was new."""
+    figures = [
+        RecoveryFigure(**row | {"rounds": [Recovery(**each) for each in row["rounds"]]}) for row in document["recovery"]
+    ]
+    assert [(figure.system, figure.loss) for figure in figures] == list(CASES)
+    for figure in figures:
+        (only,) = figure.rounds
+        assert only.killed_at == 3 * 2 + 1
+        assert 0 < only.rollback_steps < only.killed_at, (
+            "resumed from a checkpoint, which cannot be of the step that died"
+        )
+        assert 0 < only.rerun_seconds < only.total_seconds
+        assert only.ready_seconds + only.start_seconds + only.rerun_seconds < only.total_seconds == figure.total_seconds
+        assert len(figure.sources) == 2
+        assert (figure.restore_seconds is not None) == (figure.system in ("sparse", "dense"))
+    shown = _shown(RecoveryBench().table(figures))
+    assert all(text in shown for text in ("SparseCheckpoint", "torch DCP, async", "all nodes", "any", "steps lost"))
 
 
 def test_tables_are_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,240 @@
+"""How long a failure costs: from a SIGKILL to the first step that was never taken before.
+
+Runs of the same model are killed at the same step and resumed by real processes: sparse and dense checkpoints after
+the loss of a process, of a node with its memory, and of every node's memory; torch's Distributed Checkpoint (saving
+asynchronously) and Lightning's own `.ckpt`, which restore from storage whatever was lost. Each rank is a node, with shared
+memory of its own. All save every so many steps, to the same disk. Kills fall on different steps between two
+checkpoints, one per round, and in each round all runs take turns.
+
+New processes are forked from one that has imported everything: what imports cost, they cost every system alike.
+Source: TierCheck (arXiv 2605.17821), Table 3. There the steps lost are an average of best and worst; here they happen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, milliseconds, positive, table_of
+from lightning_moe_ckpt.benchmarks._model import ModelSize
+from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System, read_times
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.testing import Kill, LifeFailed, LifeResult, run_lives
+from lightning_moe_ckpt.tiers import shared_directory
+
+CASES: tuple[tuple[System, Loss], ...] = (
+    *(("sparse", loss) for loss in ("process", "node", "cluster")),
+    *(("dense", loss) for loss in ("process", "node", "cluster")),
+    ("dcp", "cluster"),
+    ("lightning", "cluster"),
+)
+"""What others restore after any loss is on storage, so it is measured once."""
+_SYSTEMS = {
+    "sparse": "SparseCheckpoint",
+    "dense": "DenseCheckpoint",
+    "dcp": "torch DCP, async",
+    "lightning": "Lightning .ckpt",
+}
+_LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
+_CYCLES = 3
+"""Checkpoints that were due before the kill: the newest may still be on its way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One kill and what came after it."""
+
+    killed_at: int
+    """Steps that were done."""
+    rollback_steps: int
+    """Of these, how many had to be taken again."""
+    step_seconds: float
+    """Mean step before the kill, checkpoints included."""
+    ready_seconds: float
+    """From the SIGKILL until the state was there: noticing the death, new processes, their Trainer, the restore."""
+    restore_seconds: float | None
+    """Of `ready_seconds`, what the checkpoint callback took; unknown of others."""
+    start_seconds: float
+    """From there to the first batch."""
+    rerun_seconds: float
+    """From the first batch until the step of the kill was done again."""
+    total_seconds: float
+    """From the SIGKILL to the end of the first new step."""
+    sources: list[str]
+    """Where each rank found its state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryFigure:
+    """One system and one kind of failure; medians over the rounds."""
+
+    system: System
+    loss: Loss
+    num_params: int
+    num_ranks: int
+    every: int
+    """Steps between two checkpoints."""
+    rollback_steps: float
+    step_seconds: float
+    ready_seconds: float
+    restore_seconds: float | None
+    rerun_seconds: float
+    total_seconds: float
+    total_range: tuple[float, float]
+    """Least and most of the rounds."""
+    sources: list[str]
+    """By rank, in the last round."""
+    rounds: list[Recovery]
+
+
+class RecoveryBench(Benchmark[RecoveryFigure]):
+    """See the module."""
+
+    name = "recovery"
+    summary = "steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt"
+
+    @override
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        def count(flag: str, default: int, text: str) -> None:
+            parser.add_argument(flag, type=positive, default=default, help=f"{text} (default: {default})")
+
+        count("--kills", 5, "kills of every run, each at another step between two checkpoints")
+        count("--nodes", 2, "processes, each a node of its own")
+        count("--every", 8, "steps between two checkpoints; the window of sparse ones")
+        count("--recovery-blocks", 4, "transformer blocks of the model that is killed")
+        count("--recovery-dim", 128, "its model dimension")
+        parser.add_argument("--folder", type=Path, help="for checkpoints (default: the temporary directory)")
+
+    @override
+    def measure(self, options: argparse.Namespace, progress: Progress) -> list[RecoveryFigure]:
+        found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in CASES}
+        for done, (turn, case) in enumerate(_order(options.kills)):
+            progress(f"killed and resumed: {case[0]}, {case[1]}", done, options.kills * len(CASES))
+            step = _CYCLES * options.every + 1 + turn * options.every // options.kills
+            found[case].append(_recover(case, step, options))
+        return [_figure(case, options, rounds) for case, rounds in found.items()]
+
+    @override
+    def table(self, figures: Sequence[RecoveryFigure]) -> Table:
+        first = figures[0]
+        title = (
+            f"From a SIGKILL to the first new step: {first.num_params / 1e6:.1f}M parameters on {first.num_ranks} nodes of "
+            f"one process, a checkpoint every {first.every} steps, medians of {len(first.rounds)} kills"
+        )
+        columns = ["checkpoints", "lost", "restored from", "steps lost", "restored after", "of it restore", "re-run"]
+        table = table_of(title, [*columns, "total", "range", "step"], [_row(figure) for figure in figures])
+        table.caption = (
+            "restored after: from the SIGKILL until the state is there, with new processes but without imports; "
+            "step: mean before the kill, checkpoints included"
+        )
+        return table
+
+
+def _order(num_rounds: int) -> Iterator[tuple[int, tuple[System, Loss]]]:
+    """Every case in every round, each first in turn."""
+    for turn in range(num_rounds):
+        start = turn % len(CASES)
+        yield from ((turn, case) for case in CASES[start:] + CASES[:start])
+
+
+def _recover(case: tuple[System, Loss], step: int, options: argparse.Namespace) -> Recovery:
+    system, loss = case
+    with _folders(options.folder) as (folder, memory):
+        fit = RecoveryFit(
+            system=system,
+            loss=loss,
+            size=_size(options),
+            every=options.every,
+            max_steps=step + 1,
+            memory=str(memory),
+        )
+        kill = Kill(phase="batch_start", step=step, rank=options.nodes - 1)
+        url = (folder / "run").as_uri()
+        (folder / "run").mkdir()
+        try:
+            lives = run_lives(fit, url=url, workdir=folder, world_size=options.nodes, kills=[kill], timeout=300)
+        except LifeFailed as failed:
+            raise CheckpointError(f"{_SYSTEMS[system]}, {loss} lost: {failed}") from failed
+        return _read(lives, step)
+
+
+def _size(options: argparse.Namespace) -> ModelSize:
+    dim = options.recovery_dim
+    return ModelSize(num_blocks=options.recovery_blocks, model_dim=dim, expert_dim=2 * dim, batch_size=4)
+
+
+def _read(lives: Sequence[LifeResult], step: int) -> Recovery:
+    """Times of the rank that was killed last time; every rank waits for the slowest in each step."""
+    killed, resumed = lives
+    rank = killed.world_size - 1
+    (at,) = (line["at"] for line in killed.records(rank, "killed"))
+    before = read_times(killed.workdir / f"life{killed.index}.rank{rank}.times")["done"]
+    own = resumed.returned(rank)
+    done = {int(number): seconds for number, seconds in own["done"].items()}
+    steady = sorted(before.values())[-max(2, 2 * step // 3) :]
+    return Recovery(
+        killed_at=step,
+        rollback_steps=step - own["from"],
+        step_seconds=statistics.fmean(later - earlier for earlier, later in pairwise(steady)),
+        ready_seconds=own["ready"] - at,
+        restore_seconds=own["restore_seconds"],
+        start_seconds=own["started"] - own["ready"],
+        rerun_seconds=done[step] - own["started"] if own["from"] < step else 0.0,
+        total_seconds=done[step + 1] - at,
+        sources=[resumed.returned(each)["source"] for each in range(resumed.world_size)],
+    )
+
+
+def _figure(case: tuple[System, Loss], options: argparse.Namespace, rounds: list[Recovery]) -> RecoveryFigure:
+    median = statistics.median
+    restores = [each.restore_seconds for each in rounds if each.restore_seconds is not None]
+    totals = [each.total_seconds for each in rounds]
+    return RecoveryFigure(
+        system=case[0],
+        loss=case[1],
+        num_params=_size(options).num_params(),
+        num_ranks=options.nodes,
+        every=options.every,
+        rollback_steps=median([each.rollback_steps for each in rounds]),
+        step_seconds=median([each.step_seconds for each in rounds]),
+        ready_seconds=median([each.ready_seconds for each in rounds]),
+        restore_seconds=median(restores) if restores else None,
+        rerun_seconds=median([each.rerun_seconds for each in rounds]),
+        total_seconds=median(totals),
+        total_range=(min(totals), max(totals)),
+        sources=rounds[-1].sources,
+        rounds=rounds,
+    )
+
+
+def _row(figure: RecoveryFigure) -> list[str]:
+    low, high = figure.total_range
+    lost = _LOSSES[figure.loss] if figure.system in ("sparse", "dense") else "any"
+    restore = "" if figure.restore_seconds is None else milliseconds(figure.restore_seconds)
+    return [
+        *(_SYSTEMS[figure.system], lost, ", ".join(dict.fromkeys(figure.sources)), f"{figure.rollback_steps:g}"),
+        *(milliseconds(figure.ready_seconds), restore, milliseconds(figure.rerun_seconds)),
+        *(milliseconds(figure.total_seconds), f"{milliseconds(low)} to {milliseconds(high)}"),
+        milliseconds(figure.step_seconds),
+    ]
+
+
+@contextmanager
+def _folders(parent: Path | None) -> Iterator[tuple[Path, Path]]:
+    """A folder for checkpoints and one on the tmpfs, both gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=parent) as folder:
+        memory = tempfile.mkdtemp(prefix="moe-ckpt-bench-", dir=shared_directory())
+        try:
+            yield Path(folder), Path(memory)
+        finally:
+            shutil.rmtree(memory)

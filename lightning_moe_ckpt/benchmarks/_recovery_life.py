@@ -1,0 +1,147 @@
+"""One life of a fit that is killed or resumed, and the times at which it got to each step.
+
+Times are of the monotonic clock, which the processes of one machine share, so a kill in one life and a step in the next
+can be subtracted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
+from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
+from lightning_moe_ckpt.benchmarks._recovery_dcp import DcpCheckpoint, newest_step
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing import Life
+
+System = Literal["sparse", "dense", "dcp", "lightning"]
+Loss = Literal["process", "node", "cluster"]
+"""What dies: one process; with it the memory of its node; the memory of every node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryFit:
+    """A run that is killed and resumed; picklable. Each rank is on a node of its own."""
+
+    system: System
+    loss: Loss
+    size: ModelSize
+    every: int
+    """Steps between two checkpoints; the window of sparse ones."""
+    max_steps: int
+    memory: str
+    """Folder on a tmpfs with a folder per node, which is that node's shared memory."""
+
+    def __call__(self, life: Life) -> dict[str, Any]:
+        """What a life runs; gives the times of steps on this rank, and what the callback says about its restore."""
+        begun = time.monotonic()
+        node = Path(self.memory) / f"node{life.rank}"
+        if life.index and self._loses_memory(life):
+            shutil.rmtree(node)
+        node.mkdir(exist_ok=True)
+        os.environ["MOE_CKPT_SHARED_MEMORY"] = str(node)
+        torch.manual_seed(0)
+        folder = Path(life.url.removeprefix("file://"))
+        first = newest_step(folder) if self.system == "dcp" else 0
+        checkpoint = self._checkpoint(life, folder, first)
+        times = StepTimes(life.records.with_suffix(".times"), first)
+        with quiet_lightning():
+            trainer = self._trainer(life, life.callbacks(checkpoint, times), self.max_steps - first)
+            data = random_tokens(self.size, life.world_size * (self.max_steps + 1))
+            trainer.fit(BenchModel(self.size), data, ckpt_path=self._ckpt_path(folder))
+        return {"begun": begun, **times.read(), **_report(checkpoint)}
+
+    def _loses_memory(self, life: Life) -> bool:
+        return self.loss == "cluster" or (self.loss == "node" and life.rank == life.world_size - 1)
+
+    def _checkpoint(self, life: Life, folder: Path, first: int) -> Callback:
+        if self.system == "sparse":
+            return SparseCheckpoint(life.url, window=self.every)
+        if self.system == "dense":
+            return DenseCheckpoint(life.url, every_n_steps=self.every)
+        if self.system == "dcp":
+            return DcpCheckpoint(folder, every_n_steps=self.every, first_step=first)
+        return ModelCheckpoint(folder, every_n_train_steps=self.every)
+
+    def _ckpt_path(self, folder: Path) -> str | None:
+        if self.system != "lightning":
+            return None
+        files = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+        return str(files[-1]) if files else None
+
+    def _trainer(self, life: Life, callbacks: list[Callback], max_steps: int) -> Trainer:
+        return Trainer(
+            accelerator="cpu",
+            devices=life.world_size,
+            strategy=MoEStrategy(),
+            callbacks=callbacks,
+            max_steps=max_steps,
+            gradient_clip_val=1.0,
+            logger=False,
+            enable_checkpointing=True,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+
+class StepTimes(Callback):
+    """Appends a line at every step, with one `write` each, so that they outlive a SIGKILL.
+
+    Args:
+        path: where.
+        first_step: added to `global_step`.
+    """
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self._path, self._first = path, first_step
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        self._started = False
+
+    def read(self) -> dict[str, Any]:
+        """See `read_times`."""
+        return read_times(self._path)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write("ready", trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        if not self._started:
+            self._started = True
+            self._write("started", trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        self._write("step", trainer)
+
+    def _write(self, what: str, trainer: Trainer) -> None:
+        line = {"what": what, "step": self._first + trainer.global_step, "at": time.monotonic()}
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+def read_times(path: Path) -> dict[str, Any]:
+    """When the state was there, when the first batch was and at which step, and when each step was done."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    by_kind = {line["what"]: line for line in lines if line["what"] != "step"}
+    done = {line["step"]: line["at"] for line in lines if line["what"] == "step"}
+    started = by_kind["started"]
+    return {"ready": by_kind["ready"]["at"], "started": started["at"], "from": started["step"], "done": done}
+
+
+def _report(checkpoint: Callback) -> dict[str, Any]:
+    if not isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
+        return {"source": "storage", "restore_seconds": None}
+    return {"source": "storage", "restore_seconds": checkpoint.report.restore_seconds}

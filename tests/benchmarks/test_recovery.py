@@ -1,0 +1,83 @@
+"""What recovery is compared with does restore, and every case has its turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
+from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
+from lightning_moe_ckpt.benchmarks._recovery import CASES, _order
+from lightning_moe_ckpt.benchmarks._recovery_dcp import DcpCheckpoint, newest_step
+from lightning_moe_ckpt.parallel import run_world
+
+SIZE = ModelSize(num_blocks=1, model_dim=32, num_experts=2, expert_dim=32, batch_size=2)
+
+
+def _state(trainer: Trainer, model: BenchModel) -> dict[str, torch.Tensor]:
+    """Parameters and both moments by name."""
+    (optimizer,) = trainer.optimizers
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state[name] = parameter
+        state.update({f"{name}/{key}": optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")})
+    return {key: value.detach().clone() for key, value in state.items()}
+
+
+class _AtStart(Callback):
+    def __init__(self) -> None:
+        self.state: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: BenchModel) -> None:  # type: ignore[override]
+        if trainer.optimizers[0].state:
+            self.state = _state(trainer, pl_module)
+
+
+def _fit(
+    folder: Path, steps: int, first: int, seed: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+    """State at start and at end of a fit, and the last learning rate."""
+    torch.manual_seed(seed)
+    model, start = BenchModel(SIZE), _AtStart()
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[DcpCheckpoint(folder, every_n_steps=2, first_step=first), start],
+    )  # fmt: skip
+    with quiet_lightning():
+        trainer.fit(model, random_tokens(SIZE, steps + 1))
+    return start.state, _state(trainer, model), trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_distributed_checkpoint_restores_what_it_saved(tmp_path: Path) -> None:
+    """Parameters, moments and learning rate of the newest whole checkpoint, over another seed's; two are kept."""
+
+    def work(_: int) -> tuple[list[int], int, list[str], float, float]:
+        _none, saved, rate = _fit(tmp_path, steps=6, first=0, seed=0)
+        (tmp_path / "8").mkdir()  # a save that a kill interrupted
+        steps = sorted(int(path.name) for path in tmp_path.iterdir())
+        newest = newest_step(tmp_path)
+        restored, _end, next_rate = _fit(tmp_path, steps=1, first=newest, seed=1)
+        return steps, newest, [key for key in saved if not torch.equal(saved[key], restored[key])], rate, next_rate
+
+    ((steps, newest, differing, rate, next_rate),) = run_world(
+        1, work, process_group=False, timeout=timedelta(minutes=2)
+    )
+    assert (steps, newest, differing) == ([4, 6, 8], 6, [])
+    assert next_rate > rate, "the warm-up goes on"
+
+
+def test_no_checkpoint_is_no_step(tmp_path: Path) -> None:
+    """A folder with half a save in it."""
+    (tmp_path / "2").mkdir()
+    assert newest_step(tmp_path) == 0
+
+
+def test_every_case_has_a_turn_in_every_round_and_begins_one() -> None:
+    """What one leaves for the disk to do hits another each time."""
+    turns = list(_order(len(CASES)))
+    assert Counter(turns) == {(turn, case): 1 for turn in range(len(CASES)) for case in CASES}
+    assert len({case for index, (_, case) in enumerate(turns) if index % len(CASES) == 0}) == len(CASES)
