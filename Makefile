@@ -1,12 +1,14 @@
 # Every target makes its own environment in .venv first. Needed beforehand: make, a C++ compiler, Python 3.10 or newer.
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
-#   make test   lint, types and every test but the long campaigns; the last line is pytest's summary
+#   make test   lint, types and every test but the long campaigns, in JOBS processes; the last line is pytest's summary
 #   make soak   the long campaigns of kills        make bench  throughput and planner figures
 #   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer
 # PYTHON picks the interpreter that .venv is made from; PYTEST_ARGS goes to pytest (-k name, -x, --durations=20).
+# JOBS=0 runs tests in pytest's own process, one after another, as a debugger wants it.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint $(SERVERS)/.stamp
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # `callbacks` is checked as lightning_moe_ckpt/callbacks, a link: under both names it would be two modules.
 lint: $(STAMP)

@@ -51,16 +51,17 @@ class Checkpointing:
     def make(self, url: str) -> Callback:
         from lightning_moe_ckpt import callbacks
 
-        url, stored = self.url or url, dict(self.storage_options) or None
+        # The parents of all lives have frozen the heap already; to find that out takes a sixth of a life.
+        common: dict[str, Any] = {"storage_options": dict(self.storage_options) or None, "freeze_heap": False}
+        url = self.url or url
         if self.policy == "dense":
-            every = self.every_n_steps
-            return callbacks.DenseCheckpoint(url, every_n_steps=every, keep=self.keep, storage_options=stored)
-        options: dict[str, Any] = {"window": self.window, "budget_nbytes": self.budget_nbytes, "order": self.order}
+            return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep, **common)
+        options = {"window": self.window, "budget_nbytes": self.budget_nbytes, "order": self.order, **common}
         if self.popularity is not None:
             options["popularity"] = self.popularity
         if self.schedule is not None:
             options["schedule"] = [list(slot) for slot in self.schedule]
-        return callbacks.SparseCheckpoint(url, keep=self.keep, batches=self.batches, storage_options=stored, **options)
+        return callbacks.SparseCheckpoint(url, keep=self.keep, batches=self.batches, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly and any(mine in item.path.parents for item in session.items):
         for name in NEEDED_BY_LIVES:
             importlib.import_module(name)
-        _warm.append(WarmParents(count=2))
+        # Processes that share the tests run campaigns beside each other; one alone does so with two campaigns of a test.
+        _warm.append(WarmParents(count=1 if "PYTEST_XDIST_WORKER" in os.environ else 2))
 
 
 @pytest.fixture(scope="session")
