@@ -23,6 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.inspection import _gc
 from lightning_moe_ckpt.inspection._export import MAX_SHARD_NBYTES, ExportFormat, ExportOptions, export
+from lightning_moe_ckpt.inspection._options import add_storage_option, pair, report_failure
 from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
 from lightning_moe_ckpt.inspection._screen import Screen
 from lightning_moe_ckpt.inspection._select import select
@@ -117,7 +118,7 @@ def add_commands(commands: Commands) -> None:
         "--leave-out", action="append", default=[], metavar="PATTERN", help="names to leave out, such as '*.mask'"
     )
     write.add_argument(
-        "--tie", action="append", default=[], type=_pair, metavar="NEW=STORED", help="a further name of a stored tensor"
+        "--tie", action="append", default=[], type=pair, metavar="NEW=STORED", help="a further name of a stored tensor"
     )
     write.add_argument("--force", action="store_true", help="replace files that exist")
 
@@ -132,14 +133,7 @@ def _declare(commands: Commands, name: str, summary: str, description: str, act:
     parser.add_argument(
         "--json", action="store_true", help="write one JSON document instead of tables, also of an error"
     )
-    parser.add_argument(
-        "--storage-option",
-        action="append",
-        default=[],
-        type=_option,
-        metavar="KEY=VALUE",
-        help="as in storage_options of the callback; VALUE is JSON or else text. Repeat for more",
-    )
+    add_storage_option(parser)
     parser.set_defaults(run=lambda args: _run(act, args))
     return parser
 
@@ -152,27 +146,7 @@ def _run(act: Act, args: argparse.Namespace) -> int:
         finally:
             backend.close()
     except CheckpointError as error:
-        reason = " ".join(str(error).split())
-        sys.stderr.write(f"moe-ckpt {args.url}: {reason}\n")
-        if args.json:
-            document = {"url": args.url, "error": {"type": type(error).__name__, "message": reason}}
-            sys.stdout.write(json.dumps(document, indent=2) + "\n")
-        return 2
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise argparse.ArgumentTypeError(f"`{text}` must be two words joined by =")
-    return key, value
-
-
-def _option(text: str) -> tuple[str, object]:
-    key, value = _pair(text)
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
+        return report_failure(args.url, error, as_json=args.json)
 
 
 def _size(text: str) -> int:

@@ -84,7 +84,8 @@ class ObjectBackend:
         # Requests are tried again here only for a short while; calls are by `Retrying`, with longer pauses.
         backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2)}
         retry = {"max_retries": 2, "retry_timeout": timeout, "backoff": backoff}
-        self._unfinished: UnfinishedUploads | None = None
+        self.unfinished: UnfinishedUploads | None = None
+        """Uploads of the bucket that nobody has completed; only S3 tells."""
         _claim_runtime(url)
         try:
             self._store = _STORES[kind](
@@ -98,7 +99,7 @@ class ObjectBackend:
             raise ConfigurationError(f"`{url}` cannot be opened: {_first_line(error)}") from error
         if kind == "s3":
             found = {**environment_s3(), **options.config, **self._store.config}
-            self._unfinished = UnfinishedUploads(bucket, found, options.client, timeout=timeout.total_seconds())
+            self.unfinished = UnfinishedUploads(bucket, found, options.client, timeout=timeout.total_seconds())
 
     @property
     def url(self) -> str:
@@ -174,8 +175,17 @@ class ObjectBackend:
     def sweep(self, prefix: str) -> None:
         """Abort uploads that were never completed; on other stores than S3 a lifecycle rule of the bucket has to."""
         self._check_process()
-        if self._unfinished is not None:
-            self._unfinished.abort("/".join(filter(None, (self._store.prefix, prefix))))
+        if self.unfinished is not None:
+            self.unfinished.abort(self.full_key(prefix))
+
+    def full_key(self, key: str) -> str:
+        """The key, or prefix of keys, as the bucket knows it."""
+        return "/".join(filter(None, (self._store.prefix, key)))
+
+    def modified(self, key: str) -> float:
+        """When an object was written, in seconds since 1970 by the store's clock."""
+        facts = self._call(f"head {key} at {self.url}", lambda: obstore.head(self._store, key))
+        return float(facts["last_modified"].timestamp())
 
     def close(self) -> None:
         """Connections close with the store's last reference; uploads under way are abandoned at their next part."""

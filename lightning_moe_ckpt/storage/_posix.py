@@ -131,6 +131,12 @@ class PosixBackend:
                     Path(file.path).unlink(missing_ok=True)
                     self._prune(Path(file.path).parent)
 
+    def modified(self, key: str) -> float:
+        """When an object was written, in seconds since 1970 by the file server's clock."""
+        path = self._path(key)
+        with _reported("get", path):
+            return path.stat().st_mtime
+
     def close(self) -> None:
         """Nothing is held open; writes under way are abandoned."""
         self._pace.close()
@@ -162,8 +168,11 @@ class PosixBackend:
             finally:
                 os.close(file)
             yield temporary
-        finally:
+        except BaseException:
             temporary.unlink(missing_ok=True)
+            self._prune(path.parent)
+            raise
+        temporary.unlink(missing_ok=True)
 
     def _open_new(self, path: Path) -> int:
         """Create a file, and its directory as often as somebody prunes it before the file is in it."""

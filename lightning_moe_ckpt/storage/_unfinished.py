@@ -10,6 +10,7 @@ Source: AWS Signature Version 4 (Amazon S3 API reference, "Authenticating Reques
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import html
@@ -21,6 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -32,6 +34,7 @@ _REFUSALS = {400, 401, 403, 405, 501}
 _ROUNDS = 3
 """Parts under way while their upload is aborted keep it listed: it is looked for, and aborted, again."""
 _UNSIGNED = "UNSIGNED-PAYLOAD"
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class UnfinishedUploads:
         self._config, self._timeout = config, timeout
         self._base = _base_url(bucket, config)
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=_tls(client)))
-        self._useless: str | None = None
+        self.why_useless: str | None = None
+        """Why nothing can be asked; `None` as long as everything could."""
 
     def abort(self, prefix: str) -> int:
         """Abort every upload to a key that starts with `prefix`.
@@ -87,22 +91,54 @@ class UnfinishedUploads:
         Raises:
             StorageError: the store does not answer as it should.
         """
-        if self._useless is None and not self._can_sign:
+        if self.why_useless is None and not self._can_sign:
             self._give_up("its credentials come from a service")
         try:
-            return [] if self._useless is not None else list(self._pages(prefix))
+            return [] if self.why_useless is not None else list(self._pages(prefix))
         except _RefusedError as refused:
             self._give_up(f"it answers {refused}")
             return []
 
+    # For a look at the store itself.
+
+    def begin(self, key: str) -> Upload:
+        """Begin an upload, as if to be killed."""
+        answer = self._request("POST", f"/{quote(key)}", {"uploads": ""}).decode()
+        return Upload(key, _element(answer, "UploadId"))
+
+    def refuses_small_parts(self, key: str) -> bool:
+        """Whether an upload of two parts of some bytes is refused."""
+        upload, parts = self.begin(key), ""
+        for number in (1, 2):
+            query = {"partNumber": str(number), "uploadId": upload.upload_id}
+            body = b"a small part"
+            tag = hashlib.md5(body).hexdigest()  # noqa: S324 - what S3 calls an entity tag
+            self._request("PUT", f"/{quote(key)}", query, body)
+            parts += f'<Part><PartNumber>{number}</PartNumber><ETag>"{tag}"</ETag></Part>'
+        body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
+        return self._is_refused("POST", key, {"uploadId": upload.upload_id}, body)
+
+    def refuses_wrong_digest(self, key: str) -> bool:
+        """Whether a body that is not the one of its `Content-MD5` is refused."""
+        return self._is_refused("PUT", key, {}, b"a body", {"Content-MD5": base64.b64encode(bytes(16)).decode()})
+
     # -- private
+
+    def _is_refused(
+        self, method: str, key: str, query: Mapping[str, str], body: bytes, headers: Mapping[str, str] = _NONE
+    ) -> bool:
+        try:
+            self._request(method, f"/{quote(key)}", query, body, headers)
+        except _RefusedError:
+            return True
+        return False
 
     @property
     def _can_sign(self) -> bool:
         return bool(self._config.get("skip_signature")) or "access_key_id" in self._config
 
     def _give_up(self, reason: str) -> None:
-        self._useless = reason
+        self.why_useless = reason
         log.info(
             "%s cannot be asked for unfinished uploads: %s. A lifecycle rule of the bucket (AbortIncompleteMultipartUpload) "
             "removes what killed processes leave",
@@ -126,10 +162,18 @@ class UnfinishedUploads:
                 "upload-id-marker": _element(page, "NextUploadIdMarker"),
             }
 
-    def _request(self, method: str, path: str, query: Mapping[str, str]) -> bytes:
+    def _request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: bytes | None = None,
+        headers: Mapping[str, str] = _NONE,
+    ) -> bytes:
         # In the order and the spelling that the signature is made over.
-        url = f"{self._base}{path}?{urlencode(sorted(query.items()), quote_via=quote, safe='')}"
-        request = urllib.request.Request(url, method=method, headers=self._signed(method, url))  # noqa: S310 - as configured
+        url = f"{self._base}{path}?{urlencode(sorted(query.items()), quote_via=quote, safe='')}".rstrip("?")
+        signed = {"Content-Type": "application/octet-stream", **headers, **self._signed(method, url)}
+        request = urllib.request.Request(url, data=body, method=method, headers=signed)  # noqa: S310 - as configured
         what = f"{method} {url}"
         try:
             with self._opener.open(request, timeout=self._timeout) as answer:
@@ -145,7 +189,7 @@ class UnfinishedUploads:
             raise StorageError(f"{what}: {error}. Check the store and the network.") from error
 
     def _signed(self, method: str, url: str) -> dict[str, str]:
-        """Headers of a request without a body."""
+        """Headers of a request whose body is not signed."""
         if self._config.get("skip_signature"):
             return {}
         return sign(
@@ -166,7 +210,7 @@ class _RefusedError(Exception):
 def sign(
     method: str, url: str, *, key: str, secret: str, token: str | None, region: str, now: datetime
 ) -> dict[str, str]:
-    """Headers that sign a request without a body by Signature Version 4."""
+    """Headers that sign a request, not its body, by Signature Version 4."""
     parts, moment = urlsplit(url), now.strftime("%Y%m%dT%H%M%SZ")
     headers = {"host": parts.netloc, "x-amz-content-sha256": _UNSIGNED, "x-amz-date": moment}
     if token:

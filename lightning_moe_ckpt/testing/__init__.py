@@ -22,6 +22,8 @@ from lightning_moe_ckpt.testing._lives import run_lives as run_lives
 from lightning_moe_ckpt.testing._lives_end import capture_end as capture_end
 from lightning_moe_ckpt.testing._lives_end import differences as differences
 from lightning_moe_ckpt.testing._lives_kill import Kill as Kill
+from lightning_moe_ckpt.testing._proxy import FaultyProxy as FaultyProxy
+from lightning_moe_ckpt.testing._proxy import Weather as Weather
 from lightning_moe_ckpt.testing._seam import Seam as Seam
 
 if _find_spec("pytest") is not None:

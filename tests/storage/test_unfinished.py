@@ -38,8 +38,8 @@ def opened(server: S3Server, url: str, bandwidth: int | None = None) -> ObjectBa
 
 
 def unfinished(backend: ObjectBackend, prefix: str = "") -> list[Upload]:
-    assert backend._unfinished is not None
-    return backend._unfinished.list(f"{backend._store.prefix}/{prefix}")
+    assert backend.unfinished is not None
+    return backend.unfinished.list(f"{backend._store.prefix}/{prefix}")
 
 
 def await_upload(backend: ObjectBackend) -> None:
@@ -168,10 +168,10 @@ def test_many_uploads_are_found_page_by_page(server: S3Server) -> None:
     if server.name == "rclone":
         pytest.skip("one page holds all")
     backend = opened(server, server.url())
-    assert backend._unfinished is not None
-    backend._unfinished.page_size = 10
+    assert backend.unfinished is not None
+    backend.unfinished.page_size = 10
     for number in range(35):
-        backend._unfinished._request("POST", f"/{backend._store.prefix}/snap/{number:02d}", {"uploads": ""})
+        backend.unfinished._request("POST", f"/{backend._store.prefix}/snap/{number:02d}", {"uploads": ""})
     assert len(unfinished(backend)) == 35
     backend.sweep("snap/0")
     assert len(unfinished(backend)) == 25

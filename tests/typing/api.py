@@ -430,6 +430,14 @@ def kill_and_resume(tmp_path: Path) -> Literal["finished", "killed", "stopped"]:
     return killed[-1].outcome
 
 
+def break_the_network() -> str:
+    """A store behind a proxy that fails."""
+    with testing.FaultyProxy(9000, seed=1) as proxy:
+        proxy.weather = testing.Weather(latency=timedelta(seconds=1), failing=0.3)
+        assert_type(proxy.num_failed, int)
+        return proxy.endpoint
+
+
 def break_on_purpose(tmp_path: Path) -> testing.FaultSummary:
     script: list[testing.Fault] = [
         testing.fail_at(0, 7, "before_optimizer_step"),
