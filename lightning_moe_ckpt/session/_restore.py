@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery import Part, SourceName, Version
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import JOURNAL
-from lightning_moe_ckpt.session._search import Job, OpenMemory, Search
+from lightning_moe_ckpt.session._search import Job, Search
 from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, SegmentLayout, open_backend
-from lightning_moe_ckpt.tiers import Tier
+from lightning_moe_ckpt.tiers import HostTier
 
 
 @dataclass(kw_only=True)
@@ -96,10 +96,6 @@ class Found:
                 )
 
 
-def _no_memory(run_id: str) -> Sequence[Tier]:
-    return []
-
-
 class Runs:
     """This rank's access to the run under a URL.
 
@@ -109,7 +105,6 @@ class Runs:
         exchange: control exchange between ranks.
         groups: this rank's place.
         bandwidth: bytes per second that this rank may write; `None` for no cap.
-        open_memory: opens the tiers in this node's memory; they are closed when it is known what to resume from.
     """
 
     def __init__(
@@ -120,9 +115,8 @@ class Runs:
         groups: ParallelGroups,
         *,
         bandwidth: int | None = None,
-        open_memory: OpenMemory = _no_memory,
     ) -> None:
-        self._exchange, self._open_memory = exchange, open_memory
+        self._exchange = exchange
         with exchange.together():  # a package can be missing on one machine only
             self._backend: Backend = open_backend(url, storage_options=storage_options, bandwidth=bandwidth)
             _refuse_process_memory(self._backend.url, groups.world_size)
@@ -142,12 +136,9 @@ class Runs:
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
         self._open_store(resume)
-        with ExitStack() as opened:
-            memory = self._open_memory(self.run_id)
-            for tier in memory:
-                opened.callback(tier.close)
+        with closing(HostTier(self.run_id)) as memory:
             while True:
-                search = Search(self.store, self._exchange, memory, job)
+                search = Search(self.store, self._exchange, [memory], job)
                 found = search.run()
                 if found is None and (search.reasons or resume == "must"):
                     raise NoUsableGeneration(self._no_generation(resume, search.reasons))

@@ -44,9 +44,6 @@ log = logging.getLogger(__name__)
 
 StoredFacts = tuple[Facts, list[str]]
 
-OpenMemory = Callable[[str], Sequence[Tier]]
-"""Opens the tiers in this node's memory for a run id; whoever asked closes them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

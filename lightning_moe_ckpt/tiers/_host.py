@@ -6,6 +6,7 @@ Read with `pread`, not through a mapping: a file that shrinks or goes meanwhile 
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class HostTier:
         self._directory = directory if directory is not None else shared_directory()
         self._places: dict[Holding, list[_Place]] = {}
         self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
 
     def holdings(self) -> list[Holding]:
         """Every whole copy, newest first; what is torn, or of another run, is left out."""
@@ -105,9 +107,10 @@ class HostTier:
         return read_header(bytes(page), os.fstat(descriptor).st_size, str(path))
 
     def _open(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = open_shared(path)
-        return self._descriptors[path]
+        with self._lock:  # two threads must not open it twice: only one descriptor would be closed
+            if path not in self._descriptors:
+                self._descriptors[path] = open_shared(path)
+            return self._descriptors[path]
 
 
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:

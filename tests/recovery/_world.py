@@ -10,14 +10,23 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
-from lightning_moe_ckpt.errors import KeyMissing
-from lightning_moe_ckpt.recovery import Inventory, Part, Reader, Retrieval, Version, memory_of, usable_versions
+from lightning_moe_ckpt.recovery import (
+    Inventory,
+    Part,
+    Reader,
+    Retrieval,
+    Transport,
+    Version,
+    memory_of,
+    usable_versions,
+)
 from lightning_moe_ckpt.recovery._transport import Parcel
 from lightning_moe_ckpt.storage import (
+    Commit,
     GenerationId,
     PosixBackend,
     RankMarker,
@@ -30,7 +39,8 @@ from lightning_moe_ckpt.storage import (
     dtype_code,
     segment_key,
 )
-from lightning_moe_ckpt.tiers import Holding, ObjectTier
+from lightning_moe_ckpt.tiers import Holding, HostTier, ObjectTier, SegmentRing, shared_name
+from lightning_moe_ckpt.tiers._names import marker_paths, memory_files
 
 T = TypeVar("T")
 
@@ -74,55 +84,42 @@ class ThreadTransport:
         return wait
 
 
-class DirectoryTier:
-    """Copies as files in one directory of shared memory: a marker and one file per segment."""
+class Node(HostTier):
+    """The host tier of one node; counts reads, and knows where bytes lie."""
 
-    name = "host"
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, run_id: str, directory: Path) -> None:
+        super().__init__(run_id, directory)
+        self.run_id, self.directory = run_id, directory
         self.reads: list[str] = []
 
-    def keep(self, marker: RankMarker, segments: Sequence[bytes]) -> None:
+    def keep(self, marker: RankMarker, segments: Sequence[bytes], kind: Literal["ring", "replica"]) -> None:
+        """What a process on this node captured, or received, published and left behind."""
+        ring = SegmentRing.create(
+            shared_name(self.run_id, marker.rank, kind), max(map(len, segments)), len(segments), self.directory
+        )
+        ring.begin_window(marker.generation)
         for entry, data in zip(marker.segments, segments, strict=True):
-            self._path(entry.key).write_bytes(data)
-        self._path(f"{marker.generation.prefix}rank{marker.rank}.done").write_bytes(marker.to_bytes())
-
-    def holdings(self) -> list[Holding]:
-        markers = [RankMarker.from_bytes(path.read_bytes(), path.name) for path in self.directory.glob("*.done")]
-        found = [
-            Holding(
-                generation=marker.generation,
-                plan_hash=marker.plan_hash,
-                owner=marker.rank,
-                nbytes=sum(entry.nbytes for entry in marker.segments),
-            )
-            for marker in markers
-        ]
-        return sorted(found, reverse=True)
-
-    def read_marker(self, holding: Holding) -> RankMarker:
-        path = self._path(f"{holding.generation.prefix}rank{holding.owner}.done")
-        return RankMarker.from_bytes(path.read_bytes(), path.name)
+            slot = ring.acquire(marker.generation, entry.step)
+            slot.view[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            ring.seal(slot)
+        ring.finish_window(marker.generation)
+        ring.publish(marker.generation, marker)
+        ring.close(unlink=False)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
         self.reads.append(entry.key)
-        path = self._path(entry.key)
-        if not path.exists():
-            raise KeyMissing(f"{path}: gone")
-        with path.open("rb") as file:
-            file.seek(offset)
-            if file.readinto(out) != out.nbytes:
-                raise KeyMissing(f"{path}: too short")
+        super().read_into(holding, entry, offset, out)
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def file_of(self, rank: int) -> Path:
+        """The one ring or replica of a rank."""
+        (path,) = (path for path, name in memory_files(self.directory) if name.owner == rank)
+        return path
 
-    def path_of(self, entry: SegmentEntry) -> Path:
-        return self._path(entry.key)
-
-    def _path(self, key: str) -> Path:
-        return self.directory / key.replace("/", "~")
+    def lose(self, rank: int) -> None:
+        """Everything of a rank, as if it had never come."""
+        path = self.file_of(rank)
+        for each in (*marker_paths(path), path):
+            each.unlink()
 
 
 # Two floats would do; sizes that are not a multiple of the alignment leave pads between the records.
@@ -179,6 +176,9 @@ def rank_part(
     return marker, segments
 
 
+Found = tuple[Version, Part]
+
+
 class World:
     """Ranks over nodes, each node a directory, and a run in storage.
 
@@ -196,7 +196,7 @@ class World:
         self.store.open_epoch(None)
         self.wire = Wire(self.world_size)
         self.reasons: list[list[str]] = []
-        self.tiers = {node: DirectoryTier(node) for node in self.nodes}
+        self.tiers = {node: Node(self.store.run_id, node) for node in self.nodes}
 
     def part(self, step: int, rank: int, *, window: int = 2) -> tuple[RankMarker, list[bytes]]:
         assert self.store.epoch is not None
@@ -204,15 +204,15 @@ class World:
         return rank_part(self.store.run_id, generation, rank, self.world_size, window=window)
 
     def keep(self, step: int, rank: int, node: Path, *, window: int = 2) -> None:
-        self.tiers[node].keep(*self.part(step, rank, window=window))
+        self.tiers[node].keep(*self.part(step, rank, window=window), "ring" if node == self.nodes[rank] else "replica")
 
-    def keep_other_bytes(self, tier: DirectoryTier, marker: RankMarker, segments: Sequence[bytes]) -> None:
+    def keep_other_bytes(self, tier: Node, marker: RankMarker, segments: Sequence[bytes]) -> None:
         """A copy that is whole and agrees with itself, but not with what others have under its name."""
         entries = [
             replace(entry, digest=digest_of(data), records=tuple(_record(name, data) for name in LAYOUT.spans))
             for entry, data in zip(marker.segments, segments, strict=True)
         ]
-        tier.keep(replace(marker, segments=tuple(entries)), segments)
+        tier.keep(replace(marker, segments=tuple(entries)), segments, "ring")
 
     def commit(self, step: int) -> None:
         markers = []
@@ -227,33 +227,44 @@ class World:
     def file_in_storage(self, entry: SegmentEntry) -> Path:
         return Path(self.backend.url.removeprefix("file://")) / entry.key
 
-    def restore(self, chunk_nbytes: int = 5000) -> list[tuple[Version, Part] | None]:
+    def restore(self, chunk_nbytes: int = 5000) -> list[Found | None]:
         """What a restart gives every rank: the newest version that turns out good, with nothing in between restarted."""
-        store = RunStore.open(self.backend, resume="must")
-        commits = store.candidates()
+        run_id, commits = self.offered()
         self.reasons = [[] for _ in self.nodes]
 
-        def live(rank: int) -> tuple[Version, Part] | None:
-            transport = ThreadTransport(self.wire, rank)
-            node = self.nodes[rank]
-            joined = RunStore.join(self.backend, run_id=store.run_id)
-            reader = Reader(store.run_id, [self.tiers[node]], ObjectTier(joined, commits))
-            stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
-            inventory = Inventory.of(stocks, reader.committed)
-            for version in usable_versions(inventory, lambda _: True):
-                digests = {Version(c.generation, c.plan_hash): c.markers[rank] for c in commits}
-                attempt = Retrieval(
-                    transport, reader, inventory, version,
-                    marker_digest=digests.get(version), chunk_nbytes=chunk_nbytes,
-                )  # fmt: skip
-                marker = attempt.marker()
-                part = attempt.part(marker) if marker is not None else None
-                self.reasons[rank] += attempt.reasons
-                if part is not None:
-                    return version, part
-            return None
+        def live(rank: int) -> Found | None:
+            found, self.reasons[rank] = self.life(ThreadTransport(self.wire, rank), run_id, commits, chunk_nbytes)
+            return found
 
-        return in_threads(self.world_size, live)
+        found = in_threads(self.world_size, live)
+        for tier in self.tiers.values():
+            tier.close()
+        return found
+
+    def offered(self) -> tuple[str, list[Commit]]:
+        """What the coordinator of a restart finds in storage."""
+        store = RunStore.open(self.backend, resume="must")
+        return store.run_id, store.candidates()
+
+    def life(
+        self, transport: Transport, run_id: str, commits: Sequence[Commit], chunk_nbytes: int = 5000
+    ) -> tuple[Found | None, list[str]]:
+        """What one rank of a restart gets, and why newer versions were given up."""
+        node, reasons = self.nodes[transport.rank], []
+        reader = Reader(run_id, [self.tiers[node]], ObjectTier(RunStore.join(self.backend, run_id=run_id), commits))
+        stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
+        inventory = Inventory.of(stocks, reader.committed)
+        digests = {Version(c.generation, c.plan_hash): c.markers[transport.rank] for c in commits}
+        for version in usable_versions(inventory, lambda _: True):
+            attempt = Retrieval(
+                transport, reader, inventory, version, marker_digest=digests.get(version), chunk_nbytes=chunk_nbytes
+            )
+            marker = attempt.marker()
+            part = attempt.part(marker) if marker is not None else None
+            reasons += attempt.reasons
+            if part is not None:
+                return (version, part), reasons
+        return None, reasons
 
 
 def in_threads(world_size: int, life: Callable[[int], T]) -> list[T]:
@@ -270,9 +281,14 @@ def require(world: World, step: int, expected: Sequence[set[str]], **options: in
     """All ranks get exactly the bytes of that step, from these kinds of copies."""
     for rank, found in enumerate(world.restore(**options)):
         assert found is not None, world.reasons
-        version, part = found
-        marker, segments = world.part(step, rank)
-        assert (version.generation, part.marker) == (marker.generation, marker)
-        assert [segment.numpy().tobytes() for segment in part.segments] == segments
-        assert len(part.layouts) == len(segments)
-        assert sources(part) == expected[rank]
+        require_part(world, step, rank, found)
+        assert sources(found[1]) == expected[rank]
+
+
+def require_part(world: World, step: int, rank: int, found: Found) -> None:
+    """Exactly the bytes that the rank had at that step."""
+    version, part = found
+    marker, segments = world.part(step, rank)
+    assert (version.generation, part.marker) == (marker.generation, marker)
+    assert [segment.numpy().tobytes() for segment in part.segments] == segments
+    assert len(part.layouts) == len(segments)

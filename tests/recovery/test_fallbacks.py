@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.storage import SegmentEntry, Span
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, SegmentEntry, Span
 from lightning_moe_ckpt.tiers import Holding
-from recovery._world import LAYOUT, DirectoryTier, World, require, sources
+from lightning_moe_ckpt.tiers._names import marker_paths
+from recovery._world import LAYOUT, Node, World, require, sources
 from recovery.conftest import MakeWorld
 
 NEW, OLD = 20, 10
@@ -27,17 +27,22 @@ PLACES = {
 
 
 def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 4
-    path.write_bytes(data)
+    """Of a segment in storage, or the first one in memory; in place, as a bit flips."""
+    if path.suffix in {".ring", ".replica"}:
+        position += RING_HEADER_NBYTES
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 4]))
 
 
 def segment(world: World, rank: int, step: int = NEW) -> SegmentEntry:
     return world.part(step, rank)[0].segments[0]
 
 
-def in_memory(world: World, node: int, rank: int, step: int = NEW) -> Path:
-    return world.tiers[world.nodes[node]].path_of(segment(world, rank, step))
+def in_memory(world: World, node: int, rank: int) -> Path:
+    return world.tiers[world.nodes[node]].file_of(rank)
 
 
 @pytest.fixture
@@ -127,11 +132,11 @@ def test_without_anything_good_nothing_is_restored(world: World) -> None:
     assert world.reasons[0] == world.reasons[1] != []
 
 
-class Vanishing(DirectoryTier):
-    """Loses a copy the moment it is read for the second time: between the listing and the end of the restore."""
+class Vanishing(Node):
+    """Cannot be read any more after so many reads: between the listing and the end of the restore."""
 
-    def __init__(self, directory: Path, *, after: int) -> None:
-        super().__init__(directory)
+    def __init__(self, node: Node, *, after: int) -> None:
+        super().__init__(node.run_id, node.directory)
         self._left = after
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
@@ -148,8 +153,8 @@ def test_a_copy_that_goes_away_during_the_restore_is_replaced(full: World, after
     node = full.nodes[0]
     if victim == "peer":
         for rank in range(2):
-            in_memory(full, 1, rank).unlink()
-    full.tiers[node] = Vanishing(node, after=after)
+            full.tiers[full.nodes[1]].lose(rank)
+    full.tiers[node] = Vanishing(full.tiers[node], after=after)
     for rank, found in enumerate(full.restore(chunk_nbytes=9000)):
         assert found is not None
         version, part = found
@@ -160,41 +165,33 @@ def test_a_copy_that_goes_away_during_the_restore_is_replaced(full: World, after
 def test_everything_in_memory_may_go_away(full: World, caplog: pytest.LogCaptureFixture) -> None:
     """Then storage has it, and the log says why."""
     for node in full.nodes:
-        full.tiers[node] = Vanishing(node, after=0)
+        full.tiers[node] = Vanishing(full.tiers[node], after=0)
     with caplog.at_level(logging.ERROR):
         require(full, NEW, [{"host", "peer", "storage"}, {"host", "peer", "storage"}])
     assert "host: the node went away; another copy is tried" in caplog.text
     assert "peer (rank 1): the node went away (on rank 1); another copy is tried" in caplog.text
 
 
-def spoil_marker(world: World, node: int, rank: int) -> Callable[[], None]:
-    """A marker that was good when the tier was listed."""
-    tier = world.tiers[world.nodes[node]]
-    path = tier._path(f"{world.part(NEW, rank)[0].generation.prefix}rank{rank}.done")
-    return lambda: flip(path, 200)
+class Ambushed(Node):
+    """The marker of a rank goes bad after it was listed."""
 
-
-class Ambushed(DirectoryTier):
-    """Something happens after it was listed."""
-
-    def __init__(self, directory: Path, *, ambush: list[Callable[[], None]]) -> None:
-        super().__init__(directory)
-        self._ambush = ambush
+    def __init__(self, node: Node, *, rank: int) -> None:
+        super().__init__(node.run_id, node.directory)
+        self._rank = rank
 
     def holdings(self) -> list[Holding]:
         found = super().holdings()
-        while self._ambush:
-            self._ambush.pop()()
+        for path in marker_paths(self.file_of(self._rank)):
+            flip(path, 600)
         return found
 
 
-@pytest.mark.parametrize(("bad", "expected"), [([0], "peer"), ([0, 1], "storage")], ids=str)
-def test_a_bad_marker_costs_one_copy(full: World, bad: list[int], expected: str) -> None:
-    """The marker comes from elsewhere, and what it describes is good where it was."""
+@pytest.mark.parametrize(("bad", "expected"), [([0], {"host", "peer"}), ([0, 1], {"host", "peer", "storage"})])
+def test_a_marker_that_goes_bad_costs_its_copy(full: World, bad: list[int], expected: set[str]) -> None:
+    """The marker comes from elsewhere; without it nothing says where in memory the segments lie, so they do too."""
     for node in bad:
-        ambush = [spoil_marker(full, node, 0)]
-        full.tiers[full.nodes[node]] = Ambushed(full.nodes[node], ambush=ambush)
-    require(full, NEW, [{"host", expected} if expected == "peer" else {"host", "peer", "storage"}, {"host"}])
+        full.tiers[full.nodes[node]] = Ambushed(full.tiers[full.nodes[node]], rank=0)
+    require(full, NEW, [expected, {"host"}])
 
 
 def test_a_marker_that_was_not_committed_is_refused(world: World) -> None:
