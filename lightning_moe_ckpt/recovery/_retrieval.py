@@ -145,6 +145,7 @@ class Retrieval:
             item = Item(self._version, self._rank, request.copy.tier)
             self._reader.read_into(item, assembly.entry.step, request.offset, out)
         except UNREADABLE as error:
+            assembly.buffer[request.offset : request.end].zero_()  # new memory may hold what the heap had there before
             assembly.gone(request.copy, str(error))
 
     def _check(self, assembly: Assembly) -> None:
