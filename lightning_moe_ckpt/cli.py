@@ -23,6 +23,7 @@ from lightning_moe_ckpt.benchmarks import (
     Machine,
     NativeBench,
     OverheadBench,
+    PersistBench,
     PlannerBench,
     RecoveryBench,
     ReductionBench,
@@ -40,6 +41,7 @@ _BENCHMARKS: tuple[Benchmark[Any], ...] = (
     ReductionBench(),
     PlannerBench(),
     RecoveryBench(),
+    PersistBench(),
     OverheadBench(),
     NativeBench(),
 )

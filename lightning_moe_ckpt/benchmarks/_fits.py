@@ -102,7 +102,7 @@ def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[T
     turns = _Turns(
         options, checkpoint, lambda costs, report: hand_over(Turn(costs=costs, num_params=num_params, report=report))
     )
-    with _one_thread(), quiet_lightning():
+    with one_thread(), quiet_lightning():
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
@@ -205,7 +205,7 @@ def _checkpoint(variant: Variant, url: str, options: FitOptions) -> CheckpointCa
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Torch with one thread: copies and digests run beside training, as they do where training has a device."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -191,7 +191,7 @@ def _read(lives: Sequence[LifeResult], step: int) -> Recovery:
         start_seconds=own["started"] - own["ready"],
         rerun_seconds=done[step] - own["started"] if own["from"] < step else 0.0,
         total_seconds=done[step + 1] - at,
-        sources=[resumed.returned(each)["source"] for each in range(resumed.world_size)],
+        sources=["+".join(resumed.returned(each)["sources"]) for each in range(resumed.world_size)],
     )
 
 

@@ -24,6 +24,7 @@ from lightning_moe_ckpt.benchmarks import (
 )
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
+from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
 from lightning_moe_ckpt.cli import main
@@ -39,6 +40,8 @@ TINY = [
     *("--operators", "1300", "--runs", "2"),
     *("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     *("--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"),
+    *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
+    *("--persist-dim", "32"),
     *TINY_FITS,
     *("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 ]
@@ -161,6 +164,17 @@ def test_every_failure_of_every_system_is_recovered_from(document: dict[str, Any
         assert (figure.restore_seconds is not None) == (figure.system in ("sparse", "dense"))
     shown = _shown(RecoveryBench().table(figures))
     assert all(text in shown for text in ("SparseCheckpoint", "torch DCP, async", "all nodes", "any", "steps lost"))
+
+
+def test_persisting_is_compared_with_bare_writes(document: dict[str, Any]) -> None:
+    """Every goal has a row; object storage is left out without a bucket, and says so."""
+    figures = [PersistFigure(**row) for row in document["persist"]]
+    assert [figure.what for figure in figures] == [goal.what for goal in (LOCAL, OBJECT, CPU, STEP)]
+    local, stored, cpu, _ = figures
+    assert local.value is not None
+    assert local.value > 0
+    assert local.baseline.endswith("MB/s")
+    assert stored.outcome == cpu.outcome == "not run: name a bucket with --object-url"
 
 
 def test_tables_are_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,266 @@
+"""What is measured of persisting: a generation made durable by the real worker, the bare write, and steps meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import obstore
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from obstore.store import S3Store
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks._fits import one_thread, quiet_lightning
+from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
+from lightning_moe_ckpt.benchmarks._turns import HandOver
+from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RecordEntry,
+    RecordRows,
+    Retention,
+    RunStore,
+    SegmentLayout,
+    TensorSpec,
+    dtype_code,
+    open_backend,
+    wrapping_backends,
+)
+from lightning_moe_ckpt.storage._object_options import split_url, translate
+from lightning_moe_ckpt.testing._watched_backend import StorageCall, WatchedBackend
+
+T = TypeVar("T")
+StorageOptions = Mapping[str, Any]
+_RECORDS = 64
+"""Per segment: enough that digests of records are not for free."""
+_NEVER_DELETES = 10**9
+"""Generations that are kept while time is measured: deleting comes after what is measured."""
+_LARGE_NBYTES = 2**16
+"""A write of fewer bytes is not what a step notices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """One transfer."""
+
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+    """Of all threads of the process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """The same bytes twice."""
+
+    bare: Cost
+    ours: Cost
+
+
+class BareWrite(Protocol):
+    """What a generation is compared with."""
+
+    def __call__(self, name: str, segments: list[memoryview]) -> None:
+        """Make the bytes durable under names that begin with `name`."""
+
+    def forget(self, name: str) -> None:
+        """Remove them."""
+
+
+def take_pairs(
+    url: str, storage_options: StorageOptions | None, nbytes: int, num_segments: int, hand_over: HandOver[Pair]
+) -> None:
+    """Store a generation and the same bytes barely, turn by turn, each first in turn."""
+    segments = [_segment(nbytes // num_segments) for _ in range(num_segments)]
+    views = [view for view, _ in segments]
+    bare = _bare(url, storage_options)
+    store = RunStore.open(open_backend(f"{url}/run", storage_options=storage_options), resume="auto")
+    store.candidates()
+    if store.open_epoch(None) is None:
+        raise CheckpointError(f"another process uses {url}. Name a place for this measurement alone.")
+    with _worker(store) as worker:
+        for turn in count():
+            runs = {
+                "bare": lambda turn=turn: bare(f"bare-{turn}", views),
+                "ours": lambda turn=turn: _persist(store, worker, segments, turn + 1),
+            }
+            order = ("bare", "ours") if turn % 2 else ("ours", "bare")
+            costs = {name: _timed(runs[name], sum(view.nbytes for view in views)) for name in order}
+            bare.forget(f"bare-{turn}")
+            store.retain(Retention(last=1))
+            hand_over(Pair(bare=costs["bare"], ours=costs["ours"]))
+
+
+def _timed(work: Callable[[], object], nbytes: int) -> Cost:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Cost(nbytes=nbytes, seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu)
+
+
+def _segment(nbytes: int) -> tuple[memoryview, RecordRows]:
+    """Random bytes in the layout of a segment."""
+    names = [f"record {index}" for index in range(_RECORDS)]
+    layout = SegmentLayout([TensorSpec(name, torch.float32, (nbytes // 4 // _RECORDS,)) for name in names], metadata={})
+    memory = torch.randint(256, (layout.nbytes,), dtype=torch.uint8)
+    layout.write_header(memory)
+    rows = RecordRows(
+        [
+            RecordEntry(
+                name=name,
+                operator=name,
+                kind="full",
+                fqn=name,
+                state_key="param",
+                dtype=dtype_code(torch.float32),
+                global_shape=span.shape,
+                global_start=0,
+                numel=span.shape[0],
+                offset=span.offset,
+                nbytes=span.nbytes,
+                digest="",
+            )
+            for name, span in layout.spans.items()
+        ]
+    )
+    return memoryview(memory.numpy().data), rows
+
+
+@contextmanager
+def _worker(store: RunStore) -> Iterator[PersistWorker]:
+    markers = Markers(run_id=store.run_id, rank=0, world_size=1)
+    worker = PersistWorker(store, markers, retention=Retention(last=_NEVER_DELETES))
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memoryview, RecordRows]], step: int) -> None:
+    """Until a generation is committed."""
+    generation = GenerationId(step=step, epoch=store.epoch or 0)
+    worker.begin(generation, plan_hash="bench", plan_json="{}", num_segments=len(segments))
+    for index, (view, rows) in enumerate(segments):
+        sealed = SealedSegment(generation=generation, rank=0, step=step + index, view=view, records=rows)
+        worker.add(generation, sealed)
+    if not worker.drain(600) or not worker.holds(generation):
+        raise CheckpointError(f"not stored: {'; '.join(map(str, worker.take_failures())) or 'not within 600 s'}")
+
+
+def _bare(url: str, storage_options: StorageOptions | None) -> BareWrite:
+    if url.startswith("file://"):
+        return _RawFiles(Path(url.removeprefix("file://")))
+    return _BareObjects(url, storage_options)
+
+
+class _RawFiles:
+    """Write and fsync, one file per segment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, name: str, segments: list[memoryview]) -> None:
+        for index, view in enumerate(segments):
+            with (self._folder / f"{name}-{index}").open("wb", buffering=0) as file:
+                written = 0
+                while written < view.nbytes:
+                    written += file.write(view[written:]) or 0
+                os.fsync(file.fileno())
+
+    def forget(self, name: str) -> None:
+        for path in self._folder.glob(f"{name}-*"):
+            path.unlink()
+
+
+class _BareObjects:
+    """`obstore.put` as it is called without thinking about it, one object per segment."""
+
+    def __init__(self, url: str, storage_options: StorageOptions | None) -> None:
+        kind, bucket, prefix = split_url(f"{url}/bare")
+        if kind != "s3":
+            raise ConfigurationError(f"`--object-url {url}` must begin with s3://, which is what puts are measured on.")
+        self._backend = open_backend(f"{url}/bare", storage_options=storage_options)
+        options = translate(kind, storage_options or {})
+        given: dict[str, Any] = {"config": options.config or None, "client_options": options.client or None}
+        self._store = S3Store(bucket, prefix=prefix, **given)
+
+    def __call__(self, name: str, segments: list[memoryview]) -> None:
+        for index, view in enumerate(segments):
+            obstore.put(self._store, f"{name}-{index}", view)
+
+    def forget(self, name: str) -> None:
+        for entry in self._backend.list(name):
+            self._backend.delete(entry.key)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepsMeanwhile:
+    """Seconds of the steps of one fit, by whether storage was written to during any part of them."""
+
+    idle: list[float]
+    persisting: list[float]
+
+
+def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int) -> StepsMeanwhile:
+    """Train with sparse checkpoints and tell the steps apart.
+
+    Args:
+        url: where checkpoints go.
+        size: what is trained.
+        num_steps: measured.
+        warm_up: before these.
+    """
+    clock, writes = _Clock(), _Writes()
+    with wrapping_backends(lambda backend: WatchedBackend(backend, writes)), one_thread(), quiet_lightning():
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            callbacks=[clock, SparseCheckpoint(url, window=8)],
+            max_steps=warm_up + num_steps + 1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        torch.manual_seed(0)
+        trainer.fit(BenchModel(size), random_tokens(size, warm_up + num_steps + 2))
+    idle: list[float] = []
+    persisting: list[float] = []
+    for start, end in pairwise(clock.ends[warm_up:]):
+        overlaps = any(begun < end and done > start for begun, done in writes.spans)
+        (persisting if overlaps else idle).append(end - start)
+    return StepsMeanwhile(idle=idle, persisting=persisting)
+
+
+class _Clock(Callback):
+    """When each step was done."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        self.ends.append(time.perf_counter())
+
+
+class _Writes:
+    """When large objects were being written."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float]] = []
+
+    def __call__(self, call: StorageCall, operation: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        try:
+            return operation()
+        finally:
+            if call.writes and call.nbytes >= _LARGE_NBYTES:
+                self.spans.append((started, time.perf_counter()))
