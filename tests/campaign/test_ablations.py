@@ -17,7 +17,7 @@ from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.testing._seam import Seam
 
 SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
-KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (5, 6, 7, 8)]
+KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (6, 7)]
 SHARED = Setup(world_size=3, bucket_nbytes=(2048, 4096), checkpointing=Checkpointing(policy="dense"))
 
 

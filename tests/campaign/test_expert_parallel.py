@@ -71,7 +71,7 @@ def test_a_mixed_precision_job_ends_the_same(campaigns: Campaigns) -> None:
 def test_an_overflow_on_one_rank_is_an_overflow_for_all(campaigns: Campaigns) -> None:
     """With 16-mixed the skipped steps of the run that was killed are skipped again in replay."""
     setup = replace(parallel_setup(3, 1), model="lists", options=(), precision="16-mixed", overflow_steps=(3, 6))
-    campaigns.check_all(setup, [[Kill(phase="batch_end", step=step, rank=step % 3)] for step in (5, 6, 7, 8)])
+    campaigns.check_all(setup, [[Kill(phase="batch_end", step=step, rank=step % 3)] for step in (5, 7)])
 
 
 def test_a_sharded_run_killed_every_window_and_two_steps_still_finishes(campaigns: Campaigns) -> None:

@@ -48,7 +48,7 @@ ROWS = pairwise(FACTORS, allowed=allowed)
 def test_killed_at_any_step_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
     """One run per kill; the next life replays and finishes. Neighbouring rows are killed at different steps."""
     setup = sparse_setup(row)
-    scripts = one_kill_per_step(setup, offset=ROWS.index(row), every=3)
+    scripts = one_kill_per_step(setup, offset=ROWS.index(row), every=4)
     require_resumed(campaigns.check_all(setup, scripts), scripts, after=_first_generation(row["window"]))
 
 
@@ -99,15 +99,23 @@ def test_killed_again_in_every_step_of_replay(campaigns: Campaigns, phase: Any) 
 WRITES = "^(put|create|delete) "
 """What is left by a kill between two writes is the same wherever it strikes, so it strikes before each."""
 
+RESUMED = Kill(phase="after_batch_end", step=4, settle=10.0)
+"""The life before the one that is killed at a write."""
+
 SHORT = replace(SPARSE, batches=3, validate_every=None, checkpointing=Checkpointing(policy="sparse", window=2))
 
 
 @pytest.mark.parametrize(
-    ("before", "most"), [((), 30), ((Kill(phase="after_batch_end", step=4, settle=10.0),), 40)], ids=["first", "second"]
+    ("before", "operations"),
+    [
+        pytest.param((), range(30), id="first"),
+        pytest.param((RESUMED,), range(0, 40, 2), id="second"),
+        pytest.param((RESUMED,), range(1, 40, 2), id="second, the others", marks=pytest.mark.soak),
+    ],
 )
-def test_killed_at_every_write_to_storage(campaigns: Campaigns, before: tuple[Kill, ...], most: int) -> None:
+def test_killed_at_every_write_to_storage(campaigns: Campaigns, before: tuple[Kill, ...], operations: range) -> None:
     """Segments, markers, manifests, log entries and deletions, of a life that begins or one that resumed."""
-    kills = [Kill(phase="storage", verb=WRITES, operation=operation) for operation in range(most)]
+    kills = [Kill(phase="storage", verb=WRITES, operation=operation) for operation in operations]
     lives = campaigns.check_all(SHORT, [[*before, kill] for kill in kills], must_strike=False)
     assert len(lives[0]) == len(before) + 2, "the first write is killed"
     assert len(lives[-1]) == len(before) + 1, "there are fewer writes than kills: none was missed"
