@@ -76,10 +76,10 @@ class Fault:
             Before calls of storage: `persist` (a segment), `marker` (a rank is done), `commit` (rank 0 makes a
             generation visible), `reclaim` (rank 0 deletes).
         settle: seconds to wait at most, before it strikes, until checkpoints under way are stored.
-        seconds: how long it lasts, also over a restart; `None`: until `steps` are over. For `sigstop`: after how long
-            the process goes on; `None`: never.
-        steps: how many optimizer steps it lasts, also over a restart; `None`: until `seconds` are over. With neither it
-            lasts until the end of this life.
+        seconds: how long it lasts, also over restarts; `None`: until `steps` are over. For `sigstop`: after how long the
+            process goes on; `None`: never.
+        steps: how many optimizer steps it lasts, within this life, since a job that cannot start makes none; `None`: until
+            `seconds` are over. With neither it lasts until the end of this life.
         latency: of `slow_storage`: seconds added to each call.
         bandwidth: of `slow_storage`: bytes per second of each call that writes or reads; `None` leaves it.
         probability: of `storage_errors`: share of the calls that fail; the same ones in every run that makes the same

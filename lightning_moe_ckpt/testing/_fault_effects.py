@@ -10,12 +10,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.testing._fault import LASTING, OF_STORAGE, Fault
-from lightning_moe_ckpt.testing._fault_media import TakenMemory, flip_file_bit, flip_stored_bit
+from lightning_moe_ckpt.testing._fault_media import TakenMemory, flip_memory_bit, flip_stored_bit
 from lightning_moe_ckpt.testing._fault_process import start_time
 from lightning_moe_ckpt.testing._fault_record import FaultRecord, Line
 from lightning_moe_ckpt.testing._fault_signals import Member, leader_of, lose_node, members, stop
@@ -56,13 +54,14 @@ class Effects:
         }
 
     def _own_files(self) -> list[str]:
-        """Patterns of what the run keeps in this node's shared memory: this rank's ring, and replicas for others."""
+        """Patterns of what the run keeps in this node's shared memory: this rank's rings, and replicas for others."""
         run_id = None if self._checkpoints is None else self._checkpoints.run_id
         if run_id is None:
             return []
-        ring = shared_name(run_id, self._record.rank)
-        replicas = shared_name(run_id, 0).removesuffix("0.ring") + "*.replica"
-        return [str(shared_directory() / f"{name}*") for name in (ring, replicas)]
+        prefix = shared_name(run_id, 0).removesuffix("0.ring")
+        return [
+            str(shared_directory() / pattern) for pattern in (f"{prefix}{self._record.rank}.*", f"{prefix}*.replica*")
+        ]
 
     # -- striking
 
@@ -104,9 +103,8 @@ class Effects:
             return "nothing is stored: there is no checkpoint callback"
         if fault.at_rest == "storage":
             return flip_stored_bit(self._checkpoints.url, self._checkpoints.storage_options, rank, draws)
-        pattern = Path(self._own_files()[fault.at_rest == "replica"])
-        found = sorted(path for path in pattern.parent.glob(pattern.name) if path.suffix == f".{fault.at_rest}")
-        return flip_file_bit(draws.choice(found), draws) if found else f"there is no {pattern.name.rstrip('*')}"
+        run_id = self._checkpoints.run_id or ""
+        return flip_memory_bit(shared_directory(), run_id, fault.at_rest, rank, draws)
 
     def _lost(self, fault: Fault) -> Sequence[Member]:
         everybody = members(self._record)
@@ -115,10 +113,6 @@ class Effects:
         (struck,) = (member for member in everybody if member.rank == fault.rank)
         if fault.kind == "node_loss":
             return [member for member in everybody if member.node == struck.node]
-        if not struck.rack:
-            raise ConfigurationError(
-                f"{fault}: nothing says in which rack rank {fault.rank} is. Set MOE_CKPT_RACK in each process."
-            )
         return [member for member in everybody if member.rack == struck.rack]
 
     def _own_node(self, lost: Sequence[Member]) -> str | None:

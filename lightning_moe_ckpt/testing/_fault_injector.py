@@ -32,6 +32,7 @@ from lightning_moe_ckpt.testing._lives_kill import settle
 from lightning_moe_ckpt.testing._phases import HookPhase, PhaseCallback
 from lightning_moe_ckpt.testing._seam import Seam
 from lightning_moe_ckpt.testing._watched_backend import WatchedBackend
+from lightning_moe_ckpt.tiers import this_domain
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class FaultInjector(PhaseCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
-        self._check_ranks(trainer.world_size)
+        self._check_places(trainer.world_size)
         self._campaign = _Campaign(self, trainer)
         # A new list: Lightning is iterating over the old one.
         trainer.callbacks = [*_callbacks(trainer), self.late()]  # type: ignore[attr-defined]
@@ -108,10 +109,16 @@ class FaultInjector(PhaseCallback):
 
     # -- private
 
-    def _check_ranks(self, world_size: int) -> None:
+    def _check_places(self, world_size: int) -> None:
         for fault in self.faults:
             if fault.rank != "all" and fault.rank >= world_size:
                 raise ConfigurationError(f"{fault} strikes no rank: the job has ranks 0 to {world_size - 1}.")
+        possible = [*self.faults, *(self.random.kinds if self.random is not None else [])]
+        racks = [fault for fault in possible if fault.kind == "rack_loss"]
+        if racks and not this_domain().rack:
+            raise ConfigurationError(
+                f"{racks[0]}: nothing says in which rack this process is. Set MOE_CKPT_RACK in the environment of each."
+            )
 
     def _close(self, trainer: Trainer) -> None:
         campaign, self._campaign = self._campaign, None
@@ -130,6 +137,7 @@ class _Campaign:
         self._record = FaultRecord(folder, trainer.global_rank)
         self._lines = read_lines(self._record.path)
         self._record.write("start", world_size=trainer.world_size)
+        log.warning("faults are injected into this training; the record is %s", self._record.path)
         self._schedule = Schedule(
             injector.faults,
             injector.random,
@@ -230,7 +238,10 @@ class _Campaign:
                 assert scheduled.seconds is not None
                 if self._closing.wait(max(0.0, began + scheduled.seconds - time.monotonic())):
                     return
-                self._strike(scheduled, "any_time", self._trainer.global_step)
+                if scheduled.fault.kind == "bit_flip":
+                    self._schedule.wait_for_hook(scheduled)  # memory is recycled between hooks
+                else:
+                    self._strike(scheduled, "any_time", self._trainer.global_step)
         except BaseException:  # thread entry: nothing above would see it
             log.exception("no more faults at random strike in this life")
 

@@ -58,7 +58,7 @@ def lose_node(
         record: file of JSON lines to append to.
         patience: seconds to wait for other nodes.
     """
-    doomed = [process for pid, began in processes for process in _with_children(pid, began)]
+    doomed = _with_children(processes)
     _signal_all(doomed, signal.SIGSTOP)
     deadline = time.monotonic() + _STOP_SECONDS
     while any(state_of(pid) not in {"", "T", "t", "Z", "X"} for pid, _ in doomed) and time.monotonic() < deadline:
@@ -87,23 +87,21 @@ def _signal_all(processes: list[tuple[int, int]], number: signal.Signals) -> Non
             signal.pidfd_send_signal(process, number)
 
 
-def _with_children(pid: int, began: int) -> list[tuple[int, int]]:
-    """Ids and file descriptors of a process and its descendants, this one left out; empty if it is another by now."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return []
-    if start_time(pid) != began or pid == os.getpid():
-        return []
-    family = [(pid, process)]
-    for child in _children(pid):
-        family += _with_children(child, start_time(child))
-    return family
-
-
-def _children(parent: int) -> list[int]:
+def _with_children(processes: list[list[int]]) -> list[tuple[int, int]]:
+    """Ids and file descriptors of processes and their descendants, this one left out; none that is another by now."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[1]) == parent]
+    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
+    family = [pid for pid, began in processes if start_time(pid) == began]
+    for parent in family:  # which grows meanwhile
+        family += [pid for pid, of in parents.items() if of == parent and pid != os.getpid()]
+    return [(pid, descriptor) for pid in family if (descriptor := _open(pid)) is not None]
+
+
+def _open(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 def state_of(pid: int) -> str:

@@ -56,6 +56,11 @@ class Schedule:
         """Faults that strike at a time, in order; for one thread."""
         return (each for each in self._timed if self._concerns(each))
 
+    def wait_for_hook(self, scheduled: ScheduledFault) -> None:
+        """Let a fault strike at the place that it names instead of now. From any thread."""
+        with self._lock:
+            self.waiting.append(scheduled)
+
     def _advance(self, step: int) -> None:
         while self._next is not None and self._next.fault.step <= step:
             if self._concerns(self._next):

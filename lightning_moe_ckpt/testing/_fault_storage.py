@@ -48,7 +48,7 @@ class LastingFault:
     @property
     def outlasts_process(self) -> bool:
         """Whether the next life meets it too."""
-        return self.fault.seconds is not None or self.fault.steps is not None
+        return self.fault.seconds is not None
 
 
 class StorageFaults:

@@ -17,18 +17,20 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from tiers._segments import LAYOUT, RUN, check, generation, keep
 
 from lightning_moe_ckpt import testing
-from lightning_moe_ckpt.errors import ConfigurationError, StorageError
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
 from lightning_moe_ckpt.storage import Backend, GenerationId, open_backend, segment_key, wrapping_backends
 from lightning_moe_ckpt.testing import Fault, FaultInjector, RandomFaults, fail_at, summarize_faults
 from lightning_moe_ckpt.testing.__main__ import main
 from lightning_moe_ckpt.testing._fault import FaultPhase
-from lightning_moe_ckpt.testing._fault_media import TakenMemory, flip_file_bit
+from lightning_moe_ckpt.testing._fault_media import TakenMemory, flip_memory_bit
 from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, read_lines, record_folder, uptime
 from lightning_moe_ckpt.testing._fault_schedule import Schedule
 from lightning_moe_ckpt.testing._fault_storage import LastingFault, StorageFaults
 from lightning_moe_ckpt.testing._watched_backend import WatchedBackend
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 
 # -- arguments
 
@@ -336,19 +338,52 @@ def test_a_lasting_fault_ends_by_steps_or_by_time() -> None:
     past = LastingFault(name="", fault=Fault(kind="full_disk", seconds=5.0), step=0, since=time.time() - 6)
     assert past.over(0)
     assert not _lasting(kind="full_disk").over(10**9)
-    assert not _lasting(kind="full_disk").outlasts_process
+    assert past.outlasts_process
+    assert not _lasting(kind="full_disk", steps=3).outlasts_process
 
 
 # -- media
 
 
-def test_one_bit_is_flipped(tmp_path: Path) -> None:
-    path = tmp_path / "x.ring"
-    path.write_bytes(bytes(1000))
-    flip_file_bit(path, random.Random(0))
-    assert sum(byte.bit_count() for byte in path.read_bytes()) == 1
-    flip_file_bit(path, random.Random(0))
-    assert path.read_bytes() == bytes(1000), "the same numbers, the same bit"
+def test_one_bit_of_the_newest_copy_in_memory_is_flipped(tmp_path: Path) -> None:
+    """Found by its digest; the rank's own ring stays its own: nobody else can take it over."""
+    ring = SegmentRing.create(shared_name(RUN, 0), LAYOUT.nbytes, 9, tmp_path)
+    for step in (3, 6):
+        keep(ring, generation(step), (step - 1, step))
+    before = ring.memory.clone()  # reading the file here would take the lock away
+    said = flip_memory_bit(tmp_path, RUN, "ring", 0, random.Random(0))
+    assert f"in {ring.path}, in step 6 (epoch 1)" in said
+    changed = (before ^ ring.memory)[before != ring.memory]
+    assert [int(byte).bit_count() for byte in changed] == [1]
+    tier = HostTier(RUN, tmp_path)
+    newest, older = tier.holdings()
+    check(tier, older)
+    with pytest.raises((AssertionError, Corrupt)):
+        check(tier, newest)
+    tier.close()
+    assert _in_another_process(lambda: SegmentRing.adopt(ring.path) is None)
+    for kind, run_id in (("replica", RUN), ("ring", "another")):
+        assert "holds a whole generation" in flip_memory_bit(tmp_path, run_id, kind, 0, random.Random(0))  # type: ignore[arg-type]
+    ring.close()
+
+
+def _in_another_process(holds: Callable[[], bool]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if holds() else 1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*litlogger.*")
+def test_a_rack_that_nobody_named_is_an_error_when_the_fit_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is one of the faults that may come at random."""
+    monkeypatch.delenv("MOE_CKPT_RACK", raising=False)
+    rack = Fault(kind="rack_loss")
+    for injector in (FaultInjector([rack]), FaultInjector(random=RandomFaults(mtbf=1.0, kinds=[Fault(), rack]))):
+        with pytest.raises(ConfigurationError, match="Set MOE_CKPT_RACK"):
+            _trainer(tmp_path, injector).fit(BoringModel())
 
 
 @pytest.fixture
