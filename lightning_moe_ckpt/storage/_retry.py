@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 10.0
+# Not the generator of the process: training draws from that, and a hiccup of storage must not change what it draws.
+_JITTER = random.SystemRandom()
 
 
 class Retrying:
@@ -110,7 +112,7 @@ class Retrying:
                 raise
             except StorageError as error:
                 # Ranks that failed together must not come back together.
-                seconds = pause * random.uniform(0.5, 1.0)
+                seconds = pause * _JITTER.uniform(0.5, 1.0)
                 if self._clock() + seconds > end:
                     raise
                 log.warning("%s Trying again in %.1f s, for up to %.0f s more.", error, seconds, end - self._clock())

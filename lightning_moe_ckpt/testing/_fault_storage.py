@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lightning_moe_ckpt.errors import StorageError
+from lightning_moe_ckpt.errors import StorageError, StorageRefused
 from lightning_moe_ckpt.storage._names import COMMITTED, parse_marker_name, parse_snap_key
 from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
 from lightning_moe_ckpt.testing._watched_backend import StorageCall
@@ -84,7 +84,7 @@ class StorageFaults:
         if kind == "full_disk" and call.writes:
             self._count(lasting)
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            raise StorageError(f"{call}: {full.strerror} (injected).") from full
+            raise StorageRefused(f"{call}: {full.strerror} (injected).") from full
         if kind == "storage_errors" and self._drawn(lasting):
             self._count(lasting)
             raise StorageError(f"{call}: input/output error (injected).") from OSError(

@@ -32,12 +32,12 @@ class Campaigns:
         self._warm, self._references, self._scratch = warm, references, scratch
         self._count = 0
 
-    def reference(self, setup: Setup, index: int = 0) -> list[LifeResult]:
+    def reference(self, setup: Setup, index: int = 0, *, timeout: float = 60.0) -> list[LifeResult]:
         """One fault-free life without any checkpoint callback, with the seed of life `index`."""
         plain = setup.fault_free()
         folder = self._references / f"{abs(hash(plain)):x}"
         if not (folder / f"life{index}.rank0.returned").exists():
-            arguments = {**_arguments(plain, folder), "first_index": index}
+            arguments = {**_arguments(plain, folder), "first_index": index, "timeout": timeout}
             self._warm.call(run_lives, plain.fit, **arguments)
         return [LifeResult(index=index, outcome="finished", seconds=0.0, world_size=plain.world_size, workdir=folder)]
 
@@ -98,7 +98,7 @@ class Campaigns:
                 (memory_of(folder, node) / name).touch()
         options = {**_arguments(setup, folder), "faults": record_of(folder), **options}
         lives = self._warm.call(run_lives, setup.fit, **options)
-        _require_same_end(self.reference(setup, _origin(lives)), lives, [])
+        _require_same_end(self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0)), lives, [])
         return lives
 
     def check_stages(self, *setups: Setup) -> list[LifeResult]:

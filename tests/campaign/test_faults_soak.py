@@ -61,9 +61,9 @@ def test_fifty_faults_of_all_kinds(campaigns: Campaigns, capsys: pytest.CaptureF
 
 def test_fifty_kills_at_random_moments(campaigns: Campaigns, capsys: pytest.CaptureFixture[str]) -> None:
     """Processes and nodes die whenever it happens to be, of three processes on as many nodes."""
-    random = RandomFaults(mtbf=0.5, seed=5, kinds=[Fault(), Fault(kind="node_loss")], most=FAULTS)
+    random = RandomFaults(mtbf=0.2, seed=5, kinds=[Fault(), Fault(kind="node_loss")], most=FAULTS)
     setup = replace(
-        Breaking(world_size=3, epochs=400, nodes=(0, 1, 2), random=random),
+        Breaking(world_size=3, epochs=300, nodes=(0, 1, 2), random=random),
         checkpointing=Checkpointing(policy="sparse", window=3),
     )
     lives = campaigns.check_faults(setup, timeout=600.0, patience=3000.0)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def backend(tmp_path: Path, active: list[LastingFault], places: list[tuple[Fault
     """A real folder, opened as training opens it, with the faults that the test puts into `active`."""
     faults = StorageFaults(lambda: active, lambda *place: places.append(place))
     with wrapping_backends(lambda inner: WatchedBackend(inner, faults.around)):
-        backend = open_backend(str(tmp_path / "store"))
+        backend = open_backend(str(tmp_path / "store"), patience=timedelta(seconds=1))
     yield backend
     backend.close()
 
@@ -301,7 +302,7 @@ def test_storage_errors_come_by_probability_and_are_retried(
     active[:] = [_lasting(kind="storage_errors", probability=1.0)]
     with pytest.raises(StorageError, match=r"get a: input/output error \(injected\)"):
         backend.get("a")
-    assert active[0].calls == 4, "as often as it is tried"
+    assert active[0].calls > 2, "as often as it is tried"
     assert "Trying again" in caplog.text
 
 
