@@ -161,6 +161,9 @@ class CaptureSession:
         window, ring = self._window, self._ring
         assert window is not None
         assert ring is not None
+        if step > window.first and self._tiers.outstanding:
+            with self._stalls.measure("exchange"):
+                self._tiers.agreed(self._exchange.gather(self._tiers.votes()))
         if window.spoiled:
             return
         layout = window.layout.slots[step - window.first]
@@ -236,10 +239,8 @@ class CaptureSession:
         window.ring.abort_window(window.generation)
 
     def close(self) -> None:
-        """Give the ring's memory back; nothing may be pending."""
+        """Nothing writes to the ring after this."""
         self._await_copies()
-        if self._ring is not None:
-            self._ring.close(unlink=True)
 
     # -- private
 
@@ -254,7 +255,7 @@ class CaptureSession:
         assert self._ring is not None
         fits = following is None or self._ring.fits(following.slot_nbytes, len(following.slots))
         window = max(len(self._layout.slots), len(following.slots) if following is not None and fits else 0)
-        room = self._ring.has_room(window)
+        room = self._ring.can_begin(window)
         return [int(room), self._journal_nbytes, int(self._spoiled_last), int(fits)]
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
@@ -273,28 +274,25 @@ class CaptureSession:
         self._tiers.open(self._window)
 
     def _settle_last(self, *, spoiled: bool) -> None:
-        """Everybody who is here has ended the previous window: it is complete everywhere, or nowhere of use."""
+        """Everybody who is here has ended the previous window: it is sealed everywhere, or nowhere of use."""
         self._spoiled_last = False
-        if self._complete is None or self._ring is None:
-            return
-        if spoiled:
+        if spoiled and self._complete is not None:
             self._tiers.abandon(self._complete)
+            self._complete.ring.discard(self._complete.generation)
             self._complete = None
-        else:
-            self._ring.complete_everywhere(self._complete.generation)
 
     def _has_room_now(self) -> bool:
         """Recycling may have made room: ask again, once."""
         assert self._layout is not None
         assert self._ring is not None
-        return self._exchange.all_agree(self._ring.has_room(len(self._layout.slots)))
+        return self._exchange.all_agree(self._ring.can_begin(len(self._layout.slots)))
 
     def _has_room_after_flush(self) -> bool:
         """A transfer that is late may hold the slots: only then does training wait for it."""
         assert self._layout is not None
         assert self._ring is not None
         with self._stalls.measure("flush"):
-            if not self._ring.has_room(len(self._layout.slots)):
+            if not self._ring.can_begin(len(self._layout.slots)):
                 self._tiers.flush(_FLUSH_TIMEOUT.total_seconds())
             return self._has_room_now()
 

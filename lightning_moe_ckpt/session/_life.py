@@ -27,11 +27,12 @@ from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._heap import FrozenHeap
+from lightning_moe_ckpt.session._host import HostWorker, claim_memory, make_ring
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._peers import join_peers
-from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
 from lightning_moe_ckpt.session._planning import Planner, dense_nbytes, lay_out
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report
@@ -42,15 +43,9 @@ from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._windows import WindowPolicy
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import SegmentRing, expect_room, shared_directory, shared_name, unlink_shared_file
+from lightning_moe_ckpt.tiers import HostTier, RankMemory, SegmentRing
 
 log = logging.getLogger(__name__)
-
-RING_GENERATIONS = 3
-"""Snapshot, persist and recovery each hold one: the ring never runs out, however slow storage is."""
-
-RING_HEADROOM = 0.25
-"""By how much segments of a later plan may exceed those of the first one."""
 
 
 class Life:
@@ -99,6 +94,8 @@ class Life:
         self._stalls, self.clock, self._heap = StallMeter(), HookClock(), FrozenHeap(wanted=config.freeze_heap)
         self._runs: Runs | None = None
         self._storage: PersistWorker | None = None
+        self._memory: RankMemory | None = None
+        self._dense: DenseCapture | None = None
         self._tiers = Tiers([])
         self._capture: CaptureSession | None = None
         self._engine = create_engine(next(iter(self._view.params.values())).device)
@@ -129,13 +126,10 @@ class Life:
             self._exchange,
             groups,
             bandwidth=self._config.bandwidth,
+            open_memory=lambda run_id: [HostTier(run_id)],
         )
         job = Job(identity=identity, operators=ops, schema=view.schema, params=view.params)
         self._found = self._runs.open(resume=self._config.resume, job=job)
-        # Until a tier adopts them: what an earlier life had in shared memory is of no use, whether we need a ring or not.
-        unlink_shared_file(shared_directory() / shared_name(self._runs.run_id, self._groups.rank))
-        with self._exchange.together():  # how large a ring must be exactly is known with the first plan
-            expect_room(shared_directory(), RING_GENERATIONS * self._dense_nbytes)
         self._tiers = self._join_tiers(identity)
         self._capture = CaptureSession(
             epoch=self._runs.epoch,
@@ -174,14 +168,24 @@ class Life:
             if self._exchange.is_coordinator
             else None,
         )
+        resumed = self._found.generation if self._found is not None else None
+        with self._exchange.together():
+            self._memory = claim_memory(self._runs.store, markers, resumed, dense_nbytes=self._dense_nbytes)
         self._storage = PersistWorker(
             self._runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
         )
-        resumed = self._found.generation if self._found is not None else None
+        self._dense = DenseCapture(
+            view=self._view,
+            groups=self._groups,
+            exchange=self._exchange,
+            engine=self._engine,
+            worker=self._storage,
+            stalls=self._stalls,
+        )
         peers = join_peers(
             self._config, markers, self._exchange, self._groups, dense_nbytes=self._dense_nbytes, resumed=resumed
         )
-        return Tiers([self._storage, *peers])
+        return Tiers([HostWorker(self._memory, markers), self._storage, *peers])
 
     def _load(self, found: Found) -> Journal:
         assert self._capture is not None
@@ -377,27 +381,23 @@ class Life:
         else:
             log.error("the last step, %d, was not stored after %.2f s (limit: %.0f s)", step, seconds, timeout)
         self._report_failures()
-        self._log_costs()
+        log.info("%s", self.report().costs)
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
         assert self._runs is not None
-        assert self._storage is not None
-        dense = DenseCapture(
-            view=self._view,
-            groups=self._groups,
-            exchange=self._exchange,
-            engine=self._engine,
-            worker=self._storage,
-            stalls=self._stalls,
-        )
-        return dense.write(
-            GenerationId(step=step, epoch=self._runs.epoch),
+        assert self._dense is not None
+        generation = GenerationId(step=step, epoch=self._runs.epoch)
+        durable = self._dense.write(
+            generation,
             start,
             popularity=self._planner.state(),
             journal_nbytes=self._planner.journal_nbytes,
             timeout=timeout,
         )
+        if durable:
+            self._tiers.everywhere[STORAGE] = generation
+        return durable
 
     # -- end
 
@@ -406,17 +406,16 @@ class Life:
         return any(row[0] for row in self._exchange.gather([int(flag)]))
 
     def unlink_shared_memory(self) -> None:
-        """Leave no name behind in shared memory; from any thread, right before the process is ended."""
-        if self._runs is not None:
-            # Without a word: the thread that the process is ended over may hold the lock of the log.
-            (shared_directory() / shared_name(self._runs.run_id, self._groups.rank)).unlink(missing_ok=True)
+        """Leave no name of what nobody will want in shared memory; from any thread, right before the process is ended."""
+        if self._memory_is_superseded():
+            self._tiers.unlink()
 
     def drain(self, timeout: float) -> bool:
         """Wait until everything handed to storage is durable; seconds."""
         return self._storage is None or self._storage.drain(timeout)
 
     def close(self) -> None:
-        """Release threads, shared memory and hooks; what was sealed stays on its way until the worker is done."""
+        """Release threads, hooks and shared memory, but for generations in it that are newer than what is stored."""
         self._heap.thaw()
         self._planner.close()
         if self._replay is not None:
@@ -425,6 +424,8 @@ class Life:
         self._tiers.close()
         if self._capture is not None:
             self._capture.close()
+        if self._memory is not None:
+            self._memory.close(unlink=self._memory_is_superseded())
         self._engine.close()
         if self._runs is not None:
             self._runs.close()
@@ -460,27 +461,29 @@ class Life:
 
     # -- private
 
-    def _log_costs(self) -> None:
-        report = self.report()
-        log.info(
-            "checkpoints took %.2f ms of the training thread per step (%.1f %% of the time), of which it waited %.2f ms",
-            report.overhead_seconds_per_step * 1e3,
-            report.overhead_share * 1e2,
-            report.stall_seconds_per_step * 1e3,
-        )
+    def _memory_is_superseded(self) -> bool:
+        """Whether it is known here that what this rank holds in memory, or something newer, is whole in storage."""
+        newest = self._memory.newest if self._memory is not None else None
+        known = [self._tiers.everywhere.get(STORAGE)]
+        if self._found is not None and self._found.committed:
+            known.append(self._found.generation)
+        if self._exchange.is_coordinator and self._storage is not None:
+            known.append(self._storage.newest)  # which it committed
+        return newest is None or any(durable is not None and durable >= newest for durable in known)
 
     @cached_property
     def _dense_nbytes(self) -> int:
         return dense_nbytes(self._view, self._groups)
 
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
-        assert self._runs is not None
-        # Later plans order operators differently, which packs a little differently.
-        slot_nbytes += int(slot_nbytes * RING_HEADROOM)
-        ring = SegmentRing.create(
-            shared_name(self._runs.run_id, self._groups.rank), slot_nbytes, RING_GENERATIONS * window
-        )
+        assert self._memory is not None
+        readers = sum(not worker.takes_every for worker in self._tiers.workers)
+        back_to_back = self.least_steps <= window
+        ring = make_ring(self._memory, slot_nbytes, window, readers=readers, back_to_back=back_to_back)
         self._engine.register(ring.memory)
+        sizes = [f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items()]
+        journals = ring.num_slots * self._planner.journal_nbytes / 2**20
+        log.info("shared memory: %s; of it journals %.1f MiB", ", ".join(sizes), journals)
         return ring
 
     def _report_failures(self) -> None:

@@ -71,3 +71,11 @@ class Report:
     def overhead_share(self) -> float:
         """Part of the wall time that the training thread spent in our hooks."""
         return self.overhead_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def costs(self) -> str:
+        """What checkpoints took from training, in words."""
+        return (
+            f"checkpoints took {self.overhead_seconds_per_step * 1e3:.2f} ms of the training thread per step "
+            f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited {self.stall_seconds_per_step * 1e3:.2f} ms"
+        )

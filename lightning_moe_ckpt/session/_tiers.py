@@ -105,6 +105,14 @@ class Tiers:
                 self.everywhere[lane.worker.name] = complete
                 lane.worker.complete_everywhere(complete)
 
+    @property
+    def outstanding(self) -> bool:
+        """Whether a tier that takes every generation may have completed an earlier one than the newest meanwhile.
+
+        The same on all ranks. What it completes makes room for the window under way.
+        """
+        return any(lane.worker.takes_every and len(lane.given) > 1 for lane in self._lanes)
+
     # -- plans and steps
 
     def planned(self, exchange: Exchange, *, slot_nbytes: int, num_segments: int) -> None:
@@ -181,6 +189,17 @@ class Tiers:
     def skipped(self) -> dict[str, int]:
         """Complete generations that passed a tier by, of those that do not take every one."""
         return {lane.worker.name: lane.skips.total for lane in self._lanes if not lane.worker.takes_every}
+
+    def reserved(self) -> dict[str, int]:
+        """Bytes of memory that tiers take on this rank; those that take none are left out."""
+        sizes = {worker.name: worker.nbytes_reserved for worker in self.workers}
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes}
+
+    def unlink(self) -> None:
+        """Leave no name behind in shared memory, see `TierWorker.unlink`."""
+        for worker in self.workers:
+            # Without a word: the thread that the process is ended over may hold the lock of the log.
+            worker.unlink()
 
     def close(self) -> None:
         """End all threads; what is under way is abandoned."""

@@ -168,6 +168,11 @@ class TierWorker(ABC):
     def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # storage has other means
         """All ranks hold `generation` here: what is older is not needed any more. Called once per generation."""
 
+    @property
+    def nbytes_reserved(self) -> int:
+        """Memory that the tier takes on this node for this rank's work."""
+        return 0
+
     def take_failures(self) -> list[Failure]:
         """What went wrong since the last call."""
         return [self._failures.popleft() for _ in range(len(self._failures))]

@@ -19,6 +19,7 @@ from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
 from lightning_moe_ckpt.tiers._ring import Slot as Slot
+from lightning_moe_ckpt.tiers._ring import slots_needed as slots_needed
 from lightning_moe_ckpt.tiers._shm import expect_room as expect_room
 from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
 from lightning_moe_ckpt.tiers._shm import unlink_shared_file as unlink_shared_file

@@ -61,10 +61,14 @@ class RankMemory:
         return self._ring
 
     @property
+    def newest(self) -> GenerationId | None:
+        """The newest generation that a later life would find here."""
+        return max((generation for ring in self._all() for generation in ring.published), default=None)
+
+    @property
     def nbytes(self) -> int:
         """Of all rings that this process owns."""
-        rings = [*self._kept, *([self._ring] if self._ring is not None else [])]
-        return sum(ring.path.stat().st_size for ring in rings if ring.path.exists())
+        return sum(ring.nbytes for ring in self._all())
 
     # -- start
 
@@ -102,7 +106,7 @@ class RankMemory:
 
     def complete_everywhere(self, generation: Hashable) -> None:
         """All ranks hold `generation` in memory: what is older goes, and rings that are not in use any more."""
-        for ring in [*self._kept, *([self._ring] if self._ring is not None else [])]:
+        for ring in self._all():
             if generation in ring.complete:
                 ring.complete_everywhere(generation)
                 if ring is self._ring:
@@ -116,10 +120,7 @@ class RankMemory:
         Args:
             unlink: whether the names go too; else they stay where a later life could restore something.
         """
-        rings, self._kept = self._kept, []
-        if self._ring is not None:
-            rings.append(self._ring)
-            self._ring = None
+        rings, self._kept, self._ring = self._all(), [], None
         for ring in rings:
             nothing = not ring.published
             ring.close(unlink=unlink or nothing)
@@ -130,10 +131,13 @@ class RankMemory:
 
     def unlink(self) -> None:
         """Remove all names of this rank without a word: for the last moment of a process, from any thread."""
-        for ring in (*self._kept, *([self._ring] if self._ring is not None else [])):
+        for ring in self._all():
             ring.unlink()
 
     # -- private
+
+    def _all(self) -> list[SegmentRing]:
+        return [*self._kept, *([self._ring] if self._ring is not None else [])]
 
     def _is_own(self, name: MemoryName) -> bool:
         return (name.run_id, name.owner, name.kind) == (self._run_id, self._rank, self._kind)

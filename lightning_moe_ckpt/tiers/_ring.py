@@ -92,13 +92,15 @@ class _Generation:
     """Once it is published."""
 
 
-def slots_needed(window: int, lag: int) -> int:
+def slots_needed(window: int, *, readers: int = 0, lag: int = 0) -> int:
     """Slots for windows of `window` segments.
 
-    One complete generation is kept while the next is filled, and `lag` further slots are filled before all ranks know
-    that the newer one is complete, or while storage still reads the older one.
+    Args:
+        window: one complete generation is kept while the next is filled.
+        readers: tiers that may each still be reading a generation older than that.
+        lag: slots that may be filled before all ranks know that the newer one is complete.
     """
-    return 2 * window + lag
+    return (2 + readers) * window + lag
 
 
 class SegmentRing:
@@ -171,6 +173,11 @@ class SegmentRing:
         return ring
 
     @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return RING_HEADER_NBYTES + self.num_slots * self.slot_nbytes
+
+    @property
     def memory(self) -> Tensor:
         """All slots as one uint8 tensor, e.g. to register it with a device."""
         assert self._memory is not None, "the ring is closed"
@@ -186,9 +193,20 @@ class SegmentRing:
         """Whether that many slots can be acquired now."""
         return self.free_slots >= num_slots
 
+    def can_begin(self, window: int) -> bool:
+        """Whether a window of so many segments can begin.
+
+        One slot must be free; the others may still belong to generations that go as soon as all ranks know that the
+        newest complete one is complete everywhere.
+        """
+        with self._lock:
+            complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
+            going = sum(len(entry.slots) for entry in complete[:-1] if entry.pins == 0)
+            return bool(self._free) and len(self._free) + going >= window
+
     def fits(self, slot_nbytes: int, window: int) -> bool:
         """Whether windows of `window` segments of `slot_nbytes` can follow each other in this memory."""
-        return slot_nbytes <= self.slot_nbytes and slots_needed(window, lag=0) <= self.num_slots
+        return slot_nbytes <= self.slot_nbytes and slots_needed(window) <= self.num_slots
 
     # -- the window being filled
 
@@ -278,10 +296,11 @@ class SegmentRing:
             return [name for name, entry in self._generations.items() if entry.state is GenerationState.COMPLETE]
 
     @property
-    def published(self) -> list[Hashable]:
+    def published(self) -> list[GenerationId]:
         """Generations that a restarted process would find, oldest first."""
         with self._lock:
-            return [name for name, entry in self._generations.items() if entry.marker is not None]
+            held = [name for name, entry in self._generations.items() if entry.marker is not None]
+        return [name for name in held if isinstance(name, GenerationId)]
 
     def complete_everywhere(self, generation: Hashable) -> None:
         """All ranks have completed `generation`: nobody will fall back to an older one. Repeating this is allowed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -166,8 +167,14 @@ def checkpoints(folder: Path) -> Path:
 def _rings(folder: Path) -> list[str]:
     """What the run in `folder` has in shared memory; other runs on this machine have theirs."""
     logged = "".join(path.read_text(encoding="utf-8") for path in checkpoints(folder).glob("_log/*.json"))
-    names = [entry.name for entry in os.scandir(SHARED_MEMORY) if entry.name.endswith(".ring")]
-    return [name for name in names if name.split("-")[3] in logged]
+    named = [(entry.name, re.match(r"moe-ckpt-\d+-([0-9a-f]{32})-", entry.name)) for entry in os.scandir(SHARED_MEMORY)]
+    return [name for name, match in named if match is not None and match[1] in logged]
+
+
+def lose_memory(folder: Path) -> None:
+    """What the loss of the machine does to the run in `folder`, besides the loss of its processes."""
+    for name in _rings(folder):
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
 def remove_abandoned(root: Path) -> None:

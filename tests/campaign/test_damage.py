@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from campaign._campaign import Campaigns
+from campaign._campaign import Campaigns, lose_memory
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.testing._lives import Life, LifeFailed
 from lightning_moe_ckpt.testing._lives_kill import Kill
@@ -81,8 +81,9 @@ def _flip(path: Path) -> None:
 
 
 def damage_then_train(setup: Setup, damage: Damage, life: Life) -> Mapping[str, Any]:
-    """Ruin something at the start of the second life, then train."""
+    """Ruin something at the start of the second life, on a machine that is not the first one's, then train."""
     if life.index == 1 and life.rank == 0:
+        lose_memory(life.workdir)
         root = Path(urlparse(life.url).path)
         generations = sorted(path.parent for path in root.glob("snap/*/*/_COMMITTED"))
         print(f"damaged generation {int(generations[-1].parent.name)}")

@@ -165,7 +165,7 @@ TestRingMachine = RingMachine.TestCase
 def test_windows_follow_each_other_in_the_slots_that_were_asked_for() -> None:
     """With `slots_needed`, back-to-back windows never meet a full ring if storage is quick."""
     window, lag = 3, 1
-    ring = memory_ring(slots_needed(window, lag))
+    ring = memory_ring(slots_needed(window, lag=lag))
     for generation in range(1, 6):
         fill(ring, generation, window)
         ring.finish_window(generation)
@@ -185,6 +185,7 @@ def test_a_slow_reader_costs_slots_and_then_windows_but_no_bytes() -> None:
     ring.finish_window(2)
     ring.complete_everywhere(2)
     assert not ring.has_room(2)
+    assert not ring.can_begin(2)
     ring.begin_window(3)
     ring.acquire(3, 0)
     with pytest.raises(RingFull, match="2 complete, 2 dropped and pinned, 1 open"):
@@ -290,6 +291,7 @@ def test_memory_is_reserved_not_promised(name: str) -> None:
 
 def test_close_leaves_neither_name_nor_mapping_nor_descriptor(name: str) -> None:
     """The mapping goes with the last view, and a view that is still in use stays valid."""
+    gc.collect()  # what other tests left is not ours
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     ring = SegmentRing.create(name, slot_nbytes=4096, num_slots=2)
     ring.begin_window(1)

@@ -1,0 +1,133 @@
+"""Keeps sealed segments where they are: the worker of the tier that survives the process.
+
+The bytes are in named shared memory already. What is left to do is to wait for the copies, to digest, and to put the
+statement beside the ring that a restarted process looks for.
+"""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._worker import Job, Released, TierWorker
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, SegmentEntry
+from lightning_moe_ckpt.tiers import RankMemory, SegmentRing, expect_room, shared_directory, slots_needed
+
+HOST = "host"
+"""Name of the tier."""
+
+_DENSE_GENERATIONS = 3
+"""Bytes of a ring in snapshots of everything, roughly: snapshot, persist and recovery each hold one."""
+
+_LAG = 2
+"""Boundaries that may pass until all ranks know that a generation is complete, where windows follow each other."""
+
+RING_HEADROOM = 0.25
+"""By how much segments of a later plan may exceed those of the first one."""
+
+_LAST_SECONDS = 2.0
+"""How long the end of a life is held up for what is sealed and not digested yet."""
+
+
+def claim_memory(store: RunStore, markers: Markers, resumed: GenerationId | None, *, dense_nbytes: int) -> RankMemory:
+    """This rank's shared memory, with what earlier lives left in it of the generation that is resumed from.
+
+    Args:
+        store: of the run.
+        markers: of this rank.
+        resumed: `None` for a fresh start.
+        dense_nbytes: bytes of a snapshot of everything on this rank.
+
+    Raises:
+        ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
+    """
+    memory = RankMemory(store.run_id, markers.rank, url=store.url)
+    memory.claim(resumed)
+    # How large a ring must be exactly is known with the first plan.
+    expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)
+    return memory
+
+
+def make_ring(memory: RankMemory, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool) -> SegmentRing:
+    """A ring for windows of `window` segments of up to `slot_nbytes`.
+
+    Args:
+        memory: of this rank.
+        slot_nbytes: of the largest segment.
+        window: segments per generation.
+        readers: tiers that read from it at their own pace.
+        back_to_back: whether the next window begins as soon as one is full.
+
+    Raises:
+        ConfigurationError: there is no room; the message says how many bytes are missing.
+    """
+    # Later plans order operators differently, which packs a little differently.
+    slot_nbytes += int(slot_nbytes * RING_HEADROOM)
+    return memory.make(slot_nbytes, slots_needed(window, readers=readers, lag=_LAG if back_to_back else 0))
+
+
+class HostWorker(TierWorker):
+    """Publishes the generations of one rank in its own memory; takes every one.
+
+    Args:
+        memory: its ring in use when a generation begins is the one that holds it.
+        markers: makes this rank's markers.
+    """
+
+    takes_every = True
+
+    def __init__(self, memory: RankMemory, markers: Markers) -> None:
+        super().__init__(HOST, markers)
+        self._memory = memory
+        self._rings: dict[GenerationId, SegmentRing] = {}
+
+    @override
+    def begin(
+        self,
+        generation: GenerationId,
+        *,
+        plan_hash: str,
+        plan_json: str,
+        num_segments: int,
+        on_released: Released | None = None,
+    ) -> None:
+        assert self._memory.ring is not None
+        self._rings[generation] = self._memory.ring
+        super().begin(
+            generation,
+            plan_hash=plan_hash,
+            plan_json=plan_json,
+            num_segments=num_segments,
+            on_released=on_released,
+        )
+
+    @override
+    def complete_everywhere(self, generation: GenerationId) -> None:
+        self._memory.complete_everywhere(generation)
+
+    @property
+    @override
+    def nbytes_reserved(self) -> int:
+        return self._memory.nbytes
+
+    @override
+    def unlink(self) -> None:
+        self._memory.unlink()
+
+    @override
+    def close(self) -> None:
+        self.drain(_LAST_SECONDS)
+        super().close()
+
+    @override
+    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
+        return segment.digested()
+
+    @override
+    def _finish(self, job: Job, marker: RankMarker) -> None:
+        self._rings[job.generation].publish(job.generation, marker)
+
+    @override
+    def _end(self, job: Job) -> None:
+        self._rings.pop(job.generation, None)
+        super()._end(job)
