@@ -43,7 +43,7 @@ from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._windows import WindowPolicy
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import HostTier, RankMemory, SegmentRing
+from lightning_moe_ckpt.tiers import RankMemory, SegmentRing
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,6 @@ class Life:
             self._exchange,
             groups,
             bandwidth=self._config.bandwidth,
-            open_memory=lambda run_id: [HostTier(run_id)],
         )
         job = Job(identity=identity, operators=ops, schema=view.schema, params=view.params)
         self._found = self._runs.open(resume=self._config.resume, job=job)
