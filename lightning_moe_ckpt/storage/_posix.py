@@ -24,6 +24,7 @@ from pathlib import Path
 
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.storage._lustre import stripe
 from lightning_moe_ckpt.storage._pace import Pace
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class PosixBackend:
         self._root = Path(root).expanduser().absolute()
         self._pace = Pace(bandwidth)
         self._synced: set[Path] = set()  # directories known to be in their parent on the medium
+        self._looked_at_root = False
 
     @property
     def url(self) -> str:
@@ -184,11 +186,20 @@ class PosixBackend:
 
     def _make_directory(self, directory: Path) -> None:
         ours = [d for d in (directory, *directory.parents) if self._root in d.parents or not d.exists()]
+        self._stripe_root()
         for needed in reversed(ours):
             if needed not in self._synced or not needed.is_dir():
                 needed.mkdir(exist_ok=True)
                 _sync_directory(needed.parent)
                 self._synced.add(needed)
+            self._stripe_root()
+
+    def _stripe_root(self) -> None:
+        """As soon as there is a root, and nothing is in it yet that would keep its layout."""
+        if not self._looked_at_root and self._root.is_dir():
+            self._looked_at_root = True
+            if not any(self._root.iterdir()):
+                stripe(self._root)
 
     def _prune(self, directory: Path) -> None:
         with suppress(OSError):  # not empty, or somebody else was faster

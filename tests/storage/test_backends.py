@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from lightning_moe_ckpt.storage import (
     PosixBackend,
     Retrying,
     RunStore,
+    _lustre,
     create_once,
     open_backend,
 )
@@ -365,6 +367,66 @@ def test_only_relative_names_are_keys(tmp_path: Path, key: str) -> None:
     """A key cannot leave the run's directory, nor look like a temporary file."""
     with pytest.raises(ValueError, match="is not a key"):
         PosixBackend(tmp_path).put(key, b"x")
+
+
+# Lustre: a program in the place of its `lfs`, and a table of mounts.
+
+
+@pytest.fixture
+def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `lfs` was called with, a line per call; `tmp_path / "lustre dir"` is on Lustre."""
+    calls, program = tmp_path / "calls", tmp_path / "bin" / "lfs"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\ntest ! -e "{tmp_path}/refuses"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    escaped = str(tmp_path / "lustre dir").replace(" ", "\\040")
+    table = f"overlay / overlay rw 0 0\ntmpfs {escaped} tmpfs rw 0 0\nmgs@tcp:/fs {escaped} lustre rw 0 0\n"
+    (tmp_path / "mounts").write_text(table)
+    monkeypatch.setattr(_lustre, "_MOUNTS", tmp_path / "mounts")
+    calls.touch()
+    return calls
+
+
+def test_a_run_on_lustre_is_striped_once_before_anything_is_in_it(lfs: Path, tmp_path: Path) -> None:
+    """Files inherit the layout of the directory they are made in; a directory that is in use keeps its own."""
+    root = tmp_path / "lustre dir" / "run"
+    for _ in range(2):
+        backend = PosixBackend(root)
+        backend.put("snap/a", b"x")
+        backend.put("_log/b", b"y")
+    assert lfs.read_text() == f"setstripe -c 4 -S 4M {root}\n"
+    (tmp_path / "lustre dir" / "made").mkdir()
+    PosixBackend(tmp_path / "lustre dir" / "made").put("a", b"x")
+    assert lfs.read_text().count("setstripe") == 2
+    PosixBackend(tmp_path / "elsewhere").put("a", b"x")
+    assert lfs.read_text().count("setstripe") == 2
+
+
+def test_a_striping_that_is_refused_disturbs_nobody(
+    lfs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line for whoever looks for it, and the file is written."""
+    (tmp_path / "refuses").touch()
+    with caplog.at_level(logging.DEBUG, "lightning_moe_ckpt"):
+        backend = PosixBackend(tmp_path / "lustre dir" / "run")
+        backend.put("a", b"x")
+    assert backend.get("a") == b"x"
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+    assert "keeps the layout it has" in caplog.text
+
+
+def test_an_interrupted_write_leaves_no_directory(tmp_path: Path) -> None:
+    """Nor its temporary file; the next write makes the directory again."""
+    backend = PosixBackend(tmp_path / "run", bandwidth=1)
+    backend.put("first", b"x" * 10_000)  # its time is what the next one waits for
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(backend.put, "snap/deep/a", b"x")
+        while not list(tmp_path.rglob("*.tmp")):
+            assert not writing.done()
+        backend.close()
+        assert isinstance(writing.exception(30), StorageError)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["first"]
 
 
 # fsspec: deadlines and stores that ignore conditions.

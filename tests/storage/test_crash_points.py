@@ -6,8 +6,10 @@ A job of several ranks runs in this process over a real backend; a crash ends al
 from __future__ import annotations
 
 import os
+import re
+import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers._s3 import S3Server, running
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import (
@@ -24,6 +27,7 @@ from lightning_moe_ckpt.storage import (
     Commit,
     FsspecBackend,
     GenerationId,
+    ObjectBackend,
     PosixBackend,
     RankMarker,
     Retention,
@@ -193,6 +197,87 @@ def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when:
         assert _stored_generations(backend) == [(50, job.epoch)]
         crash_at += 1
     assert crash_at > 10
+
+
+# The same over the wire: an S3 server on loopback.
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running("moto", tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+def _bucket(server: S3Server) -> Backend:
+    return ObjectBackend(server.url(), storage_options=server.storage_options)
+
+
+def _kind(call: str) -> str:
+    """What a call does, whatever generation and rank it is for: `put .done`."""
+    operation, _, key = call.partition(" ")
+    return f"{operation} {re.split(r'[0-9]', key)[0]} {re.split(r'[0-9/]', key)[-1]}"
+
+
+def _one_of_each_kind(calls: list[str]) -> list[tuple[int, When]]:
+    """In turns before the last and after the first call of a kind: each is half done, or not begun by some ranks."""
+    places: dict[str, list[int]] = {}
+    for index, call in enumerate(calls):
+        places.setdefault(_kind(call), []).append(index)
+    return [(each[0], "after") if turn % 2 else (each[-1], "before") for turn, each in enumerate(places.values())]
+
+
+def _every_point(calls: list[str]) -> list[tuple[int, When]]:
+    whens: tuple[When, ...] = ("before", "after")
+    return [(index, when) for index in range(len(calls)) for when in whens]
+
+
+Choose = Callable[[list[str]], list[tuple[int, When]]]
+choices = pytest.mark.parametrize(
+    "choose", [_one_of_each_kind, pytest.param(_every_point, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])]
+)
+
+
+@choices
+def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S3Server) -> None:
+    """Segments, markers, commit, watermark and deletions, by every rank."""
+    undisturbed = _crash_while(_bucket(moto), 10**6, "before", lambda job: job.save(40)).calls
+    points = choose(undisturbed)
+    for crash_at, when in points:
+        backend = _bucket(moto)
+        dying = _crash_while(backend, crash_at, when, lambda job: job.save(40))
+        assert [_kind(call) for call in dying.calls] == [_kind(call) for call in undisturbed[: crash_at + 1]]
+        _expect_recovery(backend, dying.calls, when)
+    assert {"put", "list", "get", "create", "delete", "sweep"} == {undisturbed[at].split()[0] for at, _ in points}
+    assert moto.unfinished_uploads() == 0
+    sys.stdout.write(f"{len(points)} crash points of a save to S3\n")
+
+
+@choices
+@pytest.mark.parametrize("finished_ranks", [2, 3])
+def test_a_crash_of_a_start_from_s3_loses_nothing(finished_ranks: int, choose: Choose, moto: S3Server) -> None:
+    """Promotion, the pick, opening the epoch, the sweep; the generation under way is whole or one rank short."""
+    undisturbed = _crash_at_start(_bucket(moto), finished_ranks, 10**6, "before").calls
+    points = choose(undisturbed)
+    for crash_at, when in points:
+        backend = _bucket(moto)
+        dying = _crash_at_start(backend, finished_ranks, crash_at, when)
+        job = Job(backend)
+        assert job.resumed == GenerationId(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
+        job.save(50, keep=1)
+        assert _stored_generations(backend) == [(50, job.epoch)]
+    assert {"list", "get", "get_into", "create", "sweep"} == {undisturbed[at].split()[0] for at, _ in points}
+    sys.stdout.write(f"{len(points)} crash points of a start from S3\n")
+
+
+def _crash_at_start(backend: Backend, finished_ranks: int, crash_at: int, when: When) -> CrashingBackend:
+    """A second life dies at its `crash_at`-th call, before it has saved anything."""
+    job = Job(backend)
+    job.save(30)
+    job.write(40, finished_ranks)
+    dying = CrashingBackend(backend, crash_at=crash_at, when=when)
+    with suppress(Crashed):
+        Job(dying)
+    return dying
 
 
 def test_crashes_in_a_row_lose_nothing(tmp_path: Path) -> None:
