@@ -5,7 +5,8 @@ are written without any of that: to local disk by write and fsync, to object sto
 settings. Both take turns in one process, each first in turn, and the ratio is taken within a turn. Deleting older generations
 comes afterwards and is not measured.
 
-Steps are those of a fit with sparse checkpoints on local disk, told apart by whether a segment was being written.
+Steps are those of a fit with sparse checkpoints on local disk, told apart by whether a segment was being written. To have
+idle ones, writes are held up in every other stretch of steps.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _cpu(pairs: Sequence[Pair], unnamed: str) -> PersistFigure:
 def _p99(steps: StepsMeanwhile) -> PersistFigure:
     """Needs enough of both kinds."""
     if min(len(steps.idle), len(steps.persisting)) < 2:
-        reason = f"not run: {len(steps.persisting)} of {len(steps.idle) + len(steps.persisting)} steps met a write"
+        reason = f"not run: {len(steps.persisting)} steps met a write and {len(steps.idle)} did not"
         return _figure(STEP, [], "", "", reason)
     idle, persisting = (statistics.quantiles(each, n=100)[98] for each in (steps.idle, steps.persisting))
     baseline = f"{milliseconds(idle)} of {len(steps.idle)} steps"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,7 +46,9 @@ _RECORDS = 64
 """Per segment: enough that digests of records are not for free."""
 _NEVER_DELETES = 10**9
 """Generations that are kept while time is measured: deleting comes after what is measured."""
-_LARGE_NBYTES = 2**16
+_STRETCH = 16
+"""Steps, two windows."""
+_LARGE_NBYTES = 2**14
 """A write of fewer bytes is not what a step notices."""
 
 
@@ -204,14 +207,18 @@ class _BareObjects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsMeanwhile:
-    """Seconds of the steps of one fit, by whether storage was written to during any part of them."""
+    """Seconds of the steps of one fit."""
 
     idle: list[float]
+    """While storage was held still."""
     persisting: list[float]
+    """While a segment was written during any part of the step."""
 
 
 def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int) -> StepsMeanwhile:
     """Train with sparse checkpoints and tell the steps apart.
+
+    In every other stretch of steps writes wait until it is over: there would be no idle step where storage is slow.
 
     Args:
         url: where checkpoints go.
@@ -219,7 +226,8 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int) -> Steps
         num_steps: measured.
         warm_up: before these.
     """
-    clock, writes = _Clock(), _Writes()
+    writes = _Writes()
+    clock = _Clock(writes, warm_up)
     with wrapping_backends(lambda backend: WatchedBackend(backend, writes)), one_thread(), quiet_lightning():
         trainer = Trainer(
             accelerator="cpu",
@@ -232,35 +240,57 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int) -> Steps
         )
         torch.manual_seed(0)
         trainer.fit(BenchModel(size), random_tokens(size, warm_up + num_steps + 2))
-    idle: list[float] = []
-    persisting: list[float] = []
-    for start, end in pairwise(clock.ends[warm_up:]):
+    found = StepsMeanwhile(idle=[], persisting=[])
+    for number, (start, end) in enumerate(pairwise(clock.ends[warm_up:])):
         overlaps = any(begun < end and done > start for begun, done in writes.spans)
-        (persisting if overlaps else idle).append(end - start)
-    return StepsMeanwhile(idle=idle, persisting=persisting)
+        if overlaps != _is_idle(number):
+            (found.persisting if overlaps else found.idle).append(end - start)
+    return found
 
 
-class _Clock(Callback):
-    """When each step was done."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        self.ends.append(time.perf_counter())
+def _is_idle(number: int) -> bool:
+    """Whether storage is held still during step `number`, counted from the first that is measured."""
+    return number // _STRETCH % 2 == 1
 
 
 class _Writes:
-    """When large objects were being written."""
+    """When large objects were being written; they wait while `go` is not set."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[float, float]] = []
+        self.go = threading.Event()
+        self.go.set()
 
     def __call__(self, call: StorageCall, operation: Callable[[], T]) -> T:
+        if not call.writes or call.nbytes < _LARGE_NBYTES:
+            return operation()
+        self.go.wait()
         started = time.perf_counter()
         try:
             return operation()
         finally:
-            if call.writes and call.nbytes >= _LARGE_NBYTES:
-                self.spans.append((started, time.perf_counter()))
+            self.spans.append((started, time.perf_counter()))
+
+
+class _Clock(Callback):
+    """Notes when each step was done, and holds writes in every other stretch. Goes before the checkpoint callback."""
+
+    def __init__(self, writes: _Writes, warm_up: int) -> None:
+        self.ends: list[float] = []
+        self._writes, self._warm_up = writes, warm_up
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        self.ends.append(time.perf_counter())
+        if _is_idle(max(0, len(self.ends) - 1 - self._warm_up)):
+            self._writes.go.clear()
+        else:
+            self._writes.go.set()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._writes.go.set()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._writes.go.set()

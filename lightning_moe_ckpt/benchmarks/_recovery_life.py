@@ -143,6 +143,6 @@ def read_times(path: Path) -> dict[str, Any]:
 
 def _report(checkpoint: Callback) -> dict[str, Any]:
     if not isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
-        return {"sources": ["storage"], "restore_seconds": None}
+        return {"restored_from": {}, "restore_seconds": None}
     report = checkpoint.report
-    return {"sources": sorted(report.restored_from), "restore_seconds": report.restore_seconds}
+    return {"restored_from": report.restored_from, "restore_seconds": report.restore_seconds}

@@ -160,8 +160,11 @@ def test_every_failure_of_every_system_is_recovered_from(document: dict[str, Any
         )
         assert 0 < only.rerun_seconds < only.total_seconds
         assert only.ready_seconds + only.start_seconds + only.rerun_seconds < only.total_seconds == figure.total_seconds
-        assert len(figure.sources) == 2
+        assert len(only.restored_from) == 2
+        assert all(rank.keys() <= {"host", "peer", "storage"} for rank in only.restored_from)
         assert (figure.restore_seconds is not None) == (figure.system in ("sparse", "dense"))
+    lost_everything = [figure for figure in figures if figure.loss == "cluster" and figure.restore_seconds is not None]
+    assert all([*rank] == ["storage"] for figure in lost_everything for rank in figure.restored_from)
     shown = _shown(RecoveryBench().table(figures))
     assert all(text in shown for text in ("SparseCheckpoint", "torch DCP, async", "all nodes", "any", "steps lost"))
 

@@ -10,8 +10,17 @@ import pytest
 from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import PersistBench
+from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, PersistFigure, _cpu, _p99, _ratio
-from lightning_moe_ckpt.benchmarks._persist_runs import Cost, Pair, StepsMeanwhile, _BareObjects, _RawFiles, take_pairs
+from lightning_moe_ckpt.benchmarks._persist_runs import (
+    Cost,
+    Pair,
+    StepsMeanwhile,
+    _BareObjects,
+    _RawFiles,
+    take_pairs,
+    time_steps,
+)
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.parallel import run_world
@@ -83,7 +92,9 @@ def test_what_was_not_measured_meets_nothing() -> None:
         _p99(StepsMeanwhile(idle=[1.0], persisting=[])),
     ]
     assert [figure.value for figure in figures] == [None] * 3
-    assert [figure.outcome for figure in figures] == ["not run: why"] * 2 + ["not run: 0 of 1 steps met a write"]
+    assert [figure.outcome for figure in figures] == ["not run: why"] * 2 + [
+        "not run: 0 steps met a write and 1 did not"
+    ]
     assert CPU.what in _shown(figures)
 
 
@@ -92,6 +103,20 @@ def test_slow_steps_while_writing_are_seen() -> None:
     idle = [0.1] * 200
     assert _p99(StepsMeanwhile(idle=idle, persisting=[0.1] * 97 + [0.2] * 3)).outcome == "NOT met"
     assert _p99(StepsMeanwhile(idle=idle, persisting=[0.1] * 200)).value == pytest.approx(1)
+
+
+def test_steps_are_told_apart(tmp_path: Path) -> None:
+    """Of two stretches one is idle; the other one meets writes of a window at least, and no step counts twice."""
+
+    def work(_: int) -> tuple[int, int, int]:
+        size = ModelSize(num_blocks=1, model_dim=32, num_experts=4, expert_dim=64, batch_size=2)
+        steps = time_steps(tmp_path.as_uri(), size, num_steps=40, warm_up=8)
+        return len(steps.idle), len(steps.persisting), sum(second > 0 for second in steps.idle + steps.persisting)
+
+    ((idle, persisting, positive),) = run_world(1, work, process_group=False, timeout=timedelta(minutes=2))
+    assert 8 <= idle <= 16, "steps in which a write ended that had begun before are neither"
+    assert 1 <= persisting <= 24
+    assert positive == idle + persisting
 
 
 def _shown(figures: list[PersistFigure]) -> str:
