@@ -21,7 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS := 1
 
 library = $$($${CXX:-g++} -print-file-name=$(1))
-SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient.py adam.py)
+SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient.py adam.py replan.py device_check.py)
+SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)
 
 .DEFAULT_GOAL := test
 .PHONY: demo test lint soak bench sanitize clean distclean
@@ -43,15 +44,16 @@ soak: $(STAMP) $(SERVERS)/.stamp
 
 # The sanitizer's own library has to come first in the process. Python and torch never give all memory back, and torch
 # is not instrumented: leaks are not looked for, and races only where our code takes part (ext/sanitizers/thread.supp). A
-# forked child of a process with threads is beyond what sanitizers support.
+# forked child of a process with threads is beyond what sanitizers support, and a test of other builds of torch starts
+# processes without them.
 sanitize: $(STAMP)
 	$(BIN)/python ext/build_native.py --sanitize address --out build/address
 	LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/address \
-	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -p no:cacheprovider -k 'not forked' $(SANITIZED_TESTS) $(PYTEST_ARGS)
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest $(SANITIZED) $(PYTEST_ARGS)
 	$(BIN)/python ext/build_native.py --sanitize thread --out build/thread
 	LD_PRELOAD="$(call library,libtsan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/thread \
 	  TSAN_OPTIONS=suppressions=$(CURDIR)/ext/sanitizers/thread.supp:exitcode=66 \
-	  $(BIN)/pytest -p no:cacheprovider -k 'not forked' $(SANITIZED_TESTS) $(PYTEST_ARGS)
+	  $(BIN)/pytest $(SANITIZED) $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/moe-ckpt bench all

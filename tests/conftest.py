@@ -22,6 +22,8 @@ torch.set_num_threads(1)
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("shared", deadline=None)
+# For `make sanitize`: instrumented code is five to fifteen times slower, and sees in few examples what others see in many.
+hypothesis.settings.register_profile("sanitized", deadline=None, max_examples=15)
 hypothesis.settings.load_profile("shared")
 
 

@@ -88,7 +88,7 @@ def _check_direction(engine: CopyEngine, where: str, source: Memory, target: Mem
     target_U8.fill_(_UNTOUCHED)
     count, counted = torch.full((1,), 7.0), torch.zeros(1)  # of steps, which optimizers keep on the host
     pairs = zip(_views(source_U8, "src"), _views(target_U8, "dst"), strict=True)
-    ticket = engine.submit([*pairs, (count, counted)])
+    ticket = engine.submit(engine.prepare([*pairs, (count, counted)]))
     engine.fence(ticket)
     source_U8.zero_()
     count.zero_()

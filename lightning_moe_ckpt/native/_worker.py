@@ -100,7 +100,7 @@ class CompiledEngine(CopyEngine):
     @override
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
         try:
-            planned = copies if isinstance(copies, PlannedCopies) else self.prepare(_pairs(copies))
+            planned = copies if isinstance(copies, PlannedCopies) else self._check(_pairs(copies))
             self._newest = self._submit(planned)
         except (ValueError, RuntimeError) as error:
             return FailedTicket(len(copies), error)
@@ -109,6 +109,10 @@ class CompiledEngine(CopyEngine):
     def fileno(self) -> int:
         """As `Worker.fileno`."""
         return self._running_worker().fileno()
+
+    def _check(self, copies: Sequence[Copy]) -> PlannedCopies:
+        """A list that is used once."""
+        return self.prepare(copies)
 
     @abstractmethod
     def _submit(self, copies: PlannedCopies) -> Ticket:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -117,20 +117,18 @@ def _forget_payloads(*converted: Tensor) -> None:
         tensor.copy_(torch.where(tensor.isnan(), 1.5, tensor))
 
 
-@settings(max_examples=150, deadline=None)
 @given(pairs=st.lists(PAIRS, max_size=12))
 def test_engine_gives_the_bits_of_torch(library: Library, pairs: list[Pair]) -> None:
     """Arbitrary bits, NaN and subnormal numbers among them; what is beside the destinations stays."""
     engine = CompiledCpuEngine(library, Arrangement(chunk_nbytes=256))
     try:
         made = [pair.make() for pair in pairs]
-        engine.wait(engine.submit([(src, dst) for src, dst, _ in made]))
+        engine.wait(engine.submit(engine.prepare([(src, dst) for src, dst, _ in made])))
         _same_as_torch(made, pairs)
     finally:
         engine.close()
 
 
-@settings(max_examples=150, deadline=None)
 @given(pairs=st.lists(PAIRS, max_size=12), threads=st.integers(1, 3))
 def test_copying_at_once_gives_the_bits_of_torch(library: Library, pairs: list[Pair], threads: int) -> None:
     """The same without an engine, where the library has a form for it; rows and columns always have one."""
@@ -176,7 +174,6 @@ def test_every_kind_of_number_converts_as_in_torch(
 class TestPlansWithADevice:
     """Packing, staging and pieces, with host memory in the device's place: kernels are the only part that differs."""
 
-    @settings(max_examples=200, deadline=None)
     @given(data=st.data())
     def test_every_byte_arrives(self, library: Library, data: st.DataObject) -> None:
         """Whatever the direction, the size, the conversion and the limits."""
@@ -296,7 +293,7 @@ def test_completion_wakes_who_selects(engine: CompiledCpuEngine) -> None:
     """An event loop need not spend a thread on waiting."""
     assert not select.select([engine.fileno()], [], [], 0)[0]
     dst = torch.zeros(100)
-    ticket = engine.submit([(torch.ones(100), dst)])
+    ticket = engine.submit(engine.prepare([(torch.ones(100), dst)]))
     assert select.select([engine.fileno()], [], [], 30)[0] == [engine.fileno()]
     assert int.from_bytes(os.read(engine.fileno(), 8), "little") == 1
     assert ticket.done
@@ -307,7 +304,7 @@ def test_sources_live_until_they_were_read_and_no_longer(engine: CompiledCpuEngi
     """The library has addresses only: the ticket keeps the memory, until the copy is known to be over."""
     src, dst = torch.ones(4), torch.zeros(4)
     alive = weakref.ref(src)
-    ticket = engine.submit([(src, dst)])
+    ticket = engine.submit(engine.prepare([(src, dst)]))
     del src
     gc.collect()
     assert alive() is not None
@@ -355,9 +352,9 @@ def test_what_only_torch_can_do_keeps_its_place(engine: CompiledCpuEngine) -> No
     """A list with an unusual conversion runs elsewhere, yet after what came before it and before what follows."""
     dst = torch.zeros(100_000)
     for round_ in range(20):
-        first = engine.submit([(torch.full((100_000,), 1.0 + round_), dst)])
+        first = engine.submit(engine.prepare([(torch.full((100_000,), 1.0 + round_), dst)]))
         second = engine.submit([(torch.full((100_000,), 2.0 + round_, dtype=torch.float64), dst)])
-        third = engine.submit([(torch.full((100_000,), 3.0 + round_), dst)])
+        third = engine.submit(engine.prepare([(torch.full((100_000,), 3.0 + round_), dst)]))
         engine.wait(third)
         assert first.done
         assert second.done
@@ -368,27 +365,27 @@ def test_close_ends_the_thread_and_the_engine_can_be_used_again(engine: Compiled
     """Threads of the library are no Python threads: the kernel knows them."""
     before = _num_threads()
     dst = torch.zeros(4)
-    ticket = engine.submit([(torch.ones(4), dst)])
+    ticket = engine.submit(engine.prepare([(torch.ones(4), dst)]))
     engine.close()
     engine.close()
     assert ticket.done
     ticket.wait()
     assert dst.tolist() == [1.0] * 4
     assert _num_threads() == before
-    engine.wait(engine.submit([(torch.full((4,), 2.0), dst)]))
+    engine.wait(engine.submit(engine.prepare([(torch.full((4,), 2.0), dst)])))
     assert dst.tolist() == [2.0] * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_gets_a_worker_of_its_own(engine: CompiledCpuEngine) -> None:
     """Threads do not survive a fork; a ticket of the parent is refused, not waited for without end."""
-    engine.wait(engine.submit([(torch.ones(2), torch.zeros(2))]))
-    pending = engine.submit([(torch.ones(2), torch.zeros(2))])
+    engine.wait(engine.submit(engine.prepare([(torch.ones(2), torch.zeros(2))])))
+    pending = engine.submit(engine.prepare([(torch.ones(2), torch.zeros(2))]))
     child = os.fork()
     if child == 0:
         try:
             dst = torch.zeros(2)
-            engine.submit([(torch.ones(2), dst)]).wait(timedelta(seconds=30))
+            engine.submit(engine.prepare([(torch.ones(2), dst)])).wait(timedelta(seconds=30))
             with pytest.raises(CheckpointError, match="before a fork"):
                 engine.fence(pending)
             engine.close()

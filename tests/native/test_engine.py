@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -261,7 +261,6 @@ def test_the_engine_works_again_in_a_forked_child(cpu: CpuCopyEngine, monkeypatc
     cpu.wait(pending)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_no_cut_copy_crosses_a_piece_of_registered_memory(data: st.DataObject) -> None:
     """Cut copies cover the same bytes, and each lies inside one piece."""
