@@ -19,7 +19,9 @@ from lightning_moe_ckpt.testing import Life, assert_same_end, run_lives, summari
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "faults.yaml"
 SMALL = {"num_blocks": 1, "model_dim": 16, "num_heads": 2, "num_experts": 4}
-STEPS = 130
+STEPS = 40
+SHORTER = 5
+"""By how much everything comes earlier than in the example."""
 
 
 def configured(folder: Path, *, broken: bool) -> Path:
@@ -27,7 +29,11 @@ def configured(folder: Path, *, broken: bool) -> Path:
     document = yaml.safe_load(EXAMPLE.read_text())
     injector, checkpoint = document["trainer"]["callbacks"]
     injector["init_args"]["folder"] = str(record_of(folder))
-    injector["init_args"]["random"]["kinds"] = injector["init_args"]["random"]["kinds"][:2]
+    for fault in injector["init_args"]["faults"]:
+        fault["step"] //= SHORTER
+        if "steps" in fault:
+            fault["steps"] //= SHORTER
+    injector["init_args"]["random"]["mtbf"] /= SHORTER
     checkpoint["init_args"]["url"] = str(folder / "checkpoints")
     document["trainer"] |= {
         "callbacks": [injector, checkpoint] if broken else [],
@@ -67,10 +73,9 @@ def test_a_configured_campaign_dies_and_ends_in_the_same_bits(warm: WarmParents,
         run_lives, partial(fit_from_file, broken), url="", workdir=folders[1], faults=record_of(folders[1])
     )
     assert_same_end(reference, lives)
-    struck = [line["kind"] for line in lines_of(folders[1], "fault")]
-    assert sorted(kind for kind in struck if kind != "sigstop")[:6] == [
-        "bit_flip", "node_loss", "sigkill", "sigkill", "slow_storage", "storage_errors"
-    ]  # fmt: skip
+    struck = [line["kind"] for line in lines_of(folders[1], "fault") if line["name"].startswith("script")]
+    assert struck == ["sigkill", "slow_storage", "storage_errors", "bit_flip", "node_loss"]
+    assert len(lines_of(folders[1], "fault")) > len(struck), "and some at random"
     summary = summarize_faults(record_of(folders[1]))
     assert summary.lives == len(lives) >= 3
     assert sum(tally.survived for tally in summary.kinds) == len(lives) - 1
