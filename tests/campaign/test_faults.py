@@ -15,7 +15,7 @@ from campaign._faults import Breaking, lines_of, memory_of, record_of
 from campaign._training import Checkpointing
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.testing import Fault, RandomFaults, fail_at, summarize_faults
-from lightning_moe_ckpt.testing._fault import FaultPhase
+from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
 from lightning_moe_ckpt.testing._fault_signals import stop
 from lightning_moe_ckpt.testing._lives import LifeResult
 
@@ -173,18 +173,41 @@ def test_taken_memory_is_given_back(campaigns: Campaigns) -> None:
     assert [line["step"] for line in lines_of(life.workdir, "over")] == [5]
 
 
-def test_a_flipped_bit_is_found_and_an_older_generation_taken(campaigns: Campaigns) -> None:
-    """By the restart, which names the generation and the file."""
-    faults = (
-        fail_at(0, 6, "after_batch_end", kind="bit_flip", settle=20.0),
-        fail_at(0, 6, "after_batch_end"),
-    )
-    lives = campaigns.check_faults(Breaking(checkpointing=DENSE, faults=faults))
-    (struck,) = lines_of(lives[0].workdir, "struck")
-    assert "of snap/" in struck["outcome"]
-    damaged = int(struck["outcome"].split("in step ")[1].split()[0])
-    assert f"step {damaged} (epoch 1)" in lives[1].log()
-    assert lives[1].steps()[0] <= damaged
+FLIP = fail_at(0, 6, "after_batch_end", kind="bit_flip", settle=20.0)
+FLIP_IN_RING = replace(FLIP, at_rest="ring")
+
+
+def _flip_and_die(campaigns: Campaigns, flips: tuple[Fault, ...], end: FaultKind) -> tuple[list[int], LifeResult]:
+    """Steps of the generations that were damaged, and the life that had to do without."""
+    faults = (*flips, fail_at(0, 6, "after_batch_end", kind=end))
+    setup = Breaking(checkpointing=DENSE, nodes=(0,), faults=faults)
+    _, second = campaigns.check_faults(setup)
+    struck = lines_of(second.workdir, "struck")
+    assert len(struck) == len(flips)
+    return [int(line["outcome"].split("in step ")[1].split()[0]) for line in struck], second
+
+
+def test_a_bit_flipped_in_memory_is_found_and_storage_has_the_record(campaigns: Campaigns) -> None:
+    """The restart names what it passed over, and loses nothing by it."""
+    (damaged,), second = _flip_and_die(campaigns, (FLIP_IN_RING,), "sigkill")
+    assert second.steps()[0] == damaged + 1, second.log()
+    assert "host: snap/" in second.log()
+    assert "another copy is tried" in second.log()
+    assert " from storage" in second.log()
+
+
+def test_a_bit_flipped_in_storage_is_found_where_memory_is_lost(campaigns: Campaigns) -> None:
+    """With nothing else to take the record from, an older generation is taken, and the log says why."""
+    (damaged,), second = _flip_and_die(campaigns, (FLIP,), "node_loss")
+    assert f"step {damaged} (epoch 1)" in second.log()
+    assert second.steps()[0] <= damaged, second.log()
+
+
+def test_a_record_that_is_bad_everywhere_costs_its_generation_only(campaigns: Campaigns) -> None:
+    """In memory and in storage, in bits that need not be of the same record: whatever is left, the end is the same."""
+    damaged, second = _flip_and_die(campaigns, (FLIP_IN_RING, FLIP), "sigkill")
+    assert second.steps()[0] <= max(damaged) + 1, second.log()
+    assert "another copy is tried" in second.log()
 
 
 # -- campaigns
