@@ -28,6 +28,7 @@ def await_markers(
     *,
     timeout: timedelta,
     cancelled: Callable[[], bool] = lambda: False,
+    check_fence: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[StoredMarker]:
@@ -40,6 +41,8 @@ def await_markers(
         own: the coordinator's marker; every other rank must agree with it.
         timeout: how long to wait.
         cancelled: asked between two listings; whether to give up now.
+        check_fence: called between two listings; raises `Fenced` if a later life has begun, which may have deleted what
+            is waited for.
         clock: seconds that only grow, for tests.
         sleep: pause between two listings, for tests.
 
@@ -48,6 +51,7 @@ def await_markers(
 
     Raises:
         StorageError: time is up; the message names what each missing rank lacks.
+        Fenced: by `check_fence`.
     """
     give_up, pause = clock() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     markers: dict[int, StoredMarker] = {}
@@ -62,6 +66,7 @@ def await_markers(
                 f"commit {own.generation}: at the end of the wait (limit: {timeout.total_seconds():.0f} s), {len(reasons)} of {own.world_size} "
                 f"ranks lack something: {'; '.join(reasons[:8])}. The previous generation stays the newest."
             )
+        check_fence()
         sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

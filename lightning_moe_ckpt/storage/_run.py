@@ -250,7 +250,9 @@ class RunStore:
         coordination = self._coordinator()
         if own.generation.epoch != coordination.epoch:
             raise ValueError(f"`commit`: {own.generation} is not of this life, epoch {coordination.epoch}.")
-        stored = await_markers(self._backend, own, timeout=timeout, cancelled=cancelled)
+        stored = await_markers(
+            self._backend, own, timeout=timeout, cancelled=cancelled, check_fence=coordination.catch_up
+        )
         coordination.catch_up()
         return publish(self._backend, stored)
 

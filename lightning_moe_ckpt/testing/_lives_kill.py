@@ -167,7 +167,7 @@ class StorageKiller:
         if due and not self._kill.after:
             self._strike()
         result = operation()
-        if due:
+        if due and self._kill.after:
             self._strike()
         return result
 

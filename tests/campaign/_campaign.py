@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from campaign._faults import Breaking, memory_of, record_of
+from campaign._overlap import Overlap, run_overlapping
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.testing._lives import LifeResult, assert_same_end, run_lives
@@ -101,6 +102,17 @@ class Campaigns:
         lives = self._warm.call(run_lives, setup.fit, **options)
         _require_same_end(self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0)), lives, [])
         return lives
+
+    def check_overlap(self, setup: Setup, overlap: Overlap) -> LifeResult:
+        """Two starts at once, of which the second must end as if it had been alone; how the first ended."""
+        arguments = _arguments(setup, self._folder())
+        first, second = self._warm.call(run_overlapping, setup.fit, overlap, **arguments)
+        assert second.outcome == "finished", f"{overlap}: {second.exit_codes}\n{second.log()}"
+        _require_same_end(self.reference(setup, 0), [first, second], [overlap.asleep_at])
+        assert first.outcome == "stopped", f"{overlap}: the first start went on to its end\n{first.log()}"
+        rings = _rings(first.workdir)
+        assert not rings, f"{overlap}: {rings} left behind\n{first.log()}\n{second.log()}"
+        return first
 
     def check_stages(self, *setups: Setup) -> list[LifeResult]:
         """Each life runs the next setup to its end; the last must end as if it had been alone."""
