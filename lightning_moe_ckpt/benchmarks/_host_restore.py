@@ -1,0 +1,120 @@
+"""How long a restarted process needs to have its state back out of memory of the node, without imports.
+
+A process captures one generation in a ring, publishes it and dies by SIGKILL. The clock runs from that signal to the
+moment at which another process has found the generation, verified every digest of it, and holds its bytes: the death,
+the search, the marker, the copy. A rank of a real job starts new processes in between, which is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from lightning_moe_ckpt.session._layout import as_memoryview
+from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RecordEntry,
+    RecordRows,
+    SegmentLayout,
+    TensorSpec,
+    digest_of,
+    verify_records,
+)
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_directory, shared_name
+
+_NUM_RECORDS = 64
+_GENERATION = GenerationId(step=1, epoch=1)
+
+
+def host_restore_seconds(nbytes: int, *, directory: Path | None = None) -> float:
+    """From the SIGKILL of a process to its `nbytes` of state, verified, in another one.
+
+    Args:
+        nbytes: of one rank's segments together, in one segment of 64 records.
+        directory: of shared memory; default as in `shared_directory`.
+
+    Raises:
+        RuntimeError: the process that was to be killed did not get that far.
+    """
+    directory = directory if directory is not None else shared_directory()
+    run_id = f"bench-host-{os.getpid()}"
+    path = directory / shared_name(run_id, 0)
+    pid = _capture_in_child(path, run_id, nbytes)
+    out = torch.empty(nbytes + 2**20, dtype=torch.uint8).fill_(0)  # memory that a model has when it is restored to
+    try:
+        began = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        _restore(run_id, directory, out)
+        return time.perf_counter() - began
+    finally:
+        ring = SegmentRing.adopt(path)
+        if ring is not None:
+            ring.close()
+
+
+def _capture_in_child(path: Path, run_id: str, nbytes: int) -> int:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ring = _capture(path, run_id, nbytes)
+            os.write(write, b"+")
+            signal.pause()
+            del ring
+        finally:
+            os._exit(1)
+    os.close(write)
+    told = os.read(read, 1)
+    os.close(read)
+    if told != b"+":
+        os.waitpid(pid, 0)
+        raise RuntimeError(f"Nothing was captured in {path.parent}; is there room for {nbytes} bytes?")
+    return pid
+
+
+def _capture(path: Path, run_id: str, nbytes: int) -> SegmentRing:
+    specs = [TensorSpec(f"r{i}", torch.float32, (nbytes // (4 * _NUM_RECORDS),)) for i in range(_NUM_RECORDS)]
+    layout = SegmentLayout(specs, metadata={})
+    ring = SegmentRing.create(path.name, layout.nbytes, 1, path.parent)
+    ring.begin_window(_GENERATION)
+    slot = ring.acquire(_GENERATION, 1)
+    slot.view.fill_(7)
+    layout.write_header(slot.view)
+    ring.seal(slot)
+    ring.finish_window(_GENERATION)
+    view = as_memoryview(slot.view)[: layout.nbytes]
+    segment = SealedSegment(generation=_GENERATION, rank=0, step=1, view=view, records=_records(layout))
+    markers = Markers(run_id=run_id, rank=0, world_size=1)
+    ring.publish(_GENERATION, markers.of(_GENERATION, [segment.digested()], plan_hash="", plan_json="{}"))
+    return ring
+
+
+def _records(layout: SegmentLayout) -> RecordRows:
+    entries = [
+        RecordEntry(
+            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype="F32", global_shape=span.shape,
+            global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
+        )
+        for name, span in layout.spans.items()
+    ]  # fmt: skip
+    return RecordRows(entries)
+
+
+def _restore(run_id: str, directory: Path, out: torch.Tensor) -> None:
+    tier = HostTier(run_id, directory)
+    try:
+        (holding,) = tier.holdings()
+        (entry,) = tier.read_marker(holding).segments
+        view = as_memoryview(out)[: entry.nbytes]
+        tier.read_into(holding, entry, 0, view)
+        if digest_of(view) != entry.digest:
+            raise RuntimeError("The bytes in memory are not those that were captured.")
+        verify_records(entry, view)
+    finally:
+        tier.close()
