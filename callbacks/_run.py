@@ -92,7 +92,7 @@ class FitRun:
         self._found: float | None = None
         self._taps = _lightning.FitLoopTaps(trainer, self)
         self._stops = Stops(
-            trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.unlink_shared_memory
+            trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.leave_nothing_behind
         )
         self._validated = self._trained = self._told_to_stop = False
         self._replays = policy.kind == "sparse"

@@ -404,8 +404,10 @@ class Life:
         """Whether the flag is set on any rank. Collective."""
         return any(row[0] for row in self._exchange.gather([int(flag)]))
 
-    def unlink_shared_memory(self) -> None:
-        """Leave no name of what nobody will want in shared memory; from any thread, right before the process is ended."""
+    def leave_nothing_behind(self) -> None:
+        """Leave nothing half written, nor memory nobody will want; from any thread, right before the process is ended."""
+        if self._storage is not None:
+            self._storage.cut_short()
         if self._memory_is_superseded():
             self._tiers.unlink()
 

@@ -29,10 +29,12 @@ log = logging.getLogger(__name__)
 
 Released = Callable[[GenerationId], None]
 
-_CLOSE_GRACE = timedelta(seconds=8)
+_CLOSE_GRACE = timedelta(seconds=2)
 """How long `close` lets a call under way go on."""
 _CLOSE_TIMEOUT = timedelta(seconds=4)
 """How long it then waits for the call to be interrupted, which may hang; the thread is a daemon."""
+_MOMENT = timedelta(seconds=1)
+"""For a call to fail before the process ends: an upload that is aborted leaves nothing in the bucket."""
 
 _REMEMBERED = 32
 """Complete generations that `holds` knows of."""
@@ -209,6 +211,18 @@ class TierWorker(ABC):
             if self._thread.is_alive():
                 log.warning("%s does not answer; its thread is left behind", self.name)
             self._thread = None
+
+    def cut_short(self) -> None:
+        """The process is about to be ended: the call under way fails and cleans up, if that takes but a moment.
+
+        From any thread, and without a word: the thread that the process is ended over may hold the lock of the log.
+        """
+        self._closing.set()
+        self._queue.put(None)
+        thread = self._thread
+        self._interrupt()
+        if thread is not None:
+            thread.join(_MOMENT.total_seconds())
 
     def _interrupt(self) -> None:  # noqa: B027  # not every medium can wait
         """Make the call under way on the thread fail soon; called from another thread."""

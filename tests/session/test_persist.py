@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -367,6 +368,21 @@ def test_close_interrupts_a_call_that_goes_on(monkeypatch: pytest.MonkeyPatch) -
     bench.worker.close()
     assert bench.idle()
     assert bench.released == [1]
+
+
+def test_a_process_that_is_ended_leaves_nothing_half_written(caplog: pytest.LogCaptureFixture) -> None:
+    """The call under way fails before the process does, and not a word is logged on the way."""
+    bench = Bench()
+    bench.sink.hold["segment 1"] = threading.Event()
+    bench.sink.faults["segment 1"] = [StorageError("closed")]
+    bench.worker.add(bench.begin(1, 1), segment(1))
+    assert bench.sink.reached.wait(30)
+    with caplog.at_level(logging.INFO):
+        bench.worker.cut_short()
+    assert bench.worker.drain(30)
+    assert bench.released == [1]
+    assert not caplog.records
+    bench.worker.close()
 
 
 def test_a_store_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
