@@ -23,7 +23,7 @@ from lightning_moe_ckpt.errors import (
     Fenced,
     IdentityMismatch,
     NoUsableGeneration,
-    StorageError,
+    StorageRefused,
 )
 from lightning_moe_ckpt.storage import PosixBackend, RunStore, open_backend
 
@@ -294,11 +294,10 @@ def test_storage_that_fails_does_not_stop_training(
     def unreliable(self: PosixBackend, key: str, *views: bytes | memoryview) -> None:
         if "000000000002" in key:
             failing["count"] += 1
-            raise StorageError("disk full, for this test")
+            raise StorageRefused("disk full, for this test")
         put(self, key, *views)
 
     monkeypatch.setattr(PosixBackend, "put", unreliable)
-    monkeypatch.setattr("lightning_moe_ckpt.session._persist._RETRY_PAUSES", ())
     checkpoint = DenseCheckpoint(str(tmp_path), every_n_steps=2)
 
     class Patient(Callback):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
-from lightning_moe_ckpt.errors import ConfigurationError, StorageError
+from lightning_moe_ckpt.errors import ConfigurationError, StorageRefused
 from lightning_moe_ckpt.storage import PosixBackend
 
 FEATURES = 4
@@ -187,11 +187,10 @@ def test_a_stop_that_cannot_be_stored_leaves_and_says_so(
 
     def failing(self: PosixBackend, key: str, *views: bytes | memoryview) -> None:
         if "000000000003" in key:
-            raise StorageError("disk full, for this test")
+            raise StorageRefused("disk full, for this test")
         put(self, key, *views)
 
     monkeypatch.setattr(PosixBackend, "put", failing)
-    monkeypatch.setattr("lightning_moe_ckpt.session._persist._RETRY_PAUSES", ())
     with pytest.raises(SIGTERMException):
         fit(make(DenseCheckpoint(str(tmp_path)), At(3, terminate)))
     assert "the last step, 3, was not stored" in caplog.text
