@@ -116,13 +116,17 @@ class RecoveryBench(Benchmark[RecoveryFigure]):
         count("--every", 8, "steps between two checkpoints; the window of sparse ones")
         count("--recovery-blocks", 4, "transformer blocks of the model that is killed")
         count("--recovery-dim", 128, "its model dimension")
+        parser.add_argument(
+            "--systems", nargs="+", choices=[*_SYSTEMS], default=[*_SYSTEMS], help="what is compared (default: all)"
+        )
         parser.add_argument("--folder", type=Path, help="for checkpoints (default: the temporary directory)")
 
     @override
     def measure(self, options: argparse.Namespace, progress: Progress) -> list[RecoveryFigure]:
-        found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in CASES}
-        for done, (turn, case) in enumerate(_order(options.kills)):
-            progress(f"killed and resumed: {case[0]}, {case[1]}", done, options.kills * len(CASES))
+        cases = [case for case in CASES if case[0] in options.systems]
+        found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in cases}
+        for done, (turn, case) in enumerate(_order(options.kills, cases)):
+            progress(f"killed and resumed: {case[0]}, {case[1]}", done, options.kills * len(cases))
             step = _CYCLES * options.every + 1 + turn * options.every // options.kills
             found[case].append(_recover(case, step, options))
         return [_figure(case, options, rounds) for case, rounds in found.items()]
@@ -144,11 +148,11 @@ class RecoveryBench(Benchmark[RecoveryFigure]):
         return table
 
 
-def _order(num_rounds: int) -> Iterator[tuple[int, tuple[System, Loss]]]:
+def _order(num_rounds: int, cases: Sequence[tuple[System, Loss]] = CASES) -> Iterator[tuple[int, tuple[System, Loss]]]:
     """Every case in every round, each first in turn."""
     for turn in range(num_rounds):
-        start = turn % len(CASES)
-        yield from ((turn, case) for case in CASES[start:] + CASES[:start])
+        start = turn % len(cases)
+        yield from ((turn, case) for case in [*cases[start:], *cases[:start]])
 
 
 def _recover(case: tuple[System, Loss], step: int, options: argparse.Namespace) -> Recovery:

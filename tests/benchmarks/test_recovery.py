@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections import Counter
+from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,8 +14,9 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
-from lightning_moe_ckpt.benchmarks._recovery import CASES, _order
+from lightning_moe_ckpt.benchmarks._recovery import CASES, RecoveryFigure, _order
 from lightning_moe_ckpt.benchmarks._recovery_dcp import DcpCheckpoint, newest_step
+from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 
 SIZE = ModelSize(num_blocks=1, model_dim=32, num_experts=2, expert_dim=32, batch_size=2)
@@ -68,6 +72,26 @@ def test_distributed_checkpoint_restores_what_it_saved(tmp_path: Path) -> None:
     )
     assert (steps, newest, differing) == ([4, 6, 8], 6, [])
     assert next_rate > rate, "the warm-up goes on"
+
+
+def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
+    """Steps and times add up; a `.ckpt` costs the steps since it was written."""
+
+    def work(_: int) -> tuple[int, str]:
+        size = ["--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"]
+        with redirect_stdout(io.StringIO()) as out:
+            status = main(["bench", "recovery", "--json", "--systems", "sparse", "lightning", *size])
+        return status, out.getvalue()
+
+    ((status, out),) = run_world(1, work, process_group=False, timeout=timedelta(minutes=4))
+    assert status == 0
+    figures = [RecoveryFigure(**row) for row in json.loads(out)["recovery"]]
+    assert [(figure.system, figure.loss) for figure in figures] == [c for c in CASES if c[0] in ("sparse", "lightning")]
+    for figure in figures:
+        assert 0 < figure.rollback_steps <= 3 * 2 + 1
+        assert 0 < figure.rerun_seconds < figure.total_seconds
+        assert figure.ready_seconds < figure.total_seconds
+    assert figures[-1].rollback_steps == 1, "written at step 6, killed in the step after"
 
 
 def test_no_checkpoint_is_no_step(tmp_path: Path) -> None:
