@@ -27,6 +27,7 @@ from lightning_moe_ckpt.benchmarks import (
     PlannerBench,
     RecoveryBench,
     ReductionBench,
+    ReplicationBench,
 )
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor, add_placement
@@ -42,6 +43,7 @@ _BENCHMARKS: tuple[Benchmark[Any], ...] = (
     PlannerBench(),
     RecoveryBench(),
     PersistBench(),
+    ReplicationBench(),
     OverheadBench(),
     NativeBench(),
 )

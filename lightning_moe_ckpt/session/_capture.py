@@ -125,7 +125,7 @@ class CaptureSession:
             )
             return False
         self._layout = layout
-        self._tiers.planned(self._exchange, slot_nbytes=self._ring.slot_nbytes, num_segments=len(layout.slots))
+        self._tiers.planned(self._exchange, self._ring, len(layout.slots))
         return True
 
     def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None) -> bool:
@@ -288,12 +288,13 @@ class CaptureSession:
         return self._exchange.all_agree(self._ring.can_begin(len(self._layout.slots)))
 
     def _has_room_after_flush(self) -> bool:
-        """A transfer that is late may hold the slots: only then does training wait for it."""
+        """A transfer that is late holds slots, its own and those of what it replaces: only then does training wait."""
         assert self._layout is not None
         assert self._ring is not None
         with self._stalls.measure("flush"):
             if not self._ring.can_begin(len(self._layout.slots)):
                 self._tiers.flush(_FLUSH_TIMEOUT.total_seconds())
+            self._tiers.agreed(self._exchange.gather(self._tiers.votes()))
             return self._has_room_now()
 
     def _grow_journal(self, nbytes: int) -> None:
@@ -313,7 +314,7 @@ class CaptureSession:
             self._ring, self._complete = ring, None
             self._writers.clear()
         self._layout = layout
-        self._tiers.planned(self._exchange, slot_nbytes=self._ring.slot_nbytes, num_segments=len(layout.slots))
+        self._tiers.planned(self._exchange, self._ring, len(layout.slots))
 
     def _spoil(self, reason: str) -> None:
         """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""

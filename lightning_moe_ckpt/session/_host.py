@@ -115,6 +115,10 @@ class HostWorker(TierWorker):
         self._memory.unlink()
 
     @override
+    def release(self, *, unlink: bool) -> None:
+        self._memory.close(unlink=unlink)
+
+    @override
     def close(self) -> None:
         self.drain(_LAST_SECONDS)
         super().close()

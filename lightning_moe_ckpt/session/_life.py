@@ -425,8 +425,7 @@ class Life:
         self._tiers.close()
         if self._capture is not None:
             self._capture.close()
-        if self._memory is not None:
-            self._memory.close(unlink=self._memory_is_superseded())
+        self._tiers.release(unlink=self._memory_is_superseded())
         self._engine.close()
         if self._runs is not None:
             self._runs.close()

@@ -3,6 +3,10 @@
 It takes a generation when it is idle on all ranks: the one that begins, whose segments then travel as they are sealed,
 or the newest complete one that passed it by. Each gets as many steps as lie between two generations. Training waits for
 a transfer only where the next generation would have no slots without those that it still reads.
+
+Copies alone bring nobody back: when a node dies, those who live need the same generation in their own memory. So what
+is complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the host tier
+has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from lightning_moe_ckpt.tiers import (
     FailureDomain,
     Placement,
     Replication,
+    SegmentRing,
     expect_domains,
     expect_room,
     place_replicas,
@@ -64,21 +69,26 @@ class PeerWorker(TierWorker):
         super().__init__(PEER, markers, on_complete=on_complete)
         self._replication, self._keep = replication, resumed
         self._sending: GenerationId | None = None
+        self._held: dict[GenerationId, Released] = {}
+        """How to give back the slots of those whose copies are complete here; see the module."""
         self._period_steps = 1
         self._slot_nbytes = 0
 
     # -- called from the training thread
 
     @override
-    def planned(self, exchange: Exchange, *, slot_nbytes: int, num_segments: int) -> None:
+    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:
         """The first plan reserves memory for the copies kept here, and begins to receive.
 
         Holders follow a later plan by themselves, when its first generation comes.
         """
-        self._slot_nbytes = slot_nbytes
+        self._slot_nbytes = ring.slot_nbytes
         if self._replication.started:
             return
-        sizes = [row[0] for row in exchange.gather([slot_nbytes])]
+        if self._keep is not None and self._keep in ring.complete:
+            ring.pin(self._keep)
+            self._held[self._keep] = ring.unpin
+        sizes = [row[0] for row in exchange.gather([ring.slot_nbytes])]
         with exchange.together():
             self._replication.allocate(sizes, num_segments)
         self._replication.start()
@@ -99,6 +109,7 @@ class PeerWorker(TierWorker):
         num_segments: int,
         on_released: Released | None = None,
     ) -> None:
+        self._give_back(lambda held: held != self._keep)  # what some rank failed to replicate is of no use
         self._replication.pacer.begin(num_segments=num_segments, num_steps=max(num_segments, self._period_steps))
         super().begin(
             generation, plan_hash=plan_hash, plan_json=plan_json, num_segments=num_segments, on_released=on_released
@@ -117,6 +128,7 @@ class PeerWorker(TierWorker):
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:
         self._keep = generation  # holders hear of it with the next generation, which is when they need the room
+        self._give_back(lambda held: held < generation)
 
     @override
     def drain(self, timeout: float) -> bool:
@@ -127,6 +139,11 @@ class PeerWorker(TierWorker):
     def flush(self, timeout: float) -> None:
         self.drain(timeout)
 
+    @property
+    @override
+    def nbytes_reserved(self) -> int:
+        return self._replication.nbytes
+
     @override
     def unlink(self) -> None:
         self._replication.unlink()
@@ -135,8 +152,18 @@ class PeerWorker(TierWorker):
     def close(self) -> None:
         self._closing.set()
         self._replication.pacer.wake()
-        super().close()
-        self._replication.close(_GOODBYE.total_seconds(), unlink=True)
+        super().close()  # what is held stays held: this life may end because another rank died, and it is for the next
+        self._replication.end(_GOODBYE.total_seconds())
+
+    @override
+    def release(self, *, unlink: bool) -> None:
+        self._replication.close(0.0, unlink=unlink)
+
+    def _give_back(self, which: Callable[[GenerationId], bool]) -> None:
+        with self._changed:
+            given = [(held, self._held.pop(held)) for held in list(self._held) if which(held)]
+        for held, on_released in given:
+            on_released(held)
 
     # -- the thread
 
@@ -158,9 +185,11 @@ class PeerWorker(TierWorker):
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:
         stream = self._replication.stream
-        self._release(job)  # the holders have the bytes, checking them takes a while
         stream.finish(marker.to_bytes())
         self._sending = None
+        with self._changed:
+            if job.on_released is not None:
+                self._held[job.generation], job.on_released = job.on_released, None
         nbytes = sum(entry.nbytes for entry in job.entries)
         log.info("%s is replicated to ranks %s: %.1f MiB", job.generation, stream.holders, nbytes / 2**20)
 

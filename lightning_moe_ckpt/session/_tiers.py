@@ -115,14 +115,14 @@ class Tiers:
 
     # -- plans and steps
 
-    def planned(self, exchange: Exchange, *, slot_nbytes: int, num_segments: int) -> None:
-        """Generations have so many segments of up to so many bytes from here on. Collective.
+    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:
+        """Generations have so many segments, in slots of `ring`, from here on. Collective.
 
         Raises:
             ConfigurationError: on every rank, if one has no room for what a tier keeps of that.
         """
         for worker in self.workers:
-            worker.planned(exchange, slot_nbytes=slot_nbytes, num_segments=num_segments)
+            worker.planned(exchange, ring, num_segments)
 
     def stepped(self, period_steps: int) -> None:
         """A step has ended; generations are so many steps apart."""
@@ -200,6 +200,11 @@ class Tiers:
         for worker in self.workers:
             # Without a word: the thread that the process is ended over may hold the lock of the log.
             worker.unlink()
+
+    def release(self, *, unlink: bool) -> None:
+        """Give memory back, see `TierWorker.release`."""
+        for worker in self.workers:
+            worker.release(unlink=unlink)
 
     def close(self) -> None:
         """End all threads; what is under way is abandoned."""

@@ -24,6 +24,7 @@ from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers import SegmentRing
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +188,8 @@ class TierWorker(ABC):
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(Job.is_whole, self._jobs.values())), timeout)
 
-    def planned(self, exchange: Exchange, *, slot_nbytes: int, num_segments: int) -> None:  # noqa: B027  # as above
-        """Generations have so many segments of up to so many bytes from here on. Collective. May raise together."""
+    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:  # noqa: B027  # as above
+        """Generations have so many segments, in slots of `ring`, from here on. Collective. May raise together."""
 
     def stepped(self, period_steps: int) -> None:  # noqa: B027  # as above
         """A step of training has ended; generations are so many steps apart. Takes constant time."""
@@ -198,6 +199,13 @@ class TierWorker(ABC):
 
     def unlink(self) -> None:  # noqa: B027  # as above
         """Leave no name behind in shared memory; from any thread, right before the process is ended."""
+
+    def release(self, *, unlink: bool) -> None:  # noqa: B027  # most tiers have no memory of their own
+        """After `close`: give memory back.
+
+        Args:
+            unlink: whether what is in it goes too, because nobody will want it. Else a later life finds it.
+        """
 
     def close(self) -> None:
         """Abandon what is left and end the thread. Call `drain` first to keep it. Closing twice is allowed."""

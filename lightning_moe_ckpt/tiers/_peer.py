@@ -90,12 +90,16 @@ class Replication:
         for store in self.stores.values():
             store.unlink()
 
-    def close(self, timeout: float, *, unlink: bool) -> None:
-        """End the receivers and give their memory back. Our own goodbye must have been said, or is never going to be.
+    @property
+    def nbytes(self) -> int:
+        """Reserved for copies."""
+        return sum(store.nbytes for store in self.stores.values())
+
+    def end(self, timeout: float) -> None:
+        """End the receivers. Our own goodbye must have been said, or is never going to be.
 
         Args:
             timeout: seconds to wait for the owners' goodbyes.
-            unlink: whether the copies go too. Else a later life finds them.
         """
         deadline = time.monotonic() + timeout
         for receiver in self.receivers if self.started else []:
@@ -103,5 +107,14 @@ class Replication:
                 log.info("rank %d did not say goodbye; its connections are closed from here", receiver.owner)
                 cut(self._group, receiver.owner)
                 receiver.join(1.0)
+
+    def close(self, timeout: float, *, unlink: bool) -> None:
+        """`end`, then give the memory back. Closing twice is allowed.
+
+        Args:
+            timeout: see `end`.
+            unlink: whether the copies go too. Else a later life finds them.
+        """
+        self.end(timeout)
         for store in self.stores.values():
             store.close(unlink=unlink)

@@ -99,6 +99,11 @@ class ReplicaStore:
         if generation is not None:
             self._ring.abort_window(generation)
 
+    @property
+    def nbytes(self) -> int:
+        """Reserved."""
+        return self._memory.nbytes
+
     def unlink(self) -> None:
         """Remove all names without a word: for the last moment of a process, from any thread."""
         self._memory.unlink()

@@ -21,6 +21,7 @@ A peer that dies closes its connections: operations with it under way, or begun 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +43,8 @@ _TO_HOLDER, _TO_OWNER = 71, 72
 _FOREVER = timedelta(days=3650)
 """gloo takes a timeout for the death of the peer and closes every connection of the group, so a wait has none: the next
 generation may be hours away."""
+_GLOO_PLACE = re.compile(r"\[/[^\]]*\]")
+"""The line of gloo's source with which its messages begin."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -155,7 +158,8 @@ class Wire:
         return work
 
     def _lost(self, error: RuntimeError) -> PeerLost:
-        return PeerLost(f"rank {self.peer} is gone ({str(error).splitlines()[0]}).")
+        said = _GLOO_PLACE.sub("", str(error)).partition(". ")[0].strip()
+        return PeerLost(f"rank {self.peer} is gone ({said}).")
 
 
 class Sending:

@@ -21,12 +21,14 @@ from lightning_moe_ckpt.benchmarks import (
     PlannerBench,
     RecoveryBench,
     ReductionBench,
+    ReplicationBench,
 )
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
+from lightning_moe_ckpt.benchmarks._replication import ReplicationFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.parallel._bench import ReductionCost
@@ -43,6 +45,7 @@ TINY = [
     *("--systems", "dense", "dcp"),
     *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
     *("--persist-dim", "32"),
+    *("--peer-rounds", "1", "--peer-steps", "4", "--peer-warm-up", "6", "--peer-dim", "16", "--peer-window", "2"),
     *TINY_FITS,
     *("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
 ]
@@ -66,6 +69,18 @@ def document() -> dict[str, Any]:
     assert status == 0, err
     parsed: dict[str, Any] = json.loads(out)
     return parsed
+
+
+def test_copies_are_measured_beside_none(document: dict[str, Any]) -> None:
+    """Three ranks on three nodes; twice the copies are twice the bytes, and nobody waits longer than a step takes."""
+    none, one, two = (ReplicationFigure(**row) for row in document["replication"])
+    assert (none.replicas, one.replicas, two.replicas) == (0, 1, 2)
+    assert (none.throughput, none.nbytes_per_step) == (1.0, 0.0)
+    for figure in (one, two):
+        assert figure.nbytes_per_step > 0
+        assert figure.generations_complete > figure.generations_skipped
+        assert figure.stall < 1 / figure.steps_per_second
+    assert "copies" in _shown(ReplicationBench().table([none, one, two]))
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ whose memory is empty.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,11 +18,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from campaign._campaign import SHARED_MEMORY, Campaigns
 from campaign._training import Checkpointing, Setup, train
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.errors import StorageError
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.session._worker import Job
+from lightning_moe_ckpt.storage import SegmentEntry
+from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+
+put = PersistWorker._put
 
 
 @dataclass(frozen=True)
@@ -85,3 +99,50 @@ def test_a_run_with_copies_ends_the_same_and_leaves_nothing(
     for rank in range(4):
         assert "is replicated to ranks" in lives[-1].log(rank), rank
     assert nodes.files() == []
+
+
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_a_node_that_dies_comes_back_from_the_other_one(
+    campaigns: Campaigns, folder: Path, policy: Literal["dense", "sparse"]
+) -> None:
+    """Its ranks read copies on the node that lives, which reads its own memory, though storage has nothing but the start.
+
+    Rank 2 is killed, the memory of its node is gone. Which generation is restored depends on how far copies had got.
+    """
+    setup, nodes = two_nodes(policy), Nodes(folder, (0, 0, 1, 1), dies=1)
+    kill = Kill(phase="forward", step=10, rank=2)
+    lives = campaigns.check(setup, kill, may_complain=True, fit=partial(train_with_copies_only, setup, nodes))
+    said = lives[-1].log()
+    assert "epoch 2 begins from step 0" not in said
+    assert re.search(r"ranks 0, 1: .* from host", said)
+    assert re.search(r"ranks 2, 3: .* from peer \(ranks 0, 1\)", said)
+    assert nodes.files() == []
+
+
+def train_with_copies_only(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
+    """In the first life storage fails after its first generation, and step 9 begins when a generation has copies."""
+    if life.index == 0:
+        Seam(
+            module="lightning_moe_ckpt.session._persist", attribute="PersistWorker._put", replacement=fail_to_store
+        ).apply()
+        Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [AwaitsCopies()]).apply()
+    return train_on_nodes(setup, nodes, life)
+
+
+def fail_to_store(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
+    """Nothing but the state at the start is stored."""
+    if job.generation.step > 0:
+        raise StorageError("this store takes nothing.")
+    return put(worker, job, segment)
+
+
+class AwaitsCopies(Callback):
+    """Holds training up before a step until this rank has a generation on another node."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 30
+        while trainer.global_step == 9 and "peer" not in callback.report.generations:
+            assert time.monotonic() < deadline, "no generation has a copy"
+            time.sleep(0.01)
