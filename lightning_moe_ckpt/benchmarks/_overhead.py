@@ -12,6 +12,7 @@ see waiting.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from typing_extensions import override
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, megabytes, milliseconds, positive, table_of
 from lightning_moe_ckpt.benchmarks._fits import FitOptions, StepCosts, Turn, Variant, train
 from lightning_moe_ckpt.benchmarks._model import ModelSize
-from lightning_moe_ckpt.benchmarks._turns import TurnTaker
+from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnTaker
+from lightning_moe_ckpt.tiers import shared_directory
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
@@ -98,8 +100,8 @@ class OverheadBench(Benchmark[OverheadFigure]):
     def measure(self, options: argparse.Namespace, progress: Progress) -> list[OverheadFigure]:
         turns: dict[Variant, list[Turn]] = {variant: [] for variant in VARIANTS}
         wanted = _fit_options(options)
-        with _folder(options.url) as base, ExitStack() as stack:
-            takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", wanted)) for v in VARIANTS}
+        with _folders(options.url) as (base, memory), ExitStack() as stack:
+            takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", memory, wanted)) for v in VARIANTS}
             for index, variant in enumerate(_order(options.rounds)):
                 progress(f"training, checkpoints: {variant}", index, options.rounds * len(VARIANTS))
                 turns[variant].append(takers[variant].take())
@@ -138,8 +140,12 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
     )
 
 
-def _taker(variant: Variant, url: str, options: FitOptions) -> TurnTaker[Turn]:
-    return TurnTaker(lambda hand_over: train(variant, url, options, hand_over))
+def _taker(variant: Variant, url: str, memory: str, options: FitOptions) -> TurnTaker[Turn]:
+    def work(hand_over: HandOver[Turn]) -> None:
+        os.environ["MOE_CKPT_SHARED_MEMORY"] = memory
+        train(variant, url, options, hand_over)
+
+    return TurnTaker(work)
 
 
 def _order(num_rounds: int) -> Iterator[Variant]:
@@ -204,10 +210,13 @@ def _window(text: str) -> int | Literal["auto"]:
 
 
 @contextmanager
-def _folder(url: str | None) -> Iterator[str]:
-    """The URL under which every fit has its own."""
-    if url is not None:
-        yield url.rstrip("/")
-        return
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-") as folder:
-        yield Path(folder).as_uri()
+def _folders(url: str | None) -> Iterator[tuple[str, str]]:
+    """The URL under which every fit has its own, and their shared memory.
+
+    Fits end in mid-step, as by an exception, so that what is newest stays in memory for a next start that never comes.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=shared_directory()) as memory,
+        tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-") as folder,
+    ):
+        yield Path(folder).as_uri() if url is None else url.rstrip("/"), memory

@@ -31,6 +31,7 @@ from lightning_moe_ckpt.session._host import HostWorker, claim_memory, make_ring
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
+from lightning_moe_ckpt.session._leftovers import is_superseded
 from lightning_moe_ckpt.session._peers import join_peers
 from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
 from lightning_moe_ckpt.session._planning import Planner, dense_nbytes, lay_out
@@ -425,7 +426,7 @@ class Life:
         self._tiers.close()
         if self._capture is not None:
             self._capture.close()
-        self._tiers.release(unlink=self._memory_is_superseded())
+        self._tiers.release(unlink=self._memory_is_superseded(ask=True))
         self._engine.close()
         if self._runs is not None:
             self._runs.close()
@@ -461,15 +462,15 @@ class Life:
 
     # -- private
 
-    def _memory_is_superseded(self) -> bool:
-        """Whether it is known here that what this rank holds in memory, or something newer, is whole in storage."""
-        newest = self._memory.newest if self._memory is not None else None
+    def _memory_is_superseded(self, *, ask: bool = False) -> bool:
+        """Whether nobody needs what this rank holds in memory, as far as it knows, or storage if it is to `ask` that."""
         known = [self._tiers.everywhere.get(STORAGE)]
         if self._found is not None and self._found.committed:
             known.append(self._found.generation)
         if self._exchange.is_coordinator and self._storage is not None:
             known.append(self._storage.newest)  # which it committed
-        return newest is None or any(durable is not None and durable >= newest for durable in known)
+        store = self._runs.store if ask and self._runs is not None else None
+        return self._memory is None or is_superseded(self._memory, known, store)
 
     @cached_property
     def _dense_nbytes(self) -> int:

@@ -61,9 +61,9 @@ class RankMemory:
         return self._ring
 
     @property
-    def newest(self) -> GenerationId | None:
-        """The newest generation that a later life would find here."""
-        return max((generation for ring in self._all() for generation in ring.published), default=None)
+    def published(self) -> list[GenerationId]:
+        """Generations that a later life would find here."""
+        return [generation for ring in self._all() for generation in ring.published]
 
     @property
     def nbytes(self) -> int:
@@ -213,9 +213,9 @@ def _remove_if_dead(path: Path, name: MemoryName) -> None:
 
 
 def _remove(path: Path) -> None:
+    unlink_shared_file(path)  # first: see `SegmentRing.publish`
     for marker in marker_paths(path):
         marker.unlink(missing_ok=True)
-    unlink_shared_file(path)
 
 
 def _origin(path: Path) -> str | None:

@@ -263,7 +263,7 @@ class SegmentRing:
         """State that all segments of `marker` are in their slots, their bytes final. From any thread.
 
         Raises:
-            CheckpointError: the generation was given up meanwhile.
+            CheckpointError: the generation was given up meanwhile, or a later life has removed the ring's name.
             OSError: there is no room for the statement.
         """
         path = marker_path(self.path, generation)
@@ -278,6 +278,7 @@ class SegmentRing:
             with self._lock:
                 self._published_entry(generation).marker = path
                 temporary.rename(path)
+                self._expect_name(generation)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -360,6 +361,12 @@ class SegmentRing:
         if entry is None or entry.state is GenerationState.DROPPED:
             raise CheckpointError(f"{generation} was given up, and is not in memory.")
         return entry
+
+    def _expect_name(self, generation: GenerationId) -> None:
+        """A later life that removes this ring's name looks for statements after that: who comes later withdraws its own."""
+        if self._file is not None and not self._file.is_mine():
+            self._withdraw(self._published_entry(generation))
+            raise CheckpointError(f"{generation} is not in memory: a later start of this run has removed {self.path}.")
 
     def _withdraw(self, entry: _Generation) -> None:
         if entry.marker is not None:

@@ -160,7 +160,8 @@ def test_the_heap_is_frozen_while_training_and_only_then(tmp_path: Path) -> None
     assert [count > 0 for count in counts] == [False] * 3 + [True] * 4
     assert gc.get_freeze_count() == 0
     counts.clear()
-    fit(SparseCheckpoint(str(tmp_path / "off"), window=2, freeze_heap=False), Count(), steps=6)
+    anew = SparseCheckpoint(str(tmp_path / "on"), window=2, freeze_heap=False, resume="never")
+    fit(anew, Count(), steps=6)
     assert counts == [0] * 6
 
 

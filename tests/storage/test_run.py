@@ -600,3 +600,19 @@ def test_only_failed_saves_of_this_life_can_be_discarded(backend: Backend) -> No
     for generation in (committed, GenerationId(step=20, epoch=2)):
         with pytest.raises(ValueError, match="discard"):
             store.discard(generation)
+
+
+def test_memory_is_needed_only_of_what_is_newer_than_storage_and_not_left_behind(backend: Backend) -> None:
+    """What a rank that only joined can find out: a commit, another start from an older step, another run."""
+    store = _start(backend)
+    joined = RunStore.join(backend, run_id=store.run_id)
+    _save(store, 4)
+    here = [GenerationId(step=step, epoch=1) for step in (3, 4, 5)]
+    assert [joined.may_need(each) for each in here] == [False, False, True]
+    _write(store, 5)
+    assert joined.may_need(here[2]), "stored, and not committed"
+    _start(backend)
+    assert not joined.may_need(here[2]), "the run went on from step 4"
+    assert joined.may_need(GenerationId(step=5, epoch=2))
+    _start(backend, "never")
+    assert not joined.may_need(GenerationId(step=5, epoch=2)), "another run"

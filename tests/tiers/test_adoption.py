@@ -572,3 +572,19 @@ def test_names_lead_back_to_what_they_name() -> None:
         assert MemoryName.parse(str(name)) == name
     assert MemoryName.parse(shared_name(RUN, 0).replace(str(os.getuid()), "54321", 1)) is None
     assert MemoryName.parse("moe-ckpt-test.ring") is None
+
+
+def test_a_ring_whose_name_a_later_life_has_removed_publishes_nothing(node: Path) -> None:
+    """A statement without its ring would stay for good."""
+    ring = make_ring(node)
+    keep(ring, generation(3), (2, 3))
+    later = memory(node)
+    later.claim(generation(3))
+    later.close(unlink=True)
+    assert names(node) == []
+    seal(ring, generation(6), (5, 6))
+    with pytest.raises(CheckpointError, match="has removed"):
+        keep(ring, generation(9), (8, 9))
+    assert names(node) == []
+    assert generation(9) not in ring.published
+    ring.close()
