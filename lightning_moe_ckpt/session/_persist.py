@@ -10,6 +10,7 @@ Invariant: a marker is stored only after every segment it names, a commit only a
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
@@ -77,9 +78,14 @@ class PersistWorker(TierWorker):
 
     @override
     def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
-        entry = segment.digested()
-        self._store.put_segment(job.generation, self._rank, segment.step, segment.view)
-        return entry
+        segment.wait()
+        digests = threading.Thread(target=segment.digest, name="moe-ckpt-digest", daemon=True)
+        digests.start()  # beside the write, which takes as long or longer: neither holds the interpreter lock
+        try:
+            self._store.put_segment(job.generation, self._rank, segment.step, segment.view)
+        finally:
+            digests.join()  # it reads the segment's memory, which is given back after this
+        return segment.digested()
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:

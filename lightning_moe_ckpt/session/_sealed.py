@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.storage import (
     GenerationId,
@@ -47,6 +49,16 @@ class SealedSegment:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
 
+    def wait(self) -> None:
+        """Until its bytes are final. Raises `CheckpointError` if the copy failed."""
+        if self.ticket is not None:
+            self.ticket.wait()
+
+    def digest(self) -> None:
+        """As `digested`, for a thread of its own: what goes wrong is raised by the next `digested`."""
+        with suppress(CheckpointError):
+            self.digested()
+
     def digested(self) -> SegmentEntry:
         """What the marker says of it; the first call waits for the copy and digests, from any thread.
 
@@ -59,8 +71,7 @@ class SealedSegment:
             return self._entry
 
     def _digest(self) -> SegmentEntry:
-        if self.ticket is not None:
-            self.ticket.wait()
+        self.wait()
         return SegmentEntry(
             step=self.step,
             key=segment_key(self.generation, self.rank, self.step),
