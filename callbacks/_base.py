@@ -23,7 +23,8 @@ from lightning_moe_ckpt.callbacks._arguments import require_choice, require_coun
 from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
-from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
+from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
 from lightning_moe_ckpt.storage import Resume, Retention, checked_url
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
@@ -193,7 +194,7 @@ class CheckpointCallback(Checkpoint):
         name_status(exception, EXIT_STATUS)
         try:
             self.wait_committed(_LAST_SECONDS)  # what is whole already; other ranks may be gone
-            self._close(trainer)
+            self._close(trainer, keep_memory=restart_is_likely(exception) and not isinstance(exception, Fenced))
         except (CheckpointError, OSError, RuntimeError):
             log.exception("checkpointing did not end cleanly after %r, which is what ended the fit", exception)
 
@@ -225,10 +226,10 @@ class CheckpointCallback(Checkpoint):
             self._lightning_resume = None
         return self._run
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self, trainer: Trainer, *, keep_memory: bool = False) -> None:
         run, self._run = self._run, None
         if run is not None:
             self._report = run.life.report()
-            run.close()
+            run.close(keep_memory=keep_memory)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [c for c in callbacks if not isinstance(c, Replay)]  # type: ignore[attr-defined]

@@ -114,8 +114,12 @@ class FitRun:
             self._files.hold()
         return start is not None
 
-    def close(self) -> None:
-        """Give everything back, after a normal end or an exception."""
+    def close(self, *, keep_memory: bool = False) -> None:
+        """Give everything back, after a normal end or an exception.
+
+        Args:
+            keep_memory: see `Life.close`.
+        """
         if not self.life.replaying:  # else the weights stay half frozen, whoever wants to save them now
             self._files.remove()
         self._logs.remove()
@@ -123,7 +127,7 @@ class FitRun:
         self._clip.remove()
         self._taps.remove()
         try:
-            self.life.close()
+            self.life.close(keep_memory=keep_memory)
         finally:
             self._stops.close()  # last: its clock covers a life that cannot be closed
 

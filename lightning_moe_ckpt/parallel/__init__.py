@@ -2,6 +2,7 @@
 
 from lightning_moe_ckpt.parallel._broadcast import broadcast_tensors as broadcast_tensors
 from lightning_moe_ckpt.parallel._elastic import init_fresh_process_group as init_fresh_process_group
+from lightning_moe_ckpt.parallel._elastic import restart_is_likely as restart_is_likely
 from lightning_moe_ckpt.parallel._elastic import shares_agent_store as shares_agent_store
 from lightning_moe_ckpt.parallel._experts import ExpertParallelModule as ExpertParallelModule
 from lightning_moe_ckpt.parallel._experts import expert_parallel_fqns as expert_parallel_fqns

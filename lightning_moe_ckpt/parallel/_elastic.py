@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,6 +27,30 @@ _POLL_SECONDS = 0.01
 def shares_agent_store() -> bool:
     """Whether torchrun offers this process a store that earlier lives have used."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_is_likely(error: BaseException) -> bool:
+    """Whether the job that `error` ends on this rank will probably start again at once.
+
+    So it is if torchrun has restarts left, and if a collective failed: then another process died, which is what
+    launchers restart jobs for.
+    """
+    restarts, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(restarts) < int(most) or any(map(_is_of_collective, _chain(error)))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    # NCCL and the store have classes of their own; gloo raises a RuntimeError with its file name in it.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:

@@ -416,8 +416,8 @@ class Life:
         """Wait until everything handed to storage is durable; seconds."""
         return self._storage is None or self._storage.drain(timeout)
 
-    def close(self) -> None:
-        """Release threads, hooks and shared memory, but for generations in it that are newer than what is stored."""
+    def close(self, *, keep_memory: bool = False) -> None:
+        """Release threads, hooks and shared memory; of that, what is newer than what is stored stays, or all of it."""
         self._heap.thaw()
         self._planner.close()
         if self._replay is not None:
@@ -426,7 +426,7 @@ class Life:
         self._tiers.close()
         if self._capture is not None:
             self._capture.close()
-        self._tiers.release(unlink=self._memory_is_superseded(ask=True))
+        self._tiers.release(unlink=not keep_memory and self._memory_is_superseded(ask=True))
         self._engine.close()
         if self._runs is not None:
             self._runs.close()
