@@ -43,7 +43,7 @@ PUBLIC: dict[str, str] = {
         ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode WorldFailed
         broadcast_tensors build_groups check_ep_size close_groups current_groups expert_parallel_fqns
         expert_parallel_modules global_grad_norm init_fresh_process_group ordered_all_reduce ordered_hook
-        plain_all_reduce run_world set_current_groups shares_agent_store
+        plain_all_reduce restart_is_likely run_world set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
         Backend Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry JudgedGeneration

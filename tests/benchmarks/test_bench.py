@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,23 @@ TINY_FITS = [
     *("--rounds", "2", "--steps", str(STEPS), "--settle", "2", "--warm-up", "5", "--window", "2"),
     *("--blocks", "1", "--dim", "32", "--experts", "4", "--batch-size", "2"),
 ]
-TINY = [
-    *("--operators", "1300", "--runs", "2"),
-    *("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
-    *("--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"),
-    *("--systems", "dense", "dcp"),
-    *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
-    *("--persist-dim", "32"),
-    *("--peer-rounds", "1", "--peer-steps", "4", "--peer-warm-up", "6", "--peer-dim", "16", "--peer-window", "2"),
-    *TINY_FITS,
-    *("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
-]
+TINY = {
+    "planner": ("--operators", "1300", "--runs", "2"),
+    "reduction": ("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
+    "recovery": (
+        *("--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"),
+        *("--systems", "dense", "dcp"),
+    ),
+    "persist": (
+        *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
+        *("--persist-dim", "32"),
+    ),
+    "replication": (
+        *("--peer-rounds", "1", "--peer-steps", "4", "--peer-warm-up", "6", "--peer-dim", "16", "--peer-window", "2"),
+    ),
+    "overhead": tuple(TINY_FITS),
+    "native": ("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
+}
 
 
 def _run(argv: list[str]) -> tuple[int, str, str]:
@@ -62,18 +69,28 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
     return run_world(1, work, process_group=False, timeout=timedelta(minutes=4))[0]
 
 
-@pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
-    """What `moe-ckpt bench all --json` writes."""
-    status, out, err = _run(["bench", "all", "--json", *TINY])
+@cache
+def _document(name: str) -> dict[str, Any]:
+    """What `moe-ckpt bench NAME --json` writes; each benchmark is run once."""
+    chosen = TINY if name == "all" else [name]
+    status, out, err = _run(["bench", name, "--json", *(option for each in chosen for option in TINY[each])])
     assert status == 0, err
     parsed: dict[str, Any] = json.loads(out)
     return parsed
 
 
-def test_copies_are_measured_beside_none(document: dict[str, Any]) -> None:
+@pytest.mark.soak
+def test_all_of_them_can_be_asked_for_at_once() -> None:
+    """One document has the machine and every benchmark."""
+    document = _document("all")
+    assert sorted(document) == sorted(["machine", *TINY])
+    assert all(document.values())
+
+
+@pytest.mark.soak
+def test_copies_are_measured_beside_none() -> None:
     """Three ranks on three nodes; twice the copies are twice the bytes, and nobody waits longer than a step takes."""
-    none, one, two = (ReplicationFigure(**row) for row in document["replication"])
+    none, one, two = (ReplicationFigure(**row) for row in _document("replication")["replication"])
     assert (none.replicas, one.replicas, two.replicas) == (0, 1, 2)
     assert (none.throughput, none.nbytes_per_step) == (1.0, 0.0)
     for figure in (one, two):
@@ -84,9 +101,9 @@ def test_copies_are_measured_beside_none(document: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def overhead(document: dict[str, Any]) -> dict[str, OverheadFigure]:
+def overhead() -> dict[str, OverheadFigure]:
     """Figures of training by variant."""
-    return {row["variant"]: OverheadFigure(**row) for row in document["overhead"]}
+    return {row["variant"]: OverheadFigure(**row) for row in _document("overhead")["overhead"]}
 
 
 def _shown(table: Table) -> str:
@@ -95,16 +112,17 @@ def _shown(table: Table) -> str:
     return console.export_text()
 
 
-def test_figures_come_with_the_machine_they_hold_for(document: dict[str, Any]) -> None:
+def test_figures_come_with_the_machine_they_hold_for() -> None:
     """Hardware, date and versions are part of the document."""
-    assert Machine(**document["machine"]).num_cores == Machine.read().num_cores
-    assert document["machine"]["cpu"]
-    assert document["machine"]["date"].endswith("+00:00")
+    machine = _document("planner")["machine"]
+    assert Machine(**machine).num_cores == Machine.read().num_cores
+    assert machine["cpu"]
+    assert machine["date"].endswith("+00:00")
 
 
-def test_planner_figures_are_those_of_the_design(document: dict[str, Any]) -> None:
+def test_planner_figures_are_those_of_the_design() -> None:
     """At 2.5 bytes per parameter Algorithm 1 needs 20 slots, packing 9; no packed slot exceeds the budget."""
-    figures = [PlannerFigure(**row) for row in document["planner"]]
+    figures = [PlannerFigure(**row) for row in _document("planner")["planner"]]
     windows = {planner: [f.window for f in figures if f.planner == planner] for planner in ("packed", "algorithm1")}
     assert windows == {"packed": [9, 7, 4, 3], "algorithm1": [20, 10, 5, 3]}
     assert all(f.largest_slot <= 1 for f in figures if f.planner == "packed")
@@ -112,9 +130,9 @@ def test_planner_figures_are_those_of_the_design(document: dict[str, Any]) -> No
     assert "algorithm1" in _shown(PlannerBench().table(figures))
 
 
-def test_reduction_is_compared_with_all_reduce_and_ddp(document: dict[str, Any]) -> None:
+def test_reduction_is_compared_with_all_reduce_and_ddp() -> None:
     """Every variant has a row."""
-    (cost,) = [ReductionCost(**row) for row in document["reduction"]]
+    (cost,) = [ReductionCost(**row) for row in _document("reduction")["reduction"]]
     shown = _shown(ReductionBench().table([cost]))
     assert cost.world_size == 2
     assert all(name in shown for name in ("ordered", "allreduce", "ddp"))
@@ -162,10 +180,11 @@ def test_variants_take_order() -> None:
     assert Counter(each[0] for each in rounds) == dict.fromkeys(VARIANTS, 2)
 
 
-def test_every_failure_is_recovered_from(document: dict[str, Any]) -> None:
+def test_every_failure_is_recovered_from() -> None:
     """Each resumed at a step that was stored, took the lost steps again, and then one that was new."""
     figures = [
-        RecoveryFigure(**row | {"rounds": [Recovery(**each) for each in row["rounds"]]}) for row in document["recovery"]
+        RecoveryFigure(**row | {"rounds": [Recovery(**each) for each in row["rounds"]]})
+        for row in _document("recovery")["recovery"]
     ]
     assert [(figure.system, figure.loss) for figure in figures] == [
         case for case in CASES if case[0] in ("dense", "dcp")
@@ -186,9 +205,9 @@ def test_every_failure_is_recovered_from(document: dict[str, Any]) -> None:
     assert all(text in shown for text in ("DenseCheckpoint", "torch DCP, async", "all nodes", "any", "steps lost"))
 
 
-def test_persisting_is_compared_with_bare_writes(document: dict[str, Any]) -> None:
+def test_persisting_is_compared_with_bare_writes() -> None:
     """Every goal has a row; object storage is left out without a bucket, and says so."""
-    figures = [PersistFigure(**row) for row in document["persist"]]
+    figures = [PersistFigure(**row) for row in _document("persist")["persist"]]
     assert [figure.what for figure in figures] == [goal.what for goal in (LOCAL, OBJECT, CPU, STEP)]
     local, stored, cpu, _ = figures
     assert local.value is not None
@@ -224,9 +243,9 @@ def test_a_failed_command_says_why_and_exits_with_two(tmp_path: Path) -> None:
     assert err.splitlines()[-1].startswith("moe-ckpt: ")
 
 
-def test_native_figures_stand_beside_those_of_torch(document: dict[str, Any]) -> None:
+def test_native_figures_stand_beside_those_of_torch() -> None:
     """Small slices three ways; what cannot be run here has no value and says why."""
-    figures = [NativeFigure(**row) for row in document["native"]]
+    figures = [NativeFigure(**row) for row in _document("native")["native"]]
     small = [figure for figure in figures if "50 slices of 256 bytes" in figure.what]
     assert [figure.how for figure in small] == ["torch, loop of copy_", "torch, _foreach_copy_", "compiled engine"]
     goals = [figure for figure in figures if figure.what.startswith("G")]

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.parallel import init_fresh_process_group, run_world, shares_agent_store
+from lightning_moe_ckpt.parallel import (
+    init_fresh_process_group,
+    restart_is_likely,
+    run_world,
+    shares_agent_store,
+)
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = timedelta(seconds=30)
@@ -65,3 +70,24 @@ def test_a_world_that_does_not_come_together_says_how_many_are_missing(agent_por
 
     (message,) = run_world(1, alone, process_group=False)
     assert "all processes" in message
+
+
+def test_a_failed_collective_or_a_restart_left_means_that_the_job_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is gone, also as the cause of another error; the user's own errors only where torchrun tries again."""
+
+    def lonely(rank: int) -> list[bool]:
+        if rank == 1:
+            dist.destroy_process_group()
+            return []
+        with pytest.raises(RuntimeError) as failed:
+            dist.barrier()
+        wrapped = ValueError("after that")
+        wrapped.__context__ = failed.value
+        return [restart_is_likely(failed.value), restart_is_likely(wrapped)]
+
+    assert run_world(2, lonely, timeout=TIMEOUT) == [[True, True], []]
+    assert not restart_is_likely(ValueError("the user's"))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    for restarts, likely in ((0, True), (2, True), (3, False)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        assert restart_is_likely(ValueError("the user's")) is likely

@@ -219,6 +219,7 @@ def spread(piece: operators.ParamSlice) -> list[policies.WrittenPart[str]]:
 def reduce(model: nn.Module, flat: Tensor) -> Tensor:
     parallel.init_fresh_process_group("gloo", rank=0, world_size=1, timeout=timedelta(seconds=30))
     assert_type(parallel.shares_agent_store(), bool)
+    assert_type(parallel.restart_is_likely(ValueError()), bool)
     parallel.check_ep_size(1, world_size=1)
     groups = parallel.build_groups(1)
     name: parallel.GroupName = "world"
