@@ -444,6 +444,7 @@ class Life:
             nbytes_captured=capture.nbytes_captured if capture is not None else 0,
             nbytes_persisted=self._storage.nbytes_complete if self._storage is not None else 0,
             dense_nbytes=self._dense_nbytes,
+            reserved_nbytes=self._tiers.reserved(),
             stall_seconds=self._stalls.totals(),
             overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
             seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
@@ -479,8 +480,7 @@ class Life:
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
         assert self._memory is not None
         readers = sum(not worker.takes_every for worker in self._tiers.workers)
-        back_to_back = self.least_steps <= window
-        ring = make_ring(self._memory, slot_nbytes, window, readers=readers, back_to_back=back_to_back)
+        ring = make_ring(self._memory, slot_nbytes, window, readers=readers, back_to_back=self.least_steps <= window)
         self._engine.register(ring.memory)
         sizes = [f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items()]
         journals = ring.num_slots * self._planner.journal_nbytes / 2**20

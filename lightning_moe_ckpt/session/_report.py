@@ -23,6 +23,9 @@ class Report:
     """Bytes of this rank in generations that became durable in this life."""
     dense_nbytes: int
     """Bytes of a snapshot of everything on this rank."""
+    reserved_nbytes: dict[str, int]
+    """Shared memory that tiers hold on this node for this rank: `host` for its own generations, `peer` for copies that
+    it keeps for others."""
     stall_seconds: dict[str, float]
     """Seconds that training waited, by cause."""
     overhead_seconds: float
