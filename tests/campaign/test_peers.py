@@ -6,13 +6,14 @@ whose memory is empty.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -146,3 +147,42 @@ class AwaitsCopies(Callback):
         while trainer.global_step == 9 and "peer" not in callback.report.generations:
             assert time.monotonic() < deadline, "no generation has a copy"
             time.sleep(0.01)
+
+
+def test_memory_of_two_nodes_is_what_was_reserved(campaigns: Campaigns, folder: Path) -> None:
+    """Own generations and copies for others, at every step, on each node; within 5 percent."""
+    setup, nodes = replace(two_nodes("sparse"), batches=10, validate_every=None), Nodes(folder, (0, 0, 1, 1))
+    (life,) = campaigns.run(setup, fit=partial(train_measured, setup, nodes))
+    found = [life.returned(rank) for rank in range(4)]
+    for node in (0, 1):
+        ranks = [rank for rank in range(4) if nodes.placed[rank] == node]
+        assert all(set(found[rank]["reserved"]) == {"host", "peer"} for rank in ranks)
+        reserved = sum(sum(found[rank]["reserved"].values()) for rank in ranks)
+        assert 1 <= max(found[rank]["peak"] for rank in ranks) / reserved <= 1.05
+    assert nodes.files() == []
+
+
+def train_measured(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
+    """Measures shared memory of the node at every step."""
+    measure = Measure(nodes.shared_memory(life))
+    Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [measure]).apply()
+    train_on_nodes(setup, nodes, life)
+    return {"peak": measure.peak, "reserved": measure.reserved}
+
+
+class Measure(Callback):
+    """The most that files of a node took, and what this rank said it would take."""
+
+    def __init__(self, memory: Path) -> None:
+        self.memory, self.peak = memory, 0
+        self.reserved: dict[str, int] = {}
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+        self.reserved = callback.report.reserved_nbytes
+        nbytes = 0
+        for path in self.memory.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # statements come and go
+                nbytes += path.stat().st_blocks * 512
+        self.peak = max(self.peak, nbytes)
