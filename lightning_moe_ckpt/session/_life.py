@@ -470,7 +470,7 @@ class Life:
             known.append(self._found.generation)
         if self._exchange.is_coordinator and self._storage is not None:
             known.append(self._storage.newest)  # which it committed
-        store = self._runs.store if ask and self._runs is not None else None
+        store = self._runs.store if ask and self._memory is not None and self._runs is not None else None
         return self._memory is None or is_superseded(self._memory, known, store)
 
     @cached_property
