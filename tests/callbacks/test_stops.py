@@ -139,8 +139,8 @@ def test_an_exception_comes_out_even_if_checkpointing_cannot_be_ended(
 
     close = DenseCheckpoint._close
 
-    def failing(self: DenseCheckpoint, trainer: Trainer) -> None:
-        close(self, trainer)
+    def failing(self: DenseCheckpoint, trainer: Trainer, **options: bool) -> None:
+        close(self, trainer, **options)
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(DenseCheckpoint, "_close", failing)
