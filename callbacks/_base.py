@@ -194,7 +194,9 @@ class CheckpointCallback(Checkpoint):
         name_status(exception, EXIT_STATUS)
         try:
             self.wait_committed(_LAST_SECONDS)  # what is whole already; other ranks may be gone
-            self._close(trainer, keep_memory=restart_is_likely(exception) and not isinstance(exception, Fenced))
+            self._close(
+                trainer, keep_memory=restart_is_likely(exception) and not isinstance(exception, (Fenced, SystemExit))
+            )
         except (CheckpointError, OSError, RuntimeError):
             log.exception("checkpointing did not end cleanly after %r, which is what ended the fit", exception)
 

@@ -128,6 +128,7 @@ class RankMemory:
                 log.info("ring %s stays for the next start of this run", ring.path)
         if unlink:
             self._remove_foreign()
+            self._remove_dead()
 
     def unlink(self) -> None:
         """Remove all names of this rank without a word: for the last moment of a process, from any thread."""
@@ -190,6 +191,13 @@ class RankMemory:
         for path in paths:
             _remove(path)
 
+    def _remove_dead(self) -> None:
+        """What a killed life of this rank left and no later one could use."""
+        for path, name in memory_files(self._directory):
+            ring = _adopted(path) if self._is_own(name) else None
+            if ring is not None:
+                ring.close(unlink=True)
+
     def _remove_replaced_runs(self) -> None:
         """What dead processes left of other runs under the same URL, which nobody can resume any more."""
         for path, name in memory_files(self._directory):
@@ -202,11 +210,16 @@ def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int) -> bool:
     return large_enough and ring.slot_nbytes * ring.num_slots <= _WASTE * slot_nbytes * num_slots
 
 
-def _remove_if_dead(path: Path, name: MemoryName) -> None:
+def _adopted(path: Path) -> SegmentRing | None:
+    """The ring of a dead process; `None` if it lives, or if there is none."""
     try:
-        ring = SegmentRing.adopt(path)
+        return SegmentRing.adopt(path)
     except (FileNotFoundError, Corrupt):
-        return
+        return None
+
+
+def _remove_if_dead(path: Path, name: MemoryName) -> None:
+    ring = _adopted(path)
     if ring is not None:
         log.info("%s belongs to run %s, which another one under this URL has replaced", path, name.run_id)
         ring.close(unlink=True)
