@@ -26,7 +26,7 @@ from lightning_moe_ckpt.session._config import LifeConfig
 from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._heap import FrozenHeap
+from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
 from lightning_moe_ckpt.session._host import HostWorker, claim_memory, make_ring
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
@@ -112,6 +112,7 @@ class Life:
 
     # -- start
 
+    @collections_paused()
     def begin(self) -> Journal | None:
         """Open the run and load what it can resume from.
 
@@ -142,17 +143,15 @@ class Life:
             reordering=self._planner.reordering,
         )
         self._planner.begin()
-        if self._found is None:
+        found = self._found
+        if found is None:
             return None
-        start = self._load(self._found)
+        start = self._load(found)
         self._restore_seconds = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
-            self._found.generation,
-            xxh3_128_hexdigest(self._found.policy["plan"].encode())[:8],
-            self._found.first_step,
-            self._restore_seconds,
-            len(self._found.segments) - 1,
+            *(found.generation, xxh3_128_hexdigest(found.policy["plan"].encode())[:8], found.first_step),
+            *(self._restore_seconds, len(found.segments) - 1),
         )
         return start
 

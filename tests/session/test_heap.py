@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_moe_ckpt.session._heap import FrozenHeap
+from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
 
 
 class Ring:
@@ -70,3 +70,21 @@ def test_collections_that_are_off_are_left_alone() -> None:
     heap = FrozenHeap(wanted=True)
     heap.freeze()
     assert gc.get_freeze_count() == 0
+
+
+def test_collections_are_paused_and_go_on_even_after_an_error() -> None:
+    @collections_paused()
+    def failing() -> None:
+        assert not gc.isenabled()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert gc.isenabled()
+
+
+def test_collections_that_somebody_has_switched_off_stay_off() -> None:
+    gc.disable()
+    with collections_paused():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
