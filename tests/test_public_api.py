@@ -29,9 +29,9 @@ PUBLIC: dict[str, str] = {
         WindowPosition load_skew
     """,
     "lightning_moe_ckpt.operators": """
-        AttributeTap CapacityTap ComputeDtypeProbe CountTap IndexTap LoadCounter Measure MoELayerSpec Operator
-        OperatorSet ParamSlice ParameterIndex ProbabilityTap RecordKind RowsTap StateEntry StateSchema discover
-        groups_state load_groups_state register_adapter register_optimizer split stacked_slices unregister_adapter
+        AdapterFactory AttributeTap CapacityTap ComputeDtypeProbe CountTap IndexTap LoadCounter MaskTap Measure
+        MoELayerSpec Operator OperatorSet ParamSlice ParameterIndex ProbabilityTap RecordKind RowsTap StateEntry
+        StateSchema discover groups_state load_groups_state merged_slices register_adapter register_optimizer split stacked_slices unregister_adapter
         whole_slice
     """,
     "lightning_moe_ckpt.policies": """

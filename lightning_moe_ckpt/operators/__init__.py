@@ -4,6 +4,7 @@ from lightning_moe_ckpt.operators._counts import LoadCounter as LoadCounter
 from lightning_moe_ckpt.operators._counts import Measure as Measure
 from lightning_moe_ckpt.operators._discover import discover as discover
 from lightning_moe_ckpt.operators._layers import MoELayerSpec as MoELayerSpec
+from lightning_moe_ckpt.operators._layers import merged_slices as merged_slices
 from lightning_moe_ckpt.operators._layers import stacked_slices as stacked_slices
 from lightning_moe_ckpt.operators._layers import whole_slice as whole_slice
 from lightning_moe_ckpt.operators._optimizer import StateSchema as StateSchema
@@ -20,9 +21,11 @@ from lightning_moe_ckpt.operators._split import split as split
 from lightning_moe_ckpt.operators._taps import AttributeTap as AttributeTap
 from lightning_moe_ckpt.operators._taps import CountTap as CountTap
 from lightning_moe_ckpt.operators._taps import IndexTap as IndexTap
+from lightning_moe_ckpt.operators._taps import MaskTap as MaskTap
 from lightning_moe_ckpt.operators._taps import RowsTap as RowsTap
 from lightning_moe_ckpt.operators._types import Operator as Operator
 from lightning_moe_ckpt.operators._types import ParamSlice as ParamSlice
 from lightning_moe_ckpt.operators._types import RecordKind as RecordKind
+from lightning_moe_ckpt.operators.adapters import AdapterFactory as AdapterFactory
 from lightning_moe_ckpt.operators.adapters import register_adapter as register_adapter
 from lightning_moe_ckpt.operators.adapters import unregister_adapter as unregister_adapter

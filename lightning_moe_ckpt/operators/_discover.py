@@ -1,7 +1,7 @@
 """Find the operators of a model: experts, routers, and the dense rest by block.
 
-Layers are found in this order: an adapter registered for the class, our own `MoELayer` (by its attributes), lists of
-experts with a sibling router, stacked experts with a sibling router. Whatever looks like experts and was placed by
+Layers are found in this order: an adapter registered for the class, a rule for a class of a library, our own `MoELayer`
+(by its attributes), lists of experts with a sibling router, stacked experts with a sibling router. Whatever looks like experts and was placed by
 none of them is an error that names the parameters; nothing is guessed.
 
 Invariant: every parameter is in exactly one operator, completely.
@@ -25,6 +25,7 @@ from lightning_moe_ckpt.operators.adapters import (
     describe_own,
     describe_stacked,
     find_adapter,
+    find_class_rule,
 )
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def _find_layers(module: nn.Module, index: ParameterIndex) -> Iterator[tuple[str
     for fqn, child in module.named_modules():
         if any(outer in closed for outer in _ancestors(fqn)):
             continue
-        factory = find_adapter(child)
+        factory = find_adapter(child) or find_class_rule(child)
         if factory is not None:
             spec = factory(fqn, child, index)
         else:

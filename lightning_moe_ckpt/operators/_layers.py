@@ -31,6 +31,8 @@ class MoELayerSpec:
     """Slices by global expert index; together they cover each of the named parameters completely."""
     router: tuple[str, ...]
     """Names of the router's parameters."""
+    router_buffers: tuple[str, ...] = ()
+    """Names of buffers that steer or follow the router: correction bias, counters of load."""
     top_k: int | None = None
     """Experts per token, where the model says so."""
     holders: Holders = "world"
@@ -78,12 +80,32 @@ def stacked_slices(
     Returns:
         Slices by global expert index, one per parameter.
     """
-    slices: dict[int, list[ParamSlice]] = {expert: [] for expert in local_expert_ids}
     for fqn, param in params.items():
         if param.shape[0] != len(local_expert_ids):
             raise ValueError(f"`{fqn}` has {param.shape[0]} rows for {len(local_expert_ids)} local experts.")
-        row = param.numel() // param.shape[0]
-        shape = (num_experts, *param.shape[1:])
+    return merged_slices(params, local_expert_ids, num_experts)
+
+
+def merged_slices(
+    params: Mapping[str, nn.Parameter], local_expert_ids: Sequence[int], num_experts: int
+) -> dict[int, tuple[ParamSlice, ...]]:
+    """Cut tensors `[e * F, ...]`, in which the rows of one expert come after those of another, into their experts.
+
+    Args:
+        params: by live name; each has equally many rows for each expert of this rank.
+        local_expert_ids: global expert index of each block of rows.
+        num_experts: over all ranks.
+
+    Returns:
+        Slices by global expert index, one per parameter.
+    """
+    slices: dict[int, list[ParamSlice]] = {expert: [] for expert in local_expert_ids}
+    num_local = len(local_expert_ids)
+    for fqn, param in params.items():
+        if param.shape[0] % num_local:
+            raise ValueError(f"`{fqn}` has {param.shape[0]} rows, which {num_local} local experts cannot share evenly.")
+        row = param.numel() // num_local
+        shape = (param.shape[0] // num_local * num_experts, *param.shape[1:])
         for local, expert in enumerate(local_expert_ids):
             start = local * row
             piece = ParamSlice(fqn=fqn, start=start, stop=start + row, global_shape=shape, global_start=expert * row)

@@ -66,7 +66,8 @@ class Placement:
         return tuple(sorted(found, key=lambda op: (rank[op.slices[0].fqn], op.slices[0].start)))
 
     def _add_layer(self, layer: MoELayerSpec) -> None:
-        router = Operator(name=f"{layer.prefix}/router", kind="router", slices=(), layer=layer.fqn)
+        name = f"{layer.prefix}/router"
+        router = Operator(name=name, kind="router", slices=(), layer=layer.fqn, buffers=layer.router_buffers)
         self._empty[router.name] = router
         self._claim([*dict.fromkeys(s.fqn for slices in layer.experts.values() for s in slices), *layer.router], layer)
         for fqn in layer.router:

@@ -39,6 +39,8 @@ class ProbabilityTap:
     score: Score = "auto"
     """`auto` looks once, at the first training forward: at the values themselves, then at the weights of the chosen
     experts where the router returns them, else it takes softmax."""
+    output: int | None = None
+    """Which of several outputs it is; `None` for the first that has a value per expert."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Hook the router's forward."""
@@ -47,9 +49,11 @@ class ProbabilityTap:
         def after(router: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any], out: object) -> None:
             if not router.training or in_backward():
                 return
-            emitted = list(tensors_of(out if isinstance(out, tuple | list) else [out]))
+            outputs = out if isinstance(out, tuple | list) else [out]
+            emitted = list(tensors_of(outputs))
+            candidates = emitted if self.output is None else tensors_of([outputs[self.output]])
             values_TE = next(
-                (t for t in emitted if t.is_floating_point() and t.shape[-1:] == (counts.num_experts,)), None
+                (t for t in candidates if t.is_floating_point() and t.shape[-1:] == (counts.num_experts,)), None
             )
             if values_TE is None:
                 counts.missed(self.router, "emits no value per expert")

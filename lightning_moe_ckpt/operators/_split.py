@@ -42,7 +42,10 @@ def split(operator: Operator, max_nbytes: int, bytes_per_element: int | Callable
             room = max_nbytes
     if len(pieces) == 1:
         return [operator]
-    return [replace(operator, name=f"{operator.name}#{i}", slices=tuple(s)) for i, s in enumerate(pieces)]
+    return [
+        replace(operator, name=f"{operator.name}#{i}", slices=tuple(s), buffers=operator.buffers if i == 0 else ())
+        for i, s in enumerate(pieces)
+    ]
 
 
 def _take(piece: ParamSlice, start: int, room: int, most: int) -> int:

@@ -1,9 +1,10 @@
 """Count the tokens each expert processes, without forking the model and without waiting for the device.
 
-`_popularity_taps` has the taps for router probabilities and capacity; they add to the same accumulators. Three ways cover the supported layouts: the indices handed to a module with stacked experts, the rows handed to each
-expert that is a module of its own, and a counter the layer keeps itself. Hooks add to an int64 accumulator on the
-device (`bincount` would synchronise), only in training, and never while backward recomputes a forward: activation
-checkpointing would count its tokens twice.
+Four ways cover the supported layouts: the indices handed to a module with stacked experts, the rows handed to each
+expert that is a module of its own, a mask or scores that the router emits, and a counter the layer keeps itself. Hooks
+add to an int64 accumulator on the device (`bincount` would synchronise), only in training, and never while backward
+recomputes a forward: activation checkpointing would count its tokens twice. `_popularity_taps` has the taps for router
+probabilities and capacity; they add to the same accumulators.
 
 Shape suffixes: T tokens on this rank, K top-k, E all experts.
 """
@@ -136,6 +137,34 @@ class RowsTap:
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
         """Nothing: the hooks have counted."""
+
+
+@dataclass(frozen=True)
+class MaskTap:
+    """Counts where a router's output is positive: a mask, or scores that are zero for experts not chosen."""
+
+    router: str
+    """Name of a module that emits `[..., E]`, alone or in a tuple."""
+    output: int = 0
+    """Which of the outputs it is."""
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook the router's forward."""
+
+        def after(router: nn.Module, _args: tuple[Any, ...], out: object) -> None:
+            if not router.training or in_backward():
+                return
+            mask = out[self.output] if isinstance(out, tuple | list) else out
+            if not isinstance(mask, Tensor) or mask.shape[-1:] != (counts.num_experts,):
+                counts.missed(self.router, "emits no value per expert")
+                return
+            with torch.no_grad():
+                counts.add_sums((mask.detach() > 0).reshape(-1, counts.num_experts).sum(0))
+
+        return [module.get_submodule(self.router).register_forward_hook(after)]
+
+    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
+        """Nothing: the hook has counted."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ class Operator:
     """Which ranks hold the same bits: all, or those that share this rank's experts."""
     freeze: FreezeMode = "discard"
     """How the operator is kept frozen in replay: no weight gradient at all, or computed and dropped."""
+    buffers: tuple[str, ...] = ()
+    """Names of a router's buffers. They are no slices: every segment of a checkpoint has all buffers whole."""
 
     @property
     def numel(self) -> int:

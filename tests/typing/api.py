@@ -135,11 +135,13 @@ def describe(fqn: str, module: nn.Module, index: operators.ParameterIndex) -> op
     assert_type(stacked, dict[str, nn.Parameter])
     experts = operators.stacked_slices(stacked, ids, len(ids))
     assert_type(experts, dict[int, tuple[operators.ParamSlice, ...]])
+    assert_type(operators.merged_slices(stacked, ids, len(ids)), dict[int, tuple[operators.ParamSlice, ...]])
     assert_type(operators.whole_slice(fqn, next(module.parameters())), operators.ParamSlice)
     taps: list[operators.CountTap] = [
         operators.IndexTap(f"{fqn}.experts"),
         operators.RowsTap({0: f"{fqn}.experts.0"}),
         operators.AttributeTap(fqn, "tokens_per_expert"),
+        operators.MaskTap(f"{fqn}.gate", output=0),
     ]
     return operators.MoELayerSpec(
         fqn=fqn,
@@ -155,7 +157,8 @@ def describe(fqn: str, module: nn.Module, index: operators.ParameterIndex) -> op
 
 
 def adapt() -> None:
-    operators.register_adapter(StackedMoE, describe)
+    factory: operators.AdapterFactory = describe
+    operators.register_adapter(StackedMoE, factory)
     operators.unregister_adapter(StackedMoE)
     operators.register_optimizer(MyAdamW, like=torch.optim.AdamW)
 

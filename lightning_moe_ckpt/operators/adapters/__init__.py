@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_moe_ckpt.operators.adapters._class_rules import find_class_rule as find_class_rule
 from lightning_moe_ckpt.operators.adapters._module_list import describe_module_list as describe_module_list
 from lightning_moe_ckpt.operators.adapters._own import describe_own as describe_own
 from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory as AdapterFactory

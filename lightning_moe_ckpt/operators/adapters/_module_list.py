@@ -33,7 +33,7 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
     found = find_block(root, fqn, len(slots), index)
     if found is None:
         return None
-    block_fqn, router = found
+    block_fqn = found.fqn
     gate = find_router_module(root, block_fqn, len(slots))
     modules = {expert: f"{fqn}.{key}" if fqn else key for expert, key in experts.items()}
     return MoELayerSpec(
@@ -41,7 +41,8 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
         num_experts=len(slots),
         local_expert_ids=tuple(modules),
         experts={e: tuple(whole_slice(n, p) for n, p in index.under(path).items()) for e, path in modules.items()},
-        router=router,
+        router=found.router,
+        router_buffers=found.buffers,
         top_k=find_top_k(container, root.get_submodule(block_fqn), *_children(root, block_fqn)),
         holders="expert_data" if len(modules) < len(slots) else "world",
         count=RowsTap(modules),

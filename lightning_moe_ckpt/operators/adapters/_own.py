@@ -11,7 +11,7 @@ from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._popularity_taps import CapacityTap, ProbabilityTap
 from lightning_moe_ckpt.operators._taps import AttributeTap
-from lightning_moe_ckpt.operators.adapters._routers import find_top_k
+from lightning_moe_ckpt.operators.adapters._routers import find_router_buffers, find_top_k
 
 _COUNTER, _DROPS = "tokens_per_expert", "drops_per_expert"
 _PROBS = "probabilities"
@@ -56,6 +56,7 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
         local_expert_ids=local,
         experts=stacked_slices(experts, local, layer.num_experts),
         router=tuple(_by_name(layer.router_parameters(), index)),
+        router_buffers=find_router_buffers(module, fqn, layer.num_experts),
         top_k=find_top_k(module, *module.children()),
         holders="expert_data" if len(local) < layer.num_experts else "world",
         count=_follow(fqn, module, _COUNTER),

@@ -44,5 +44,5 @@ def unregister_adapter(cls: type[nn.Module]) -> None:
 
 
 def find_adapter(module: nn.Module) -> AdapterFactory | None:
-    """The factory registered for the module's class or its nearest base."""
+    """The factory that a user registered for the module's class or its nearest base."""
     return next((_factories[base] for base in type(module).__mro__ if base in _factories), None)

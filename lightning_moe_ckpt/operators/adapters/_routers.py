@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import nn
 
@@ -20,16 +21,24 @@ _BIAS = re.compile(r"bias")
 _MAX_CLIMB = 2
 
 
-def find_block(
-    root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex
-) -> tuple[str, tuple[str, ...]] | None:
-    """The MoE block around a module of experts, and its router's parameters.
+class Block(NamedTuple):
+    """A module that holds a router and experts."""
+
+    fqn: str
+    router: tuple[str, ...]
+    """Names of the router's parameters."""
+    buffers: tuple[str, ...]
+    """Names of the router's buffers."""
+
+
+def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex) -> Block | None:
+    """The MoE block around a module of experts.
 
     Experts often sit in a wrapper (`experts.local_experts`), so two levels are searched, but only through modules
     that are called after experts.
 
     Returns:
-        Name of the block and names of the router's parameters, or `None` if there is no router.
+        `None` if there is no router.
     """
     child_fqn = experts_fqn
     for _ in range(_MAX_CLIMB):
@@ -39,7 +48,7 @@ def find_block(
         block = root.get_submodule(block_fqn)
         router = tuple(_router_params(block, block_fqn, child, num_experts, index))
         if router:
-            return block_fqn, router
+            return Block(block_fqn, router, find_router_buffers(block, block_fqn, num_experts, child))
         if "expert" not in block_fqn.rpartition(".")[2]:
             return None
         child_fqn = block_fqn
@@ -49,9 +58,24 @@ def find_block(
 def find_router_module(root: nn.Module, block_fqn: str, num_experts: int) -> str | None:
     """The block's only module that emits one value per expert; `None` if the router is a bare parameter, or several."""
     prefix = f"{block_fqn}." if block_fqn else ""
-    slots = child_slots(root.get_submodule(block_fqn)).items()
-    found = [n for n, child in slots if child is not None and _is_router_name(n) and _emits(child, num_experts)]
+    found = [name for name, _ in _router_modules(root.get_submodule(block_fqn), num_experts, experts="")]
     return f"{prefix}{found[0]}" if len(found) == 1 else None
+
+
+def find_router_buffers(block: nn.Module, block_fqn: str, num_experts: int, experts: str = "") -> tuple[str, ...]:
+    """Buffers of the block's router, and the block's own ones that have a value per expert: biases, counters.
+
+    Args:
+        block: the MoE block.
+        block_fqn: its name.
+        num_experts: over all ranks.
+        experts: name of the child that holds the experts.
+    """
+    prefix = f"{block_fqn}." if block_fqn else ""
+    names = [name for name, buffer in block.named_buffers(recurse=False) if buffer.numel() == num_experts]
+    for child, module in _router_modules(block, num_experts, experts):
+        names += [f"{child}.{name}" for name, _ in module.named_buffers()]
+    return tuple(f"{prefix}{name}" for name in names)
 
 
 def is_shared(fqn: str) -> bool:
@@ -74,11 +98,7 @@ def _router_params(
 ) -> Iterator[str]:
     own = list(own_parameters(block).items())
     named = [(n, p) for n, p in own if _is_router_name(n) and num_experts in p.shape]
-    modules = [
-        child
-        for name, child in child_slots(block).items()
-        if child is not None and name != experts and _is_router_name(name) and _emits(child, num_experts)
-    ]
+    modules = [child for _, child in _router_modules(block, num_experts, experts)]
     if not named and not modules:
         return
     prefix = f"{block_fqn}." if block_fqn else ""
@@ -87,6 +107,12 @@ def _router_params(
     yield from dict.fromkeys(index.name(p) for _, p in named)
     for child in modules:
         yield from dict.fromkeys(index.name(p) for p in child.parameters())
+
+
+def _router_modules(block: nn.Module, num_experts: int, experts: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in child_slots(block).items():
+        if child is not None and name != experts and _is_router_name(name) and _emits(child, num_experts):
+            yield name, child
 
 
 def _is_router_name(name: str) -> bool:

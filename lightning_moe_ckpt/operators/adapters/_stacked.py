@@ -24,7 +24,7 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
     found = find_block(root, fqn, num_experts, index)
     if found is None:
         return None
-    block_fqn, router = found
+    block_fqn = found.fqn
     params = {index.name(p): p for p in own_parameters(experts).values()}
     block = root.get_submodule(block_fqn)
     ids = tuple(range(num_experts))
@@ -34,7 +34,8 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
         num_experts=num_experts,
         local_expert_ids=ids,
         experts=stacked_slices(params, ids, num_experts),
-        router=router,
+        router=found.router,
+        router_buffers=found.buffers,
         top_k=find_top_k(experts, block, *block.children()),
         count=IndexTap(fqn),
         probabilities=ProbabilityTap(gate) if gate is not None else None,
