@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -27,6 +28,8 @@ REGIONS = ("world", "expert_data")
 JOURNAL = "journal"
 PRESENT = "present"
 PARAM = "param"
+PERSISTED_HEADER = "persisted_header"
+"""Header of the file within a segment that goes to storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,27 +194,79 @@ def region_parts(
 class SlotLayout:
     """Layout of one slot of a plan: every writer's regions, and this rank's whole segment.
 
+    A slot of two levels begins with all that goes to storage, and that part is a whole file of its own: the first
+    tensor, `persisted_header`, is its header, and what follows has the same order and alignment. So storage is given
+    a part of the memory, without a copy.
+
     Args:
-        full: names of the operators whose FULL record this slot takes.
-        compute: names of those of which it takes COMPUTE.
+        parts: of every region over all its writers, in the order in which they are stored.
         view: live state.
         groups: who holds what.
         journal_nbytes: capacity of the journal record.
+        persisted: the slot as storage has it, without `parts`, which lie behind it.
     """
 
     def __init__(
-        self, full: Sequence[str], compute: Sequence[str], view: StateView, groups: ParallelGroups, journal_nbytes: int
+        self,
+        parts: Mapping[str, Sequence[Part]],
+        view: StateView,
+        groups: ParallelGroups,
+        journal_nbytes: int,
+        *,
+        persisted: SlotLayout | None = None,
     ) -> None:
-        self.view, self.groups = view, groups
+        self.view, self.groups, self.persisted = view, groups, persisted
+        own = [part for region in REGIONS for part in parts[region] if part.writer == groups.rank]
+        self.own = [field for part in own for field in view.fields(part)]
+        specs = [field.spec for field in self.own]
+        if persisted is None:
+            self.parts = {region: list(parts[region]) for region in REGIONS}
+            local = self._local_specs(journal_nbytes)
+            self._specs = specs + local
+        else:
+            self.parts = {region: [*persisted.parts[region], *parts[region]] for region in REGIONS}
+            self.own = persisted.own + self.own
+            local = [TensorSpec(PERSISTED_HEADER, torch.uint8, (len(persisted.segment.header),))]
+            self._specs = [*local, *persisted._specs, *specs]  # noqa: SLF001  # of the same class
+            local += persisted._local_specs(journal_nbytes)  # noqa: SLF001
+        self._local = [spec.name for spec in local]
+        self.segment: SegmentLayout = SegmentLayout(self._specs, metadata={"format": "lightning-moe-ckpt"})
+
+    @classmethod
+    def of_records(
+        cls, full: Sequence[str], compute: Sequence[str], view: StateView, groups: ParallelGroups, journal_nbytes: int
+    ) -> SlotLayout:
+        """The slot that takes these records, balanced over their writers by bytes.
+
+        Args:
+            full: names of the operators whose FULL record it takes.
+            compute: names of those of which it takes COMPUTE.
+            view: live state.
+            groups: who holds what.
+            journal_nbytes: capacity of the journal record.
+        """
         chosen = [(view.operators[n], RecordKind.FULL) for n in full]
         chosen += [(view.operators[n], RecordKind.COMPUTE) for n in compute]
-        self.parts = {region: region_parts(chosen, region, view, groups) for region in REGIONS}
-        buffers = {n: b for n in view.buffer_names if (b := view.buffer(n)) is not None}
+        parts = {region: region_parts(chosen, region, view, groups) for region in REGIONS}
+        return cls(parts, view, groups, journal_nbytes)
+
+    def write_headers(self, buffer: Tensor) -> None:
+        """Write what stays the same from step to step into `buffer` (uint8, 1-D, at least the segment's bytes)."""
+        self.segment.write_header(buffer)
+        if self.persisted is not None:
+            self.persisted.segment.write_header(self.persisted_bytes(buffer))
+
+    def persisted_bytes(self, buffer: Tensor) -> Tensor:
+        """The file within a segment that goes to storage."""
+        assert self.persisted is not None
+        start = self.segment.spans[PERSISTED_HEADER].offset
+        return buffer[start : start + self.persisted.segment.nbytes]
+
+    def _local_specs(self, journal_nbytes: int) -> list[TensorSpec]:
+        """Of what is this rank's alone."""
+        buffers = {n: b for n in self.view.buffer_names if (b := self.view.buffer(n)) is not None}
         local = [TensorSpec(f"buffer/{n}", b.dtype, tuple(b.shape)) for n, b in buffers.items()]
-        local.append(TensorSpec(JOURNAL, torch.uint8, (journal_nbytes,)))
-        self.own = [f for region in REGIONS for f in self.fields(region, groups.rank)]
-        self._local = [spec.name for spec in local]
-        self.segment = SegmentLayout([f.spec for f in self.own] + local, metadata={"format": "lightning-moe-ckpt"})
+        return [*local, TensorSpec(JOURNAL, torch.uint8, (journal_nbytes,))]
 
     def fields(self, region: str, writer: int) -> list[Field]:
         """What `writer` stores in `region`, in order."""
@@ -274,16 +329,35 @@ class WindowLayout:
     record: dict[str, Any]
     """What a later life needs to lay the window out again; JSON values, equal on all ranks."""
     slots: list[SlotLayout]
+    persisted: WindowLayout | None = None
+    """The same as storage has it, where that is a part of every slot."""
+    reserve_nbytes: int = 0
+    """Bytes of the largest segment that plans after this one may have, where they differ."""
+
+    @classmethod
+    def of(cls, record: dict[str, Any], *slots: SlotLayout, persisted: WindowLayout | None = None) -> WindowLayout:
+        """The layout of a plan."""
+        return cls(plan_hash=hash_of_plan(record), record=record, slots=list(slots), persisted=persisted)
 
     @property
     def plan_json(self) -> str:
         """`record` as canonical text."""
-        return json.dumps(self.record, sort_keys=True, separators=(",", ":"))
+        return plan_text(self.record)
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest segment."""
-        return max(slot.segment.nbytes for slot in self.slots)
+        """Bytes of the largest segment, of those still to come too."""
+        return max(self.reserve_nbytes, *(slot.segment.nbytes for slot in self.slots))
+
+
+def plan_text(record: Mapping[str, Any]) -> str:
+    """A plan's record as canonical text."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+def hash_of_plan(record: Mapping[str, Any]) -> str:
+    """What tells one plan from another."""
+    return xxh3_128_hexdigest(plan_text(record).encode())
 
 
 def as_memoryview(buffer_U8: Tensor) -> memoryview:

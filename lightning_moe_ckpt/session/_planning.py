@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import measure_bandwidth
@@ -30,6 +29,8 @@ from lightning_moe_ckpt.policies import (
 )
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayout
+from lightning_moe_ckpt.session._lossy_layout import lossy_layout
+from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._popularity import PopularityMeter, sum_in_order
 from lightning_moe_ckpt.session._reordering import Reordering
 from lightning_moe_ckpt.session._windows import DenseWindows, SparseWindows, WindowPolicy
@@ -58,6 +59,8 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
     Raises:
         IdentityMismatch: the plan is for other operators.
     """
+    if is_lossy(record):
+        return lossy_layout(record, view, groups, journal_nbytes)
     dtypes = {fqn: getattr(torch, name) for fqn, name in record["compute_dtypes"].items()}
     view = view.assuming(averages_consumed=record["averages_consumed"])
     view = view.replanned(_split_operators(view, groups, record["split_nbytes"]), dtypes)
@@ -74,10 +77,10 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
             f"The stored plan names operators that this model does not have ({error}). "
             "Resume with the code that wrote it, or start anew with resume='never'."
         ) from error
-    slots = [SlotLayout(plan.full(j), plan.compute(j), view, groups, journal_nbytes) for j in range(plan.window)]
-    layout = WindowLayout(plan_hash="", record=record, slots=slots)
-    layout.plan_hash = xxh3_128_hexdigest(layout.plan_json.encode())
-    return layout
+    slots = [
+        SlotLayout.of_records(plan.full(j), plan.compute(j), view, groups, journal_nbytes) for j in range(plan.window)
+    ]
+    return WindowLayout.of(record, *slots)
 
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:

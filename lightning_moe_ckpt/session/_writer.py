@@ -35,7 +35,7 @@ class SegmentWriter:
 
     def __init__(self, layout: SlotLayout, view_U8: Tensor, engine: CopyEngine) -> None:
         self.layout, self.view, self._engine = layout, view_U8, engine
-        layout.segment.write_header(view_U8)
+        layout.write_headers(view_U8)
         self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for f in layout.own))
         self._params = [layout.view.params[fqn] for fqn in self._fqns]
         self._bases: list[Tensor] = []
