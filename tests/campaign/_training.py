@@ -47,12 +47,15 @@ class Checkpointing:
     url: str | None = None
     """In place of the campaign's folder; every run needs one of its own."""
     storage_options: tuple[tuple[str, Any], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """Further ones of the callback."""
 
     def make(self, url: str) -> Callback:
         from lightning_moe_ckpt import callbacks
 
         # The parents of all lives have frozen the heap already; to find that out takes a sixth of a life.
         common: dict[str, Any] = {"storage_options": dict(self.storage_options) or None, "freeze_heap": False}
+        common |= dict(self.arguments)
         url = self.url or url
         if self.policy == "dense":
             return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep, **common)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,3 +68,14 @@ def campaigns(warm: WarmParents, scratch: Path) -> Iterator[Campaigns]:
         campaigns = Campaigns(warm, scratch / "references", Path(folder))
         yield campaigns
         campaigns.remove_rings()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Holds the memory of all nodes of a test."""
+    folder = SHARED_MEMORY / f"test-peers-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)

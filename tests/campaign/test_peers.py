@@ -7,13 +7,10 @@ whose memory is empty.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
 import time
-import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +19,8 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from campaign._campaign import SHARED_MEMORY, Campaigns
+from campaign._campaign import Campaigns
+from campaign._nodes import Nodes
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import StorageError
@@ -33,49 +31,14 @@ from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.testing._lives_kill import Kill
-from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 put = PersistWorker._put
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Where ranks run."""
-
-    folder: Path
-    placed: tuple[int, ...]
-    """Node of each rank."""
-    dies: int | None = None
-    """Node that dies with the first life; another machine takes its place."""
-
-    def shared_memory(self, life: Life) -> Path:
-        """Of the machine that a rank runs on."""
-        node = self.placed[life.rank]
-        return self.folder / f"node{node}{'-replaced' if node == self.dies and life.index else ''}"
-
-    def files(self) -> list[str]:
-        """What is left on the machines that live."""
-        dead = self.folder / f"node{self.dies}"
-        return sorted(path.name for path in self.folder.rglob("*") if path.is_file() and path.parent != dead)
-
-
 def train_on_nodes(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
     """What `setup` does, on nodes."""
-    memory = nodes.shared_memory(life)
-    memory.mkdir(parents=True, exist_ok=True)
-    os.environ[DIRECTORY_VARIABLE] = str(memory)
+    nodes.settle(life)
     return train(setup, life)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Holds the memory of all nodes of a test."""
-    folder = SHARED_MEMORY / f"test-peers-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
 
 
 def two_nodes(policy: Literal["dense", "sparse"]) -> Setup:

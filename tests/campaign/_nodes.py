@@ -1,0 +1,37 @@
+"""Machines that ranks run on: each is a directory of shared memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where ranks run."""
+
+    folder: Path
+    placed: tuple[int, ...]
+    """Node of each rank."""
+    dies: int | None = None
+    """Node that dies with the first life; another machine takes its place."""
+
+    def shared_memory(self, life: Life) -> Path:
+        """Of the machine that a rank runs on."""
+        node = self.placed[life.rank]
+        return self.folder / f"node{node}{'-replaced' if node == self.dies and life.index else ''}"
+
+    def settle(self, life: Life) -> None:
+        """Give this process the memory of its machine."""
+        memory = self.shared_memory(life)
+        memory.mkdir(parents=True, exist_ok=True)
+        os.environ[DIRECTORY_VARIABLE] = str(memory)
+
+    def files(self) -> list[str]:
+        """What is left on the machines that live."""
+        dead = self.folder / f"node{self.dies}"
+        return sorted(path.name for path in self.folder.rglob("*") if path.is_file() and path.parent != dead)

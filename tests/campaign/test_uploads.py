@@ -1,0 +1,102 @@
+"""A fit that ends while a segment is on its way to a bucket leaves no parts of it there, or the next start does."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from servers._s3 import S3Server, running
+from typing_extensions import override
+
+from campaign._campaign import Campaigns
+from campaign._training import Checkpointing, Setup, train
+from lightning_moe_ckpt.storage import ObjectBackend
+from lightning_moe_ckpt.storage._pace import Pace
+from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+STEP = 5
+put = ObjectBackend.put
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running("moto", tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+def put_for_ever(backend: ObjectBackend, key: str, *views: bytes | memoryview) -> None:
+    """Segments of training go in small parts, of which the second does not come; the start is stored as ever."""
+    if key.endswith(".safetensors") and "snap/000000000000/" not in key:
+        backend._part_nbytes, backend._pace = 1024, Pace(1)
+    put(backend, key, *views)
+
+
+class AwaitsUpload(Callback):
+    """Holds training up until a part of a segment is in the bucket."""
+
+    def __init__(self, backend: ObjectBackend) -> None:
+        self.backend = backend
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        deadline = time.monotonic() + 30
+        while trainer.global_step == STEP and not uploads(self.backend):
+            assert time.monotonic() < deadline, "no upload began"
+            time.sleep(0.01)
+
+
+def uploads(backend: ObjectBackend) -> list[str]:
+    """Of this run, under way or left."""
+    assert backend.unfinished is not None
+    return [upload.key for upload in backend.unfinished.list(backend.full_key(""))]
+
+
+def train_and_count(setup: Setup, life: Life) -> Mapping[str, Any]:
+    """Train; the first life never gets a segment stored. Prints what is unfinished before and after."""
+    assert setup.checkpointing is not None
+    assert setup.checkpointing.url is not None
+    backend = ObjectBackend(setup.checkpointing.url, storage_options=dict(setup.checkpointing.storage_options))
+    if life.index == 0:
+        wait = AwaitsUpload(backend)
+        for module, attribute, replacement in (
+            ("lightning_moe_ckpt.storage._object", "ObjectBackend.put", put_for_ever),
+            ("lightning_moe_ckpt.session._worker", "_MOMENT", timedelta(seconds=20)),  # a server may be slow
+            ("campaign._training", "Setup.callbacks", lambda *_: [wait]),
+        ):
+            Seam(module=module, attribute=attribute, replacement=replacement).apply()
+    print(f"before: {len(uploads(backend))} uploads")
+    returned = train(setup, life)
+    print(f"after: {len(uploads(backend))} uploads")
+    return returned
+
+
+@pytest.mark.parametrize(
+    ("number", "left"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)], ids=["aborted-by-sigterm", "left-by-sigkill"]
+)
+def test_parts_of_a_segment_do_not_stay_in_the_bucket(
+    campaigns: Campaigns, server: S3Server, number: signal.Signals, left: int
+) -> None:
+    """A process that can, aborts the upload itself; else the next start of the run does."""
+    policy = Checkpointing(
+        policy="sparse",
+        window=2,
+        url=server.url(),
+        storage_options=tuple(server.storage_options.items()),
+        arguments=(("stop_grace", timedelta(seconds=1)),),
+    )
+    setup = replace(Setup(batches=4, validate_every=None), checkpointing=policy)
+    kill = Kill(phase="forward", step=STEP, signal=number)
+    first, second = campaigns.check(setup, kill, fit=partial(train_and_count, setup), may_complain=True)
+    assert first.outcome == ("killed" if left else "stopped")
+    assert "before: 0 uploads" in first.log()
+    assert f"before: {left} uploads" in second.log()
+    assert "after: 0 uploads" in second.log()
