@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._digest import digest_of
-from lightning_moe_ckpt.storage._records import SegmentEntry
+from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._segment import SegmentLayout, dtype_of
 
 

@@ -19,28 +19,31 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._digest import digest_of
 
 VERSION = 1
-"""Version of the document grammar; a reader refuses any other."""
+"""Version of the document grammar."""
+BORROWING = 2
+"""Version of documents that say what a generation needs of older ones; those that need nothing stay readable for older releases."""
 
 T = TypeVar("T")
 
 
-def encode(kind: str, body: Mapping[str, object]) -> bytes:
+def encode(kind: str, body: Mapping[str, object], *, version: int | None = None) -> bytes:
     """Write a document.
 
     Args:
         kind: what the document is: `log`, `marker` or `commit`.
         body: JSON values; keys must be strings, numbers finite.
+        version: of its keys; `VERSION` by default.
 
     Raises:
         ValueError: a number is not finite.
         TypeError: a value has no JSON form.
     """
-    payload = _canonical({"body": body, "format": _format(kind), "version": VERSION})
+    payload = _canonical({"body": body, "format": _format(kind), "version": VERSION if version is None else version})
     return _sealed(payload)
 
 
 def decode(data: bytes, *, kind: str, where: str) -> Fields:
-    """Read a document back, or say why it is not one.
+    """Read a document of `VERSION` back, or say why it is not one.
 
     Args:
         data: all bytes of the object.
@@ -50,6 +53,11 @@ def decode(data: bytes, *, kind: str, where: str) -> Fields:
     Raises:
         Corrupt: grammar, spelling, digest, kind or version is not as written by `encode`.
     """
+    return decode_any(data, kind=kind, where=where, versions=(VERSION,))[1]
+
+
+def decode_any(data: bytes, *, kind: str, where: str, versions: tuple[int, ...]) -> tuple[int, Fields]:
+    """As `decode`, for documents of which there are several versions; says which it is."""
     try:
         document = json.loads(data.decode("ascii"))["document"]
         payload = _canonical(document)
@@ -58,14 +66,15 @@ def decode(data: bytes, *, kind: str, where: str) -> Fields:
     if _sealed(payload) != data:
         raise Corrupt(f"{where}: its bytes do not match the digest they carry. Another copy may be good.")
     fields = Fields(document, where)
-    written = (fields.text("format"), fields.integer("version"))
-    if written != (_format(kind), VERSION):
+    written, version = fields.text("format"), fields.integer("version")
+    if written != _format(kind) or version not in versions:
         raise Corrupt(
-            f"{where}: is {written}, expected {(_format(kind), VERSION)}. Read it with the release that wrote it."
+            f"{where}: is {(written, version)}, expected {_format(kind)!r} of version {' or '.join(map(str, versions))}. "
+            "Read it with the release that wrote it."
         )
     body = fields.mapping("body")
     fields.end()
-    return body
+    return version, body
 
 
 def _format(kind: str) -> str:

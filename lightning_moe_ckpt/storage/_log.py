@@ -19,9 +19,9 @@ from itertools import chain
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
+from lightning_moe_ckpt.storage._entries import generation_body
 from lightning_moe_ckpt.storage._json import Fields, decode, encode, read_integer
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
-from lightning_moe_ckpt.storage._records import generation_body
 
 log = logging.getLogger(__name__)
 

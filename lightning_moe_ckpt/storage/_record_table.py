@@ -133,7 +133,17 @@ class RecordRows:
         Args:
             segment: all bytes of the file.
         """
-        return RecordTable(_line([digest_of(segment[start:stop]) for start, stop in self._places], self._rows))
+        return self.with_digests([digest_of(segment[start:stop]) for start, stop in self._places])
+
+    def with_digests(self, digests: Sequence[str]) -> RecordTable:
+        """The records, whose bytes are known from elsewhere.
+
+        Args:
+            digests: of each, in order.
+        """
+        if len(digests) != len(self._places):
+            raise ValueError(f"`with_digests`: {len(digests)} digests for {len(self._places)} records.")
+        return RecordTable(_line(digests, self._rows))
 
 
 def _rows(records: Sequence[RecordEntry]) -> bytes:

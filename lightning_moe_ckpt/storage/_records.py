@@ -2,6 +2,10 @@
 
 A commit is computed from the markers alone, so whoever writes it (the coordinator, its retry, or the next life that
 promotes a generation) writes the same bytes. Coordinates are global: another number of ranks can read them.
+
+A generation may lack operators and borrow them: its markers name the files of older generations, and the records in
+them, that hold the newest state of each. They name files, not generations that borrow in turn, so what the older ones
+had borrowed themselves is not needed for it.
 """
 
 from __future__ import annotations
@@ -10,34 +14,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._digest import DIGEST_NAME, digest_of
-from lightning_moe_ckpt.storage._json import Fields, decode, encode, read_integer, read_text
+from lightning_moe_ckpt.storage._digest import DIGEST_NAME
+from lightning_moe_ckpt.storage._entries import (
+    BorrowedEntry,
+    Lines,
+    OverflowEntry,
+    SegmentEntry,
+    borrowed_body,
+    generation_body,
+    line_body,
+    read_borrowed,
+    read_generation,
+    read_segment,
+    segment_body,
+)
+from lightning_moe_ckpt.storage._json import BORROWING, VERSION, Fields, decode_any, encode, read_integer, read_text
 from lightning_moe_ckpt.storage._module import ModuleLine
 from lightning_moe_ckpt.storage._names import GenerationId, marker_key, overflow_key, segment_key
-from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordEntry, RecordTable
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OverflowEntry:
-    """A side file of a segment, for what did not fit into its journal record."""
-
-    key: str
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SegmentEntry:
-    """One segment file as its rank wrote it."""
-
-    step: int
-    """Boundary at which it was captured."""
-    key: str
-    nbytes: int
-    digest: str
-    """Of the whole file."""
-    records: Sequence[RecordEntry] = ()
-    side_file: OverflowEntry | None = None
+from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,23 +51,33 @@ class RankMarker:
     """What was trained; rank 0 says it for all."""
     unix_time: int = 0
     """Seconds since 1970 by the clock of this rank; for retention by age, nothing else."""
+    borrowed: tuple[BorrowedEntry, ...] = ()
+    """What of this rank's part older generations hold, oldest first; see `carry_forward`."""
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Steps of the segments."""
         return tuple(segment.step for segment in self.segments)
 
+    @property
+    def needs(self) -> tuple[GenerationId, ...]:
+        """Generations whose files hold part of this one, in order."""
+        return tuple(sorted({each.generation for each in self.borrowed}))
+
     def to_bytes(self) -> bytes:
-        """The object as it is stored: a document, then a line of records per segment, then one about the module."""
-        tables = [RecordTable.of(segment.records) for segment in self.segments]
+        """The object as it is stored: a document, a line of records per file in it, then one about the module."""
+        segments = [*self.segments, *(each.segment for each in self.borrowed)]
+        tables = [RecordTable.of(segment.records) for segment in segments]
         module = b"" if self.module is None else self.module.line
-        return b"".join([encode("marker", _marker_body(self, tables)), *(table.line for table in tables), module])
+        document = encode("marker", _marker_body(self, tables), version=_version(self.borrowed))
+        return b"".join([document, *(table.line for table in tables), module])
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
         """Read a stored marker; every byte is checked, records are parsed when they are looked at. Raises `Corrupt`."""
         end = data.find(b"\n") + 1
-        body, lines = decode(data[:end], kind="marker", where=where), _Lines(data, end, where)
+        version, body = decode_any(data[:end], kind="marker", where=where, versions=(VERSION, BORROWING))
+        lines = Lines(data, end, where)
         _expect_digest(body, where)
         if body.rows("record_columns", read_text) != RECORD_COLUMNS:
             raise Corrupt(f"{where}: unknown record columns. Read it with the release that wrote it.")
@@ -83,14 +87,19 @@ class RankMarker:
             world_size=body.integer("world_size"),
             generation=read_generation(body.plain("generation"), where),
             plan_hash=body.text("plan_hash"),
-            segments=body.rows("segments", lambda value, at: _read_segment(value, at, lines)),
+            segments=body.rows("segments", lambda value, at: read_segment(value, at, lines)),
+            borrowed=()
+            if version == VERSION
+            else body.rows("borrowed", lambda value, at: read_borrowed(value, at, lines)),
             policy=body.plain("policy"),
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
             unix_time=body.integer("unix_time"),
         )
         body.end()
         lines.end()
+        _expect_version(version, marker.borrowed, where)
         _expect_own_keys(marker, where)
+        _expect_older_files(marker, where)
         return marker
 
 
@@ -119,6 +128,8 @@ class Commit:
     policy: Mapping[str, object] = field(default_factory=dict)
     unix_time: int = 0
     """When rank 0 wrote its marker, by its clock, in seconds since 1970."""
+    needs: tuple[GenerationId, ...] = ()
+    """Older generations whose files hold part of this one, in order."""
 
     @classmethod
     def of(cls, stored: Sequence[StoredMarker]) -> Commit:
@@ -144,17 +155,21 @@ class Commit:
             nbytes=sum(nbytes for marker in markers for nbytes in stored_sizes(marker).values()),
             policy=first.policy,
             unix_time=first.unix_time,
+            needs=tuple(sorted({need for marker in markers for need in marker.needs})),
         )
 
     def to_bytes(self) -> bytes:
         """The document as it is stored."""
-        body = {name.name: getattr(self, name.name) for name in fields(self)}
-        return encode("commit", {**body, "generation": generation_body(self.generation), "digests": DIGEST_NAME})
+        body = {name.name: getattr(self, name.name) for name in fields(self) if name.name != "needs"}
+        body |= {"generation": generation_body(self.generation), "digests": DIGEST_NAME}
+        if self.needs:
+            body["needs"] = [generation_body(need) for need in self.needs]
+        return encode("commit", body, version=_version(self.needs))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Commit:
         """Read a stored commit. Raises `Corrupt`."""
-        body = decode(data, kind="commit", where=where)
+        version, body = decode_any(data, kind="commit", where=where, versions=(VERSION, BORROWING))
         _expect_digest(body, where)
         commit = cls(
             run_id=body.text("run_id"),
@@ -166,8 +181,10 @@ class Commit:
             nbytes=body.integer("nbytes"),
             policy=body.plain("policy"),
             unix_time=body.integer("unix_time"),
+            needs=() if version == VERSION else body.rows("needs", read_generation),
         )
         body.end()
+        _expect_version(version, commit.needs, where)
         if len(commit.markers) != commit.world_size:
             raise Corrupt(f"{where}: {len(commit.markers)} markers for a world of {commit.world_size}.")
         return commit
@@ -180,42 +197,6 @@ def stored_sizes(marker: RankMarker) -> dict[str, int]:
     return {each.key: each.nbytes for each in stored}
 
 
-def generation_body(generation: GenerationId) -> dict[str, object]:
-    """JSON form of a generation."""
-    return {"step": generation.step, "epoch": generation.epoch}
-
-
-def read_generation(value: object, where: str) -> GenerationId:
-    """Read a generation. Raises `Corrupt`."""
-    body = Fields(value, where)
-    generation = GenerationId(step=body.integer("step"), epoch=body.integer("epoch"))
-    body.end()
-    return generation
-
-
-class _Lines:
-    """The lines behind a marker's document, taken one after the other."""
-
-    def __init__(self, data: bytes, start: int, where: str) -> None:
-        self._data, self._next, self._where = data, start, where
-
-    def take(self, value: object, where: str) -> bytes:
-        """The next line, which must be the one that `value` describes."""
-        body = Fields(value, where)
-        nbytes, digest = body.integer("nbytes"), body.text("digest")
-        body.end()
-        line = self._data[self._next : self._next + nbytes]
-        self._next += nbytes
-        if len(line) != nbytes or digest_of(line) != digest:
-            raise Corrupt(f"{where}: a line of it is not the one that was written. Another copy may be good.")
-        return line
-
-    def end(self) -> None:
-        """Refuse bytes that nothing describes."""
-        if self._next != len(self._data):
-            raise Corrupt(f"{self._where}: {len(self._data) - self._next} bytes too many. Another copy may be good.")
-
-
 def _common(marker: RankMarker) -> tuple[object, ...]:
     """What all ranks must agree on."""
     return (
@@ -223,8 +204,21 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def _version(borrowed: Sequence[object]) -> int:
+    """Of a document: a release that knows nothing of borrowing must not take the part that is there for the whole."""
+    return BORROWING if borrowed else VERSION
+
+
+def _expect_version(version: int, borrowed: Sequence[object], where: str) -> None:
+    if version != _version(borrowed):
+        raise Corrupt(f"{where}: is of version {version} and borrows nothing. Read it with the release that wrote it.")
+
+
 def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str, object]:
+    own, others = tables[: len(marker.segments)], tables[len(marker.segments) :]
+    borrowed = [borrowed_body(*each) for each in zip(marker.borrowed, others, strict=True)]
     return {
+        **({"borrowed": borrowed} if borrowed else {}),
         "run_id": marker.run_id,
         "rank": marker.rank,
         "world_size": marker.world_size,
@@ -232,48 +226,11 @@ def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str,
         "plan_hash": marker.plan_hash,
         "digests": DIGEST_NAME,
         "record_columns": RECORD_COLUMNS,
-        "segments": [_segment_body(*each) for each in zip(marker.segments, tables, strict=True)],
+        "segments": [segment_body(*each) for each in zip(marker.segments, own, strict=True)],
         "policy": marker.policy,
         "unix_time": marker.unix_time,
-        "module": None if marker.module is None else _line_body(marker.module.line),
+        "module": None if marker.module is None else line_body(marker.module.line),
     }
-
-
-def _line_body(line: bytes) -> dict[str, object]:
-    return {"nbytes": len(line), "digest": digest_of(line)}
-
-
-def _segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]:
-    side = segment.side_file
-    return {
-        "step": segment.step,
-        "key": segment.key,
-        "nbytes": segment.nbytes,
-        "digest": segment.digest,
-        "records": _line_body(table.line),
-        "side_file": None if side is None else {"key": side.key, "nbytes": side.nbytes, "digest": side.digest},
-    }
-
-
-def _read_segment(value: object, where: str, lines: _Lines) -> SegmentEntry:
-    body = Fields(value, where)
-    segment = SegmentEntry(
-        step=body.integer("step"),
-        key=body.text("key"),
-        nbytes=body.integer("nbytes"),
-        digest=body.text("digest"),
-        records=RecordTable(lines.take(body.plain("records"), where), where),
-        side_file=body.optional("side_file", _read_overflow),
-    )
-    body.end()
-    return segment
-
-
-def _read_overflow(value: object, where: str) -> OverflowEntry:
-    body = Fields(value, where)
-    side_file = OverflowEntry(key=body.text("key"), nbytes=body.integer("nbytes"), digest=body.text("digest"))
-    body.end()
-    return side_file
 
 
 def _expect_digest(body: Fields, where: str) -> None:
@@ -288,3 +245,17 @@ def _expect_own_keys(marker: RankMarker, where: str) -> None:
         place = (marker.generation, marker.rank, segment.step)
         if segment.key != segment_key(*place) or side_key not in {None, overflow_key(*place)}:
             raise Corrupt(f"{where}: refers to {segment.key}, which is not a file of {marker_key(*place[:2])}.")
+
+
+def _expect_older_files(marker: RankMarker, where: str) -> None:
+    """Refuse what is borrowed from another rank, a window's side file, or the present or the future."""
+    for each in marker.borrowed:
+        key = segment_key(each.generation, marker.rank, each.segment.step)
+        older = each.generation.step < marker.generation.step and each.generation.epoch <= marker.generation.epoch
+        if each.segment.key != key or each.segment.side_file is not None or not older:
+            raise Corrupt(
+                f"{where}: borrows from {each.segment.key}, which is not an older file of rank {marker.rank}."
+            )
+    names = [(each.generation, each.segment.step) for each in marker.borrowed]
+    if names != sorted(set(names)):
+        raise Corrupt(f"{where}: what it borrows is not listed file by file, oldest first.")

@@ -39,6 +39,7 @@ from lightning_moe_ckpt.storage._catalog import (
 from lightning_moe_ckpt.storage._checks import expect_digest
 from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
 from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._entries import OverflowEntry, SegmentEntry
 from lightning_moe_ckpt.storage._log import History, Log, open_event, run_event, watermark_event
 from lightning_moe_ckpt.storage._names import (
     LOG_PREFIX,
@@ -48,8 +49,10 @@ from lightning_moe_ckpt.storage._names import (
     overflow_key,
     segment_key,
 )
-from lightning_moe_ckpt.storage._records import Commit, OverflowEntry, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage._record_table import RecordEntry
+from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
+from lightning_moe_ckpt.storage._scrub import read_record
 from lightning_moe_ckpt.storage._survey import Survey
 
 log = logging.getLogger(__name__)
@@ -161,6 +164,22 @@ class RunStore:
             self._backend.get_into(entry.key, out)
         else:
             self._backend.get_range(entry.key, start, out)
+
+    def read_record(self, entry: SegmentEntry, record: RecordEntry, out: memoryview) -> None:
+        """Fill `out`, of exactly `record.nbytes` bytes, with one record of a segment, and verify its digest.
+
+        Args:
+            entry: a segment of a marker, or what it borrows from one.
+            record: one of its records.
+            out: where to.
+
+        Raises:
+            Corrupt: other bytes than written, or the segment ends before; `out` then holds rubbish.
+            StorageError: it cannot be read, or is gone.
+        """
+        if out.nbytes != record.nbytes:
+            raise ValueError(f"`read_record`: `out` has {out.nbytes} bytes, {record.name} has {record.nbytes}.")
+        read_record(self._backend, entry.key, record, out)
 
     def read_overflow(self, entry: OverflowEntry) -> bytes:
         """Read and verify a side file. Raises `Corrupt` or `KeyMissing`."""

@@ -13,9 +13,9 @@ import xxhash
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._backend import Backend
+from lightning_moe_ckpt.storage._entries import OverflowEntry, SegmentEntry
 from lightning_moe_ckpt.storage._ranges import read_chunks
 from lightning_moe_ckpt.storage._record_table import RecordEntry
-from lightning_moe_ckpt.storage._records import OverflowEntry, SegmentEntry
 from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of
 
 _LENGTH_NBYTES = 8

@@ -6,6 +6,7 @@ import importlib.resources
 import json
 import re
 import struct
+import uuid
 from collections import Counter, OrderedDict, defaultdict
 from datetime import timedelta
 from enum import Enum
@@ -26,6 +27,7 @@ SEGMENT = "snap/000000000000/e000001/rank00000.000000000000.safetensors"
 
 
 TEXT = (importlib.resources.files("lightning_moe_ckpt") / "FORMAT.md").read_text()
+EXAMPLES = TEXT.partition("## 8. Example")[2].partition("\n## 9.")[0]
 JOURNAL_TEXT = TEXT.partition("### 4.5 Journal")[2].partition("\n## ")[0]
 
 
@@ -102,21 +104,23 @@ def test_every_kind_of_record_is_described() -> None:
 @pytest.fixture(scope="module")
 def example() -> list[str]:
     """Every line of JSON in the example, in order: header, marker of three lines, manifest, two log entries."""
-    blocks = re.findall(r"```json\n(.*?)```", TEXT.partition("## 8. Example")[2], flags=re.DOTALL)
+    return json_lines(EXAMPLES.partition("### 8.1")[0])
+
+
+@pytest.fixture(scope="module")
+def borrowing() -> list[str]:
+    """Every line of JSON in the example of a generation that borrows: header, marker of four lines, manifest."""
+    return json_lines(EXAMPLES.partition("### 8.1")[2])
+
+
+def json_lines(text: str) -> list[str]:
+    blocks = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 def test_a_store_made_of_the_example_is_read(example: list[str]) -> None:
     """Put together by hand from the text alone, then opened by the package."""
-    header, marker, records, module, manifest, *entries = example
-    segment = struct.pack("<Q", 4088) + header.encode().ljust(4088) + struct.pack("<3f", 1, 2, 3) + bytes(52 + 64)
-    backend = FsspecBackend("memory://format-example/run")
-    backend.put(SEGMENT, segment)
-    backend.put("snap/000000000000/e000001/rank00000.done", f"{marker}\n{records}\n{module}\n".encode())
-    backend.put("snap/000000000000/e000001/_COMMITTED", f"{manifest}\n".encode())
-    for index, entry in enumerate(entries):
-        backend.put(f"_log/{index:020d}.json", f"{entry}\n".encode())
-
+    backend, segment = example_run(example)
     store = RunStore.open(backend, resume="must")
     commits = store.candidates()
     assert [commit.generation for commit in commits] == [GenerationId(step=0, epoch=1)]
@@ -131,13 +135,65 @@ def test_a_store_made_of_the_example_is_read(example: list[str]) -> None:
     assert store.open_epoch(commits[0].generation) == 2
 
 
-def test_digests_follow_the_text(example: list[str]) -> None:
+def example_run(lines: list[str]) -> tuple[FsspecBackend, bytes]:
+    """The run of the example, and its segment."""
+    header, marker, records, module, manifest, *entries = lines
+    segment = struct.pack("<Q", 4088) + header.encode().ljust(4088) + struct.pack("<3f", 1, 2, 3) + bytes(52 + 64)
+    backend = FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
+    backend.put(SEGMENT, segment)
+    backend.put("snap/000000000000/e000001/rank00000.done", f"{marker}\n{records}\n{module}\n".encode())
+    backend.put("snap/000000000000/e000001/_COMMITTED", f"{manifest}\n".encode())
+    for index, entry in enumerate(entries):
+        backend.put(f"_log/{index:020d}.json", f"{entry}\n".encode())
+
+    return backend, segment
+
+
+def test_a_generation_that_borrows_is_read_as_the_text_says(example: list[str], borrowing: list[str]) -> None:
+    """Beside the run of the first example: its own file, and the record that is in the other's."""
+    backend, _ = example_run(example)
+    header, marker, own, borrowed, module, manifest = borrowing
+    prefix = "snap/000000000001/e000001/"
+    segment = struct.pack("<Q", 4088) + header.encode().ljust(4088) + bytes(64)
+    backend.put(f"{prefix}rank00000.000000000001.safetensors", segment)
+    backend.put(f"{prefix}rank00000.done", f"{marker}\n{own}\n{borrowed}\n{module}\n".encode())
+    backend.put(f"{prefix}_COMMITTED", f"{manifest}\n".encode())
+    store = RunStore.open(backend, resume="must")
+    newest, older = store.candidates()
+    assert (newest.needs, older.needs) == ((older.generation,), ())
+    read = store.read_marker(newest, 0)
+    verify_records(read.segments[0], memoryview(segment))
+    (entry,) = read.borrowed
+    out = bytearray(12)
+    store.read_record(entry.segment, entry.segment.records[0], memoryview(out))
+    assert struct.unpack("<3f", out) == (1, 2, 3)
+    assert (read.to_bytes().decode(), newest.to_bytes().decode()) == (
+        f"{marker}\n{own}\n{borrowed}\n{module}\n",
+        f"{manifest}\n",
+    )
+
+
+def test_every_key_of_a_marker_and_of_a_manifest_is_described(borrowing: list[str]) -> None:
+    """Those of the second version, which has all of the first."""
+    marker, manifest = json.loads(borrowing[1]), json.loads(borrowing[5])
+    for title, document in (("### 4.1 Marker", marker), ("### 4.2 Manifest", manifest)):
+        section = TEXT.partition(title)[2].partition("\n### ")[0]
+        described = {name for row in rows(section, "key") for name in re.findall(r"`(\w+)`", row[0])}
+        assert described == set(document["document"]["body"])
+        assert document["document"]["version"] == 2
+
+
+def test_digests_follow_the_text(example: list[str], borrowing: list[str]) -> None:
     """Computed as section 4 says, without the package's writer."""
     _, marker, records, module, *others = example
-    body = json.loads(marker)["document"]["body"]
-    for told, line in ((body["segments"][0]["records"], records), (body["module"], module)):
+    _, second, own, borrowed, again, manifest = borrowing
+    body, body2 = (json.loads(line)["document"]["body"] for line in (marker, second))
+    for told, line in (
+        (body["segments"][0]["records"], records), (body["module"], module), (body2["module"], again),
+        (body2["segments"][0]["records"], own), (body2["borrowed"][0]["segment"]["records"], borrowed),
+    ):  # fmt: skip
         assert told == {"digest": digest_of(f"{line}\n".encode()), "nbytes": len(line) + 1}
-    for line in (marker, *others):
+    for line in (marker, *others, second, manifest):
         parsed = json.loads(line)
         text = json.dumps(parsed["document"], sort_keys=True, separators=(",", ":"))
         assert parsed["digest"] == digest_of(text.encode())

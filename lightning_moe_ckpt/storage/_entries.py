@@ -1,0 +1,137 @@
+"""What markers say of files: a rank's own segments, and records of it that files of older generations hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._json import Fields
+from lightning_moe_ckpt.storage._names import GenerationId
+from lightning_moe_ckpt.storage._record_table import RecordEntry, RecordTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverflowEntry:
+    """A side file of a segment, for what did not fit into its journal record."""
+
+    key: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentEntry:
+    """One segment file as its rank wrote it."""
+
+    step: int
+    """Boundary at which it was captured."""
+    key: str
+    nbytes: int
+    digest: str
+    """Of the whole file."""
+    records: Sequence[RecordEntry] = ()
+    side_file: OverflowEntry | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BorrowedEntry:
+    """Records of a rank's part of a generation that a file of an older generation of the same rank holds."""
+
+    generation: GenerationId
+    """Whose file it is; committed before the generation that borrows."""
+    segment: SegmentEntry
+    """The file as its own marker describes it, with only the records that are borrowed, and no side file."""
+
+
+class Lines:
+    """The lines behind a marker's document, taken one after the other."""
+
+    def __init__(self, data: bytes, start: int, where: str) -> None:
+        self._data, self._next, self._where = data, start, where
+
+    def take(self, value: object, where: str) -> bytes:
+        """The next line, which `value` describes by length and digest. Raises `Corrupt` for other bytes."""
+        body = Fields(value, where)
+        nbytes, digest = body.integer("nbytes"), body.text("digest")
+        body.end()
+        line = self._data[self._next : self._next + nbytes]
+        self._next += nbytes
+        if len(line) != nbytes or digest_of(line) != digest:
+            raise Corrupt(f"{where}: a line of it is not the one that was written. Another copy may be good.")
+        return line
+
+    def end(self) -> None:
+        """Refuse bytes that nothing describes."""
+        if self._next != len(self._data):
+            raise Corrupt(f"{self._where}: {len(self._data) - self._next} bytes too many. Another copy may be good.")
+
+
+def line_body(line: bytes) -> dict[str, object]:
+    """How a document covers a line behind it."""
+    return {"nbytes": len(line), "digest": digest_of(line)}
+
+
+def segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]:
+    """JSON form of a segment, whose records are in a line."""
+    side = segment.side_file
+    return {
+        "step": segment.step,
+        "key": segment.key,
+        "nbytes": segment.nbytes,
+        "digest": segment.digest,
+        "records": line_body(table.line),
+        "side_file": None if side is None else {"key": side.key, "nbytes": side.nbytes, "digest": side.digest},
+    }
+
+
+def read_segment(value: object, where: str, lines: Lines) -> SegmentEntry:
+    """Read a segment; the next line holds its records. Raises `Corrupt`."""
+    body = Fields(value, where)
+    segment = SegmentEntry(
+        step=body.integer("step"),
+        key=body.text("key"),
+        nbytes=body.integer("nbytes"),
+        digest=body.text("digest"),
+        records=RecordTable(lines.take(body.plain("records"), where), where),
+        side_file=body.optional("side_file", _read_overflow),
+    )
+    body.end()
+    return segment
+
+
+def borrowed_body(borrowed: BorrowedEntry, table: RecordTable) -> dict[str, object]:
+    """JSON form of borrowed records, which are in a line."""
+    return {"generation": generation_body(borrowed.generation), "segment": segment_body(borrowed.segment, table)}
+
+
+def read_borrowed(value: object, where: str, lines: Lines) -> BorrowedEntry:
+    """Read borrowed records; the next line holds them. Raises `Corrupt`."""
+    body = Fields(value, where)
+    borrowed = BorrowedEntry(
+        generation=read_generation(body.plain("generation"), where),
+        segment=read_segment(body.plain("segment"), where, lines),
+    )
+    body.end()
+    return borrowed
+
+
+def generation_body(generation: GenerationId) -> dict[str, object]:
+    """JSON form of a generation."""
+    return {"step": generation.step, "epoch": generation.epoch}
+
+
+def read_generation(value: object, where: str) -> GenerationId:
+    """Read a generation. Raises `Corrupt`."""
+    body = Fields(value, where)
+    generation = GenerationId(step=body.integer("step"), epoch=body.integer("epoch"))
+    body.end()
+    return generation
+
+
+def _read_overflow(value: object, where: str) -> OverflowEntry:
+    body = Fields(value, where)
+    side_file = OverflowEntry(key=body.text("key"), nbytes=body.integer("nbytes"), digest=body.text("digest"))
+    body.end()
+    return side_file
