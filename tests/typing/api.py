@@ -285,6 +285,9 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(storage.segment_key(storage.GenerationId(step=1, epoch=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
+    assert_type(storage.carry_forward(marker, ["moe/expert.3"]), tuple[storage.BorrowedEntry, ...])
+    for file, record in storage.full_records(marker):
+        run.read_record(file, record, data[: record.nbytes])
     return run.retain(storage.Retention(last=2, every_n_steps=1000, days=1.5))
 
 
@@ -327,6 +330,9 @@ def lay_out(buffer: Tensor) -> Tensor:
     dtype = storage.dtype_of(storage.dtype_code(torch.bfloat16))
     layout = storage.SegmentLayout([storage.TensorSpec("a", dtype, (2, 3))], metadata={"by": "me"})
     assert_type(layout.spans["a"], storage.Span)
+    nested = storage.NestedLayout([storage.TensorSpec("a", dtype, (2, 3))], [], metadata={"by": "me"}, align=64)
+    assert_type(nested.outer.spans[storage.PERSISTED_HEADER], storage.Span)
+    assert_type(nested.inner, storage.SegmentLayout)
     layout.write_header(buffer)
     return layout.view(buffer, "a")
 
