@@ -35,8 +35,12 @@ class Request:
 
     copy: Copy
     reader: int
+    entry: SegmentEntry
+    """The segment, as far as where it is goes."""
     offset: int
     nbytes: int
+    place: int
+    """Where in the receiver's buffer they go."""
 
     @property
     def end(self) -> int:
@@ -143,8 +147,12 @@ class Assembly:
         """The whole file from the cheapest kind of copy there is; from peers, from several at once."""
         first = self._next(self._file)
         if first.source != "peer":
-            return [Request(first, first.readers[0], 0, self.entry.nbytes)]
-        return _stripes(_streams([copy for copy in self._copies if copy.source == "peer"]), self.entry.nbytes)
+            return [self._request(first, first.readers[0], 0, self.entry.nbytes)]
+        streams = _streams([copy for copy in self._copies if copy.source == "peer"])
+        return [self._request(*stripe) for stripe in _stripes(streams, self.entry.nbytes)]
+
+    def _request(self, copy: Copy, reader: int, offset: int, nbytes: int) -> Request:
+        return Request(copy, reader, self.entry, offset, nbytes, offset)
 
     def _mending(self, bad: Sequence[_Part]) -> list[Request]:
         sources = {id(part): self._next(part) for part in bad}
@@ -152,7 +160,9 @@ class Assembly:
             bad = [self._file]
             sources = {id(self._file): next(iter(sources.values()))}
         return [
-            Request(copy, copy.readers[0], part.offset, part.nbytes) for part in bad for copy in [sources[id(part)]]
+            self._request(copy, copy.readers[0], part.offset, part.nbytes)
+            for part in bad
+            for copy in [sources[id(part)]]
         ]
 
     def _next(self, part: _Part) -> Copy:
@@ -180,11 +190,11 @@ def _streams(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
     return streams[:MAX_STREAMS]
 
 
-def _stripes(streams: Sequence[tuple[Copy, int]], nbytes: int) -> list[Request]:
+def _stripes(streams: Sequence[tuple[Copy, int]], nbytes: int) -> list[tuple[Copy, int, int, int]]:
+    """Copy, reader, offset and size of each stripe."""
     size = -(-nbytes // len(streams))
     size += -size % _PAGE_NBYTES
     starts = range(0, nbytes, size)
     return [
-        Request(copy, reader, start, min(size, nbytes - start))
-        for (copy, reader), start in zip(streams, starts, strict=False)
+        (copy, reader, start, min(size, nbytes - start)) for (copy, reader), start in zip(streams, starts, strict=False)
     ]

@@ -6,9 +6,10 @@ for all of them at once.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,6 +19,9 @@ T = TypeVar("T")
 
 SourceName = Literal["host", "peer", "storage"]
 """Where a rank's bytes come from, cheapest first: memory of its own node, memory of another, commits in storage."""
+
+STORAGE_TIER = "object"
+"""Name of the tier over commits."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -50,16 +54,23 @@ class Stock:
     memory: str
     """Names the memory: equal for processes that find the same copies, see `memory_of`."""
     items: tuple[Item, ...]
+    families: Mapping[Version, str] = field(default_factory=dict)
+    """Of the lossy versions among them, see `Inventory`."""
 
     def plain(self) -> list[object]:
         """As plain values, for an exchange."""
-        return [self.memory, *([*_plain(item.version), item.owner, item.tier] for item in self.items)]
+        rows = [
+            [*plain_version(each.version), each.owner, each.tier, self.families.get(each.version, "")]
+            for each in self.items
+        ]
+        return [self.memory, *rows]
 
     @classmethod
     def from_plain(cls, value: object) -> Stock:
         """The inverse of `plain`."""
         assert isinstance(value, list)
-        return cls(value[0], tuple(Item(version_of(row[:3]), row[3], row[4]) for row in value[1:]))
+        items = tuple(Item(version_of(row[:3]), row[3], row[4]) for row in value[1:])
+        return cls(value[0], items, {version_of(row[:3]): row[5] for row in value[1:] if row[5]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,8 @@ class Copy:
     """Name of the tier among those of its readers."""
     readers: tuple[int, ...]
     """Ranks that can read it: the owner itself, or ranks on the peer's node."""
+    version: Version
+    """What it is a copy of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +96,20 @@ class Inventory:
     """By rank."""
     committed: frozenset[Version]
     """Whole in storage, for every rank."""
+    families: Mapping[Version, str] = field(default_factory=dict)
+    """Of each lossy version. What memory and storage have of one lossy generation differs, so these are two versions, of
+    one family."""
 
     @classmethod
-    def of(cls, stocks: Iterable[object], committed: Iterable[Version]) -> Inventory:
-        """From what every rank said of its memory in plain values, and the commits."""
-        return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed))
+    def of(
+        cls, stocks: Iterable[object], committed: Iterable[Version], families: Mapping[Version, str] | None = None
+    ) -> Inventory:
+        """From what every rank said of its memory in plain values, the commits, and the families of lossy commits."""
+        rows = tuple(Stock.from_plain(stock) for stock in stocks)
+        known = dict(families or {})
+        for row in rows:
+            known |= row.families
+        return cls(rows, frozenset(committed), known)
 
     @property
     def world_size(self) -> int:
@@ -99,6 +121,11 @@ class Inventory:
         """What some rank has a part of in memory, whether or not others have theirs."""
         return frozenset(item.version for stock in self.stocks for item in stock.items)
 
+    @property
+    def all_versions(self) -> frozenset[Version]:
+        """What there is, of whatever rank, wherever."""
+        return self.committed | self.in_memory
+
     def versions(self, owner: int) -> frozenset[Version]:
         """What of one rank is somewhere."""
         held = (item.version for stock in self.stocks for item in stock.items if item.owner == owner)
@@ -108,13 +135,13 @@ class Inventory:
         """Copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""
         found = self._in_memory(version, owner)
         own = self.stocks[owner].memory
-        host = [Copy("host", own, tier, (owner,)) for memory, tier in found if memory == own]
+        host = [Copy("host", own, tier, (owner,), version) for memory, tier in found if memory == own]
         peers = [
-            Copy("peer", memory, tier, tuple(_rotated(ranks, owner)))
+            Copy("peer", memory, tier, tuple(_rotated(ranks, owner)), version)
             for (memory, tier), ranks in found.items()
             if memory != own
         ]
-        storage = [Copy("storage", "", "object", (owner,))] if version in self.committed else []
+        storage = [Copy("storage", "", STORAGE_TIER, (owner,), version)] if version in self.committed else []
         return [*host, *_rotated(peers, owner), *storage]
 
     def _in_memory(self, version: Version, owner: int) -> dict[tuple[str, str], list[int]]:
@@ -137,9 +164,16 @@ def memory_of(directory: Path) -> str:
     return f"{boot}:{place.st_dev}:{place.st_ino}"
 
 
+def family_of(policy: Mapping[str, object]) -> str:
+    """The family of a lossy version, by what its markers and manifest say of the policy; empty for any other version."""
+    plan = policy.get("plan")
+    record = json.loads(plan) if isinstance(plan, str) else None
+    return str(record.get("family", "")) if isinstance(record, dict) else ""
+
+
 def plain_versions(versions: Iterable[Version]) -> list[object]:
     """Versions as plain values, for an exchange."""
-    return [_plain(version) for version in versions]
+    return [plain_version(version) for version in versions]
 
 
 def version_of(row: Sequence[object]) -> Version:
@@ -150,7 +184,8 @@ def version_of(row: Sequence[object]) -> Version:
     return Version(GenerationId(step=step, epoch=epoch), str(plan_hash))
 
 
-def _plain(version: Version) -> list[object]:
+def plain_version(version: Version) -> list[object]:
+    """A version as plain values."""
     return [version.generation.step, version.generation.epoch, version.plan_hash]
 
 

@@ -1,14 +1,15 @@
-"""Bringing every rank the marker over its part of a version, which says what its segments are and every digest."""
+"""Bringing every rank the markers over its parts of versions, which say what its segments are and every digest."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._assembly import described
-from lightning_moe_ckpt.recovery._inventory import Copy, Item, Version
+from lightning_moe_ckpt.recovery._inventory import Copy, Item, Version, family_of
 from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import Ask
@@ -17,114 +18,152 @@ from lightning_moe_ckpt.storage import RankMarker, digest_of
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Hunt:
+    """For one version's marker."""
+
+    version: Version
+    left: list[Copy]
+    """Copies to be asked, cheapest first."""
+    found: RankMarker | None = None
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def asks(self) -> bool:
+        """Whether another rank has to be asked."""
+        return self.found is None and bool(self.left)
+
+
 class MarkerSearch:
-    """This rank's marker, from the cheapest copy that has it whole.
+    """This rank's markers, each from the cheapest copy that has it whole.
 
     Args:
         rounds: of this attempt.
         reader: of what this rank reaches.
-        version: what is being brought.
-        copies: of this rank's part, cheapest first.
-        digest: what a manifest says of the marker, if there is one.
+        copies: of this rank's part of every version that is looked for, cheapest first.
+        digests: what manifests say of markers, where there are manifests.
     """
 
     def __init__(
-        self, rounds: Rounds, reader: Reader, version: Version, copies: Sequence[Copy], digest: str | None
+        self,
+        rounds: Rounds,
+        reader: Reader,
+        copies: Mapping[Version, Sequence[Copy]],
+        digests: Mapping[Version, str],
     ) -> None:
-        self._rounds, self._reader, self._version = rounds, reader, version
+        self._rounds, self._reader, self._digests = rounds, reader, digests
         self._rank = rounds.transport.rank
-        self._left, self._digest = list(copies), digest
-        self._found: RankMarker | None = None
-        self._complaints: list[str] = []
+        self._hunts = [_Hunt(version, list(places)) for version, places in copies.items()]
 
-    def run(self) -> RankMarker | None:
+    def run(self, *, required: Collection[Version]) -> dict[Version, RankMarker] | None:
         """Search on all ranks. Collective.
 
+        Args:
+            required: versions of which one must be found; one generation, so that ranks that found theirs can compare.
+
         Returns:
-            `None`, on all ranks, if one found no good marker, or markers of different ranks contradict each other.
+            What was found; `None`, on all ranks, if one found nothing of what is required, or the markers of different ranks
+            contradict each other.
         """
-        while (asks := self._begin_round()) is not None:
+        while (asks := self._begin_round(required)) is not None:
             answers = self._swap(asks)
-            if self._found is None and self._left:
-                self._accept(self._left.pop(0), answers)
-        if self._rounds.reasons or self._found is None:
+            for number, hunt in enumerate(self._hunts):
+                if hunt.asks:
+                    self._accept(hunt, hunt.left.pop(0), answers[number])
+        found = {hunt.version: hunt.found for hunt in self._hunts if hunt.found is not None}
+        if self._rounds.reasons:
             return None
-        agreed = self._rounds.all_equal(_common(self._found), "its marker is not of the same generation as rank 0's")
-        return self._found if agreed else None
+        if required:
+            first = next(found[version] for version in required if version in found)
+            reason = "its marker is not of the same generation as rank 0's"
+            if not self._rounds.all_equal(_common(first), reason):
+                return None
+        return found
 
-    def _begin_round(self) -> list[Ask] | None:
-        while self._found is None and self._left and self._left[0].source != "peer":
-            self._read(self._left.pop(0))
-        asks = []
-        if self._found is None and self._left:
-            copy = self._left[0]
-            asks = [Ask(self._rank, copy.readers[0], copy.tier, 0, 0, 0)]
-        lost = ""
-        if self._found is None and not self._left:
-            lost = f"its marker is nowhere as it was written: {', '.join(self._complaints)}"
-        return self._rounds.begin(asks, busy=bool(asks), lost=lost)
+    def _begin_round(self, required: Collection[Version]) -> list[Ask] | None:
+        for hunt in self._hunts:
+            while hunt.asks and hunt.left[0].source != "peer":
+                self._read(hunt, hunt.left.pop(0))
+        asks = [self._ask(number, hunt) for number, hunt in enumerate(self._hunts) if hunt.asks]
+        return self._rounds.begin(asks, busy=bool(asks), lost=self._lost(required))
 
-    def _read(self, copy: Copy) -> None:
+    def _ask(self, number: int, hunt: _Hunt) -> Ask:
+        copy = hunt.left[0]
+        return Ask(self._rank, copy.readers[0], copy.version, copy.tier, 0, 0, 0, number)
+
+    def _lost(self, required: Collection[Version]) -> str:
+        hunts = [hunt for hunt in self._hunts if hunt.version in required]
+        if not required or any(hunt.found is not None or hunt.left for hunt in hunts):
+            return ""
+        complaints = [complaint for hunt in hunts for complaint in hunt.complaints]
+        return f"its marker is nowhere as it was written: {', '.join(complaints)}"
+
+    def _read(self, hunt: _Hunt, copy: Copy) -> None:
         try:
-            marker = self._reader.marker(Item(self._version, self._rank, copy.tier))
-            self._found = self._checked(marker)
+            marker = self._reader.marker(Item(copy.version, self._rank, copy.tier))
+            hunt.found = self._checked(hunt.version, marker)
         except UNREADABLE as error:
-            self._complain(copy, str(error))
+            _complain(hunt, copy, str(error))
 
-    def _accept(self, copy: Copy, answer: bytes) -> None:
+    def _accept(self, hunt: _Hunt, copy: Copy, answer: bytes) -> None:
         if not answer:
-            self._complain(copy, "could not be read there")
+            _complain(hunt, copy, "could not be read there")
             return
         try:
-            self._found = self._checked(RankMarker.from_bytes(answer, f"marker of {described(copy)}"))
+            marker = RankMarker.from_bytes(answer, f"marker of {described(copy)}")
+            hunt.found = self._checked(hunt.version, marker)
         except Corrupt as error:
-            self._complain(copy, str(error))
+            _complain(hunt, copy, str(error))
 
-    def _complain(self, copy: Copy, reason: str) -> None:
-        self._complaints.append(f"{described(copy)} ({reason})")
-        log.error("%s, marker from %s: %s; another copy is tried", self._version, described(copy), reason)
-
-    def _checked(self, marker: RankMarker) -> RankMarker:
+    def _checked(self, version: Version, marker: RankMarker) -> RankMarker:
         """The marker, if it is that of this rank and version, and the one that was committed, if one was."""
         found = (marker.generation, marker.plan_hash, marker.rank)
-        if found != (self._version.generation, self._version.plan_hash, self._rank):
+        if found != (version.generation, version.plan_hash, self._rank):
             raise Corrupt(f"is of rank {marker.rank}, {marker.generation}, plan {marker.plan_hash[:8]}.")
-        if self._digest is not None and digest_of(marker.to_bytes()) != self._digest:
+        digest = self._digests.get(version)
+        if digest is not None and digest_of(marker.to_bytes()) != digest:
             raise Corrupt("is not the marker that was committed.")
         return marker
 
-    def _swap(self, asks: Sequence[Ask]) -> bytes:
-        """Send what others ask for; what this rank asked for, empty if it did not or could not be given it. Collective."""
+    def _swap(self, asks: Sequence[Ask]) -> dict[int, bytes]:
+        """Send what others ask for; what this rank asked for, empty if it could not be given it, by number. Collective."""
         transport = self._rounds.transport
-        answers = {ask.receiver: self._answer(ask) for ask in asks if ask.reader == self._rank}
-        sizes = transport.gather_values([[receiver, len(answer)] for receiver, answer in answers.items()])
-        received = {
-            ask.reader: bytearray(_size_for(sizes[ask.reader], self._rank))
-            for ask in asks
-            if ask.receiver == self._rank
-        }
+        answers = [(ask, self._answer(ask)) for ask in asks if ask.reader == self._rank]
+        told = transport.gather_values([[ask.receiver, ask.number, len(answer)] for ask, answer in answers])
+        sizes = {(receiver, number): nbytes for rows in told for receiver, number, nbytes in _rows(rows)}
+        own = [ask for ask in asks if ask.receiver == self._rank]
+        received = [(ask, bytearray(sizes[ask.receiver, ask.number])) for ask in own]
         wait = transport.transfer(
-            [(receiver, memoryview(answer)) for receiver, answer in answers.items() if answer],
-            [(reader, memoryview(buffer)) for reader, buffer in received.items() if buffer],
+            [(ask.receiver, memoryview(answer)) for ask, answer in answers if answer],
+            [(ask.reader, memoryview(buffer)) for ask, buffer in received if buffer],
         )
         wait()
-        return b"".join(bytes(buffer) for buffer in received.values())
+        return {ask.number: bytes(buffer) for ask, buffer in received}
 
     def _answer(self, ask: Ask) -> bytes:
         try:
-            return self._reader.marker(Item(self._version, ask.receiver, ask.tier)).to_bytes()
+            return self._reader.marker(Item(ask.version, ask.receiver, ask.tier)).to_bytes()
         except UNREADABLE as error:
-            log.error("%s, marker of rank %d kept here: %s", self._version, ask.receiver, error)
+            log.error("%s, marker of rank %d kept here: %s", ask.version, ask.receiver, error)
             return b""
 
 
-def _size_for(sizes: object, receiver: int) -> int:
-    assert isinstance(sizes, list)
-    return next((nbytes for rank, nbytes in sizes if rank == receiver), 0)
+def _complain(hunt: _Hunt, copy: Copy, reason: str) -> None:
+    hunt.complaints.append(f"{described(copy)} ({reason})")
+    log.error("%s, marker from %s: %s; another copy is tried", hunt.version, described(copy), reason)
+
+
+def _rows(rows: object) -> list[tuple[int, int, int]]:
+    assert isinstance(rows, list)
+    return [(receiver, number, nbytes) for receiver, number, nbytes in rows]
 
 
 def _common(marker: RankMarker) -> str:
-    """Digest of what the markers of all ranks must say alike."""
-    said = [marker.run_id, marker.world_size, marker.plan_hash, list(marker.steps), dict(marker.policy)]
+    """Digest of what the markers of all ranks must say alike; the two flavours of a lossy generation are alike."""
+    policy, family = dict(marker.policy), family_of(marker.policy)
+    plan = family or marker.plan_hash
+    if family:
+        policy["plan"] = family
+    said = [marker.run_id, marker.world_size, plan, list(marker.steps), policy]
     generation = [marker.generation.step, marker.generation.epoch]
     return digest_of(json.dumps([said, generation], sort_keys=True).encode())

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
-from lightning_moe_ckpt.recovery._inventory import Item, Stock, Version
-from lightning_moe_ckpt.storage import RankMarker
+from lightning_moe_ckpt.recovery._inventory import Item, Stock, Version, family_of
+from lightning_moe_ckpt.storage import RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Holding, Tier
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,14 @@ class Reader:
 
     def stock(self, memory: str) -> Stock:
         """What there is in memory, which `memory` names."""
-        return Stock(memory, tuple(item for item in self._holdings if item.tier != self._storage))
+        items = tuple(item for item in self._holdings if item.tier != self._storage)
+        return Stock(memory, items, {item.version: family for item in items if (family := self._family(item))})
+
+    def _family(self, item: Item) -> str:
+        try:
+            return family_of(self.marker(item).policy)
+        except UNREADABLE:
+            return ""  # its marker has gone bad since it was listed: nobody is given it by this copy
 
     def marker(self, item: Item) -> RankMarker:
         """The marker of a copy.
@@ -66,6 +73,15 @@ class Reader:
         if entry is None or offset + out.nbytes > entry.nbytes:
             raise Corrupt(f"{item}: has no {out.nbytes} bytes at {offset} of step {step}. Another copy may be good.")
         self._tiers[item.tier].read_into(self._holdings[item], entry, offset, out)
+
+    def read_stored(self, version: Version, owner: int, entry: SegmentEntry, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a segment in storage, unverified; its key says where it is.
+
+        Raises:
+            StorageError: it cannot be read, or is gone.
+        """
+        holding = Holding(generation=version.generation, plan_hash=version.plan_hash, owner=owner, nbytes=entry.nbytes)
+        self._tiers[self._storage].read_into(holding, entry, offset, out)
 
     def _read_marker(self, item: Item) -> RankMarker:
         if item not in self._holdings:

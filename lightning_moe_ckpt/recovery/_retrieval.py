@@ -12,28 +12,20 @@ Source: the design, Sec. 6; Gemini (2023) for several peers at once.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Request
-from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Item, Version
+from lightning_moe_ckpt.recovery._assembly import Assembly
+from lightning_moe_ckpt.recovery._carriage import Carriage
+from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
-from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
+from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
-from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES, Ask, Turn, turns
+from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
 from lightning_moe_ckpt.recovery._transport import Transport
 from lightning_moe_ckpt.storage import RankMarker, SegmentLayout
-
-log = logging.getLogger(__name__)
-
-NUM_READERS = 4
-"""Segments that a rank reads and verifies at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +62,11 @@ class Retrieval:
         marker_digest: str | None = None,
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
-        self._transport, self._reader, self._version = transport, reader, version
+        self._reader, self._version = reader, version
         self._copies = inventory.copies(version, transport.rank)
-        self._marker_digest, self._chunk_nbytes = marker_digest, chunk_nbytes
+        self._digests = {} if marker_digest is None else {version: marker_digest}
         self._rounds = Rounds(transport)
-        self._broken = ""
+        self._carriage = Carriage(self._rounds, reader, str(version), chunk_nbytes)
 
     @property
     def reasons(self) -> list[str]:
@@ -83,7 +75,9 @@ class Retrieval:
 
     def marker(self) -> RankMarker | None:
         """This rank's marker; `None`, on all ranks, if one of them has none. Collective."""
-        return MarkerSearch(self._rounds, self._reader, self._version, self._copies, self._marker_digest).run()
+        search = MarkerSearch(self._rounds, self._reader, {self._version: self._copies}, self._digests)
+        found = search.run(required=[self._version])
+        return None if found is None else found[self._version]
 
     def part(self, marker: RankMarker) -> Part | None:
         """All segments of this rank; `None`, on all ranks, if one of them lacks bytes in every copy. Collective.
@@ -92,11 +86,7 @@ class Retrieval:
             marker: what `marker` returned.
         """
         assemblies = [Assembly(entry, self._copies) for entry in marker.segments]
-        self._broken = "" if assemblies else "it has no segments"
-        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="moe-ckpt-restore") as pool:
-            while self._round(assemblies, pool):
-                pass
-        if self._rounds.reasons:
+        if not self._carriage.carry(assemblies, "" if assemblies else "it has no segments"):
             return None
         return Part(
             marker=marker,
@@ -104,97 +94,3 @@ class Retrieval:
             layouts=[assembly.layout for assembly in assemblies if assembly.layout is not None],
             nbytes=dict(sum((assembly.supplied for assembly in assemblies), Counter[Copy]())),
         )
-
-    # -- a round
-
-    def _round(self, assemblies: Sequence[Assembly], pool: ThreadPoolExecutor) -> bool:
-        """Read, send, receive and verify once. Returns whether there was anything to do, on any rank."""
-        wanted, lost = self._wanted(assemblies)
-        remote = [self._ask(assembly, request) for assembly, request in wanted if request.reader != self._rank]
-        asks = self._rounds.begin(remote, busy=bool(wanted), lost=lost)
-        if asks is None:
-            return False
-        local = [(assembly, request) for assembly, request in wanted if request.reader == self._rank]
-        reading = [pool.submit(self._read, *each) for each in local]
-        if asks:
-            self._travel(asks, assemblies)
-        for each in reading:
-            each.result()
-        list(pool.map(self._check, [assembly for assembly in assemblies if not assembly.done]))
-        self._log_complaints(assemblies)
-        return True
-
-    @property
-    def _rank(self) -> int:
-        return self._transport.rank
-
-    def _wanted(self, assemblies: Sequence[Assembly]) -> tuple[list[tuple[Assembly, Request]], str]:
-        if self._broken:
-            return [], self._broken
-        try:
-            return [(assembly, request) for assembly in assemblies for request in assembly.requests()], ""
-        except Exhausted as error:
-            return [], str(error)
-
-    def _ask(self, assembly: Assembly, request: Request) -> Ask:
-        return Ask(self._rank, request.reader, request.copy.tier, assembly.entry.step, request.offset, request.nbytes)
-
-    def _read(self, assembly: Assembly, request: Request) -> None:
-        out = assembly.view[request.offset : request.end]
-        try:
-            item = Item(self._version, self._rank, request.copy.tier)
-            self._reader.read_into(item, assembly.entry.step, request.offset, out)
-        except UNREADABLE as error:
-            assembly.buffer[request.offset : request.end].zero_()  # new memory may hold what the heap had there before
-            assembly.gone(request.copy, str(error))
-
-    def _check(self, assembly: Assembly) -> None:
-        try:
-            assembly.check()
-        except Corrupt as error:
-            self._broken = str(error)
-
-    def _log_complaints(self, assemblies: Sequence[Assembly]) -> None:
-        for assembly in assemblies:
-            for complaint in assembly.complaints:
-                log.error("%s: %s; another copy is tried", self._version, complaint)
-            assembly.complaints.clear()
-
-    # -- between ranks
-
-    def _travel(self, asks: Sequence[Ask], assemblies: Sequence[Assembly]) -> None:
-        """Send and receive what all ranks asked for; learn which of it could not be read. Collective."""
-        by_step = {assembly.entry.step: assembly for assembly in assemblies}
-        failures: dict[Ask, str] = {}
-        arrived: Callable[[], None] | None = None
-        for turn in turns(asks, self._rank, self._chunk_nbytes):
-            sends = [(ask.receiver, memoryview(self._bytes_for(ask, failures))) for ask in turn.sends]
-            if arrived is not None:
-                arrived()  # while it was under way, the next chunks were read
-            arrived = self._transport.transfer(sends, _places(turn, by_step))
-        if arrived is not None:
-            arrived()
-        told = self._transport.gather_values([[ask.receiver, ask.tier, ask.step, why] for ask, why in failures.items()])
-        for reader, rows in enumerate(told):
-            self._hear(reader, rows, by_step)
-
-    def _bytes_for(self, ask: Ask, failures: dict[Ask, str]) -> bytearray:
-        """What another rank asked for; if it cannot be read, as many other bytes: the receiver waits for them."""
-        chunk = bytearray(ask.nbytes)
-        try:
-            item = Item(self._version, ask.receiver, ask.tier)
-            self._reader.read_into(item, ask.step, ask.offset, memoryview(chunk))
-        except UNREADABLE as error:
-            failures[ask] = str(error)
-        return chunk
-
-    def _hear(self, reader: int, rows: object, by_step: dict[int, Assembly]) -> None:
-        assert isinstance(rows, list)
-        for receiver, tier, step, why in rows:
-            if receiver == self._rank:
-                copy = next(each for each in self._copies if each.tier == tier and reader in each.readers)
-                by_step[step].gone(copy, f"{why} (on rank {reader})")
-
-
-def _places(turn: Turn, by_step: dict[int, Assembly]) -> list[tuple[int, memoryview]]:
-    return [(ask.reader, by_step[ask.step].view[ask.offset : ask.offset + ask.nbytes]) for ask in turn.receives]

@@ -8,8 +8,10 @@ can form, and memory is one chunk per queue and turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
+
+from lightning_moe_ckpt.recovery._inventory import Version, plain_version, version_of
 
 CHUNK_NBYTES = 8 * 2**20
 
@@ -20,23 +22,27 @@ class Ask:
 
     receiver: int
     reader: int
+    version: Version
     tier: str
     step: int
     """Of the segment."""
     offset: int
     nbytes: int
+    number: int
+    """Tells the receiver's requests of one round apart; equal in all chunks of one."""
 
     def plain(self) -> list[object]:
         """As plain values, without the receiver, who says it."""
-        return [self.reader, self.tier, self.step, self.offset, self.nbytes]
+        version = plain_version(self.version)
+        return [self.reader, self.tier, *version, self.step, self.offset, self.nbytes, self.number]
 
     @classmethod
     def from_plain(cls, receiver: int, row: Sequence[object]) -> Ask:
         """The inverse of `plain`."""
-        reader, tier, *numbers = row
+        reader, tier, *rest = row
         assert isinstance(reader, int)
-        step, offset, nbytes = (int(number) for number in numbers if isinstance(number, int))
-        return cls(receiver, reader, str(tier), step, offset, nbytes)
+        step, offset, nbytes, number = (int(each) for each in rest[3:] if isinstance(each, int))
+        return cls(receiver, reader, version_of(rest[:3]), str(tier), step, offset, nbytes, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ def turns(asks: Sequence[Ask], rank: int, chunk_nbytes: int = CHUNK_NBYTES) -> l
 def _chunks(ask: Ask, chunk_nbytes: int) -> list[Ask]:
     end = ask.offset + ask.nbytes
     return [
-        Ask(ask.receiver, ask.reader, ask.tier, ask.step, start, min(chunk_nbytes, end - start))
+        replace(ask, offset=start, nbytes=min(chunk_nbytes, end - start))
         for start in range(ask.offset, end, chunk_nbytes)
     ]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from lightning_moe_ckpt.tiers import shared_directory
+from recovery._lossy_world import TAKEN, LossyWorld, Taken
 from recovery._world import World
 
 MakeWorld = Callable[..., World]
+MakeLossy = Callable[..., LossyWorld]
 
 
 @pytest.fixture
@@ -32,3 +34,17 @@ def make_world() -> Iterator[MakeWorld]:
 def world(make_world: MakeWorld) -> World:
     """Two ranks, each on a node of its own."""
     return make_world("a", "b")
+
+
+@pytest.fixture
+def make_lossy() -> Iterator[MakeLossy]:
+    """Makes a world from the names of its ranks' nodes."""
+    with tempfile.TemporaryDirectory(dir=shared_directory()) as shared:
+
+        def make(*names: str, taken: Mapping[int, Taken] = TAKEN) -> LossyWorld:
+            nodes = [Path(shared) / name for name in names]
+            for node in nodes:
+                node.mkdir(exist_ok=True)
+            return LossyWorld(Path(shared) / "run", nodes, taken)
+
+        yield make

@@ -1,0 +1,176 @@
+"""Rounds in which all ranks get what they lack: from copies that they read themselves, and from each other.
+
+In each round a rank says what it wants of others, or that something is bad in every copy; it reads local copies
+meanwhile, sends what it was asked for, receives, and verifies. Nobody ever waits for a rank that has gone on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.recovery._assembly import Exhausted, Request
+from lightning_moe_ckpt.recovery._inventory import Copy, Item
+from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
+from lightning_moe_ckpt.recovery._rounds import Rounds
+from lightning_moe_ckpt.recovery._schedule import Ask, Turn, turns
+
+log = logging.getLogger(__name__)
+
+NUM_READERS = 4
+"""Requests that a rank reads, and assemblies that it verifies, at once."""
+
+
+class Assembling(Protocol):
+    """Something on its way into memory; asked for requests and checked by one thread at a time."""
+
+    done: bool
+    complaints: list[str]
+    """What was wrong with copies, since somebody last emptied this."""
+
+    @property
+    def view(self) -> memoryview:
+        """The buffer that requests name places in."""
+
+    def requests(self) -> list[Request]:
+        """What to read in the next round; nothing if it is done. Raises `Exhausted`."""
+
+    def gone(self, copy: Copy, reason: str) -> None:
+        """A copy could not be read: the bytes asked of it are rubbish."""
+
+    def check(self) -> None:
+        """Verify what was read since the last call. Raises `Corrupt`."""
+
+
+Wanted = list[tuple[Assembling, Request]]
+
+
+class Carriage:
+    """Brings assemblies their bytes; every method is collective.
+
+    Args:
+        rounds: of this attempt.
+        reader: of what this rank reaches.
+        what: is being brought, for the log.
+        chunk_nbytes: most bytes per message.
+    """
+
+    def __init__(self, rounds: Rounds, reader: Reader, what: str, chunk_nbytes: int) -> None:
+        self._rounds, self._reader, self._what, self._chunk_nbytes = rounds, reader, what, chunk_nbytes
+        self._rank = rounds.transport.rank
+        self._broken = ""
+
+    def carry(self, assemblies: Sequence[Assembling], broken: str = "") -> bool:
+        """Fill all of them. Whether every rank could; the reasons are those of the rounds.
+
+        Args:
+            assemblies: of this rank.
+            broken: why there is nothing to be had for this rank, if that is so.
+        """
+        self._broken = broken
+        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="moe-ckpt-restore") as pool:
+            while self._round(assemblies, pool):
+                pass
+        return not self._rounds.reasons
+
+    def _round(self, assemblies: Sequence[Assembling], pool: ThreadPoolExecutor) -> bool:
+        """Read, send, receive and verify once. Returns whether there was anything to do, on any rank."""
+        wanted, lost = self._wanted(assemblies)
+        self._log_complaints(assemblies)
+        remote = [self._ask(i, request) for i, (_, request) in enumerate(wanted) if request.reader != self._rank]
+        asks = self._rounds.begin(remote, busy=bool(wanted), lost=lost)
+        if asks is None:
+            return False
+        local = [(assembly, request) for assembly, request in wanted if request.reader == self._rank]
+        reading = [pool.submit(self._read, *each) for each in local]
+        if asks:
+            self._travel(asks, wanted)
+        for each in reading:
+            each.result()
+        list(pool.map(self._check, [assembly for assembly in assemblies if not assembly.done]))
+        self._log_complaints(assemblies)
+        return True
+
+    def _wanted(self, assemblies: Sequence[Assembling]) -> tuple[Wanted, str]:
+        if self._broken:
+            return [], self._broken
+        try:
+            return [(assembly, request) for assembly in assemblies for request in assembly.requests()], ""
+        except Exhausted as error:
+            return [], str(error)
+
+    def _ask(self, number: int, request: Request) -> Ask:
+        copy, step = request.copy, request.entry.step
+        return Ask(self._rank, request.reader, copy.version, copy.tier, step, request.offset, request.nbytes, number)
+
+    def _read(self, assembly: Assembling, request: Request) -> None:
+        copy = request.copy
+        out = assembly.view[request.place : request.place + request.nbytes]
+        try:
+            if copy.source == "storage":
+                self._reader.read_stored(copy.version, self._rank, request.entry, request.offset, out)
+            else:
+                item = Item(copy.version, self._rank, copy.tier)
+                self._reader.read_into(item, request.entry.step, request.offset, out)
+        except UNREADABLE as error:
+            out[:] = bytes(out.nbytes)  # new memory may hold what the heap had there before
+            assembly.gone(copy, str(error))
+
+    def _check(self, assembly: Assembling) -> None:
+        try:
+            assembly.check()
+        except Corrupt as error:
+            self._broken = str(error)
+
+    def _log_complaints(self, assemblies: Sequence[Assembling]) -> None:
+        for assembly in assemblies:
+            for complaint in assembly.complaints:
+                log.error("%s: %s; another copy is tried", self._what, complaint)
+            assembly.complaints.clear()
+
+    # -- between ranks
+
+    def _travel(self, asks: Sequence[Ask], wanted: Wanted) -> None:
+        """Send and receive what all ranks asked for; learn which of it could not be read. Collective."""
+        transport = self._rounds.transport
+        failures: dict[tuple[int, int], str] = {}
+        arrived: Callable[[], None] | None = None
+        for turn in turns(asks, self._rank, self._chunk_nbytes):
+            sends = [(ask.receiver, memoryview(self._bytes_for(ask, failures))) for ask in turn.sends]
+            if arrived is not None:
+                arrived()  # while it was under way, the next chunks were read
+            arrived = transport.transfer(sends, _places(turn, wanted))
+        if arrived is not None:
+            arrived()
+        rows = [[receiver, number, why] for (receiver, number), why in failures.items()]
+        for reader, told in enumerate(transport.gather_values(rows)):
+            self._hear(reader, told, wanted)
+
+    def _bytes_for(self, ask: Ask, failures: dict[tuple[int, int], str]) -> bytearray:
+        """What another rank asked for; if it cannot be read, as many other bytes: the receiver waits for them."""
+        chunk = bytearray(ask.nbytes)
+        try:
+            item = Item(ask.version, ask.receiver, ask.tier)
+            self._reader.read_into(item, ask.step, ask.offset, memoryview(chunk))
+        except UNREADABLE as error:
+            failures[ask.receiver, ask.number] = str(error)
+        return chunk
+
+    def _hear(self, reader: int, rows: object, wanted: Wanted) -> None:
+        assert isinstance(rows, list)
+        for receiver, number, why in rows:
+            if receiver == self._rank:
+                assembly, request = wanted[number]
+                assembly.gone(request.copy, f"{why} (on rank {reader})")
+
+
+def _places(turn: Turn, wanted: Wanted) -> list[tuple[int, memoryview]]:
+    places = []
+    for ask in turn.receives:
+        assembly, request = wanted[ask.number]
+        start = request.place + ask.offset - request.offset
+        places.append((ask.reader, assembly.view[start : start + ask.nbytes]))
+    return places

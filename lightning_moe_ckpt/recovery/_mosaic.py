@@ -1,0 +1,266 @@
+"""Bringing every rank its part of a lossy generation: the dense part as of it, each expert from where it is newest.
+
+A lossy generation holds some experts only. Every other expert comes from the newest older generation that ranks can
+put it together from, whatever tiers and nodes that takes. Ranks agree on it expert by expert; an expert that turns out
+bad everywhere comes from the next older generation, and the generation is given up when one has no copy left at all.
+
+Markers are read as far back as needed: those of every generation in memory, and in storage that of the newest
+commit, which says where older files hold what it lacks.
+
+Source: PEC/MoC (2024), Sec. 3.2 (two-level recovery); we differ in agreeing per expert, on what every rank verified.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_moe_ckpt.recovery._agreement import Offer
+from lightning_moe_ckpt.recovery._carriage import Carriage
+from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version
+from lightning_moe_ckpt.recovery._markers import MarkerSearch
+from lightning_moe_ckpt.recovery._reader import Reader
+from lightning_moe_ckpt.recovery._record_assembly import RecordAssembly, Wanted
+from lightning_moe_ckpt.recovery._rounds import Rounds
+from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
+from lightning_moe_ckpt.recovery._supply import PARAM, Held, Origin, Supply, newest_whole
+from lightning_moe_ckpt.recovery._transport import Transport
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout
+
+log = logging.getLogger(__name__)
+
+MEMORY, STORAGE = "memory", "storage"
+"""Levels at which copies are held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A piece of one parameter of an expert, and the rank that brings it."""
+
+    fqn: str
+    global_start: int
+    numel: int
+    writer: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """What ranks agreed on, equal on all; experts by name."""
+
+    generations: Mapping[str, GenerationId]
+    """From which generation each expert comes."""
+    tiles: Mapping[str, Sequence[Tile]]
+    """Pieces of each expert over all ranks, in the order of ranks."""
+    levels: Mapping[str, frozenset[str]]
+    """Levels that hold all of that copy, among `memory` and `storage`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patchwork:
+    """One rank's part of a lossy generation, put together and verified record by record."""
+
+    marker: RankMarker
+    """Of the generation itself."""
+    segment: torch.Tensor
+    """uint8, laid out as was asked for."""
+    layout: SegmentLayout
+    nbytes: dict[Copy, int]
+    """Bytes read, by copy."""
+    chosen: Chosen
+
+
+class Mosaic:
+    """One attempt at one lossy generation; all ranks make it together, and every method is collective.
+
+    Args:
+        transport: to the other ranks.
+        reader: of what this rank reaches.
+        inventory: of all ranks.
+        offer: what to bring.
+        alive: versions that the run's log allows; experts may come from those.
+        digests: what manifests say of this rank's markers, by committed version.
+        chunk_nbytes: most bytes per message.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        reader: Reader,
+        inventory: Inventory,
+        offer: Offer,
+        alive: Collection[Version],
+        *,
+        digests: Mapping[Version, str],
+        chunk_nbytes: int = CHUNK_NBYTES,
+    ) -> None:
+        self._transport, self._reader, self._inventory, self._offer = transport, reader, inventory, offer
+        self._digests = digests
+        self._rounds = Rounds(transport)
+        self._carriage = Carriage(self._rounds, reader, f"{offer.generation}, family {offer.family[:8]}", chunk_nbytes)
+        reachable = sorted((each for each in alive if each.generation <= offer.generation), reverse=True)
+        in_storage = [each for each in reachable if each in inventory.committed]
+        self._deeper = in_storage[1:]
+        """Commits whose markers were not needed yet, newest first."""
+        self._first = [*in_storage[:1], *(each for each in reachable if each in inventory.in_memory)]
+        self._markers: dict[Version, RankMarker] = {}
+        self._supply = Supply(inventory, transport.rank, ())
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the generation was given up, the same on all ranks."""
+        return self._rounds.reasons
+
+    def marker(self) -> RankMarker | None:
+        """This rank's marker of the generation; `None`, on all ranks, if one of them has none."""
+        wanted = [*self._offer.versions, *self._first]
+        if not self._read_markers(wanted, required=self._offer.versions):
+            return None
+        preferred = sorted((v for v in self._offer.versions if v in self._markers), key=self._cost)
+        return self._markers[preferred[0]]
+
+    def bring(
+        self, marker: RankMarker, experts: Mapping[str, int], lay_out: Callable[[Chosen], SegmentLayout]
+    ) -> Patchwork | None:
+        """Everything of this rank; `None`, on all ranks, if something has no good copy left.
+
+        Args:
+            marker: what `marker` returned.
+            experts: elements of every expert operator that this rank holds.
+            lay_out: where this rank wants its records: by their names in markers, for tiles of experts that it brings.
+        """
+        self._supply = Supply(self._inventory, self._transport.rank, experts)
+        for version in sorted(self._markers, key=lambda each: each not in self._inventory.committed):
+            self._supply.add(
+                version, self._markers[version]
+            )  # manifests vouch for what is committed, so that comes first
+        while (origins := self._agree(experts)) is not None:
+            chosen = self._describe(origins, experts)
+            layout = lay_out(chosen)
+            buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+            layout.write_header(buffer)
+            parts, broken = self._assemblies(layout, buffer, {e: origins[e] for e in experts})
+            if not self._carriage.carry(list(parts.values()), broken):
+                return None
+            if not self._exclude_lost(parts, origins):
+                supplied = sum((part.supplied for part in parts.values()), Counter[Copy]())
+                return Patchwork(marker=marker, segment=buffer, layout=layout, nbytes=dict(supplied), chosen=chosen)
+        return None
+
+    # -- markers
+
+    def _cost(self, version: Version) -> int:
+        """Flavours in memory are preferred: they are read faster, and may hold more."""
+        copies = self._inventory.copies(version, self._transport.rank)
+        return ("host", "peer", "storage").index(copies[0].source) if copies else 3
+
+    def _read_markers(self, versions: Sequence[Version], *, required: Sequence[Version] = ()) -> bool:
+        rank = self._transport.rank
+        copies = {v: self._inventory.copies(v, rank) for v in dict.fromkeys(versions) if v not in self._markers}
+        found = MarkerSearch(self._rounds, self._reader, copies, self._digests).run(required=required)
+        if found is None:
+            return False
+        self._markers |= found
+        return True
+
+    def _read_deeper(self) -> bool:
+        """The markers of one more commit; whether there was one."""
+        if not self._deeper:
+            return False
+        version = self._deeper.pop(0)
+        self._read_markers([version])
+        if version in self._markers:
+            self._supply.add(version, self._markers[version])
+        return True
+
+    # -- agreement
+
+    def _agree(self, experts: Mapping[str, int]) -> dict[str, Origin] | None:
+        """The newest whole copy of every expert of the model; `None` if one has none."""
+        while True:
+            offered, sizes = self._offered(experts)
+            chosen, missing = newest_whole(offered, sizes)
+            if not missing:
+                return chosen
+            if not self._read_deeper():
+                self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts, first {missing[0]}")
+                return None
+
+    def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Origin]], dict[str, int]]:
+        """Elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
+        own = {name: list(self._supply.offered(name)) for name in experts}
+        origins = sorted({origin for rows in own.values() for origin, _ in rows})
+        table = [[each.generation.step, each.generation.epoch, each.plan] for each in origins]
+        rows = [[name, size, [[origins.index(o), n] for o, n in own[name]]] for name, size in experts.items()]
+        offered: dict[str, Counter[Origin]] = {}
+        sizes: dict[str, int] = {}
+        for said in self._transport.gather_values([table, rows]):
+            assert isinstance(said, list)
+            theirs = [Origin(GenerationId(step=step, epoch=epoch), plan) for step, epoch, plan in said[0]]
+            for name, size, pairs in said[1]:
+                sizes[name] = size
+                counts = offered.setdefault(name, Counter())
+                for index, numel in pairs:
+                    counts[theirs[index]] += numel
+        return offered, dict(sorted(sizes.items()))
+
+    def _describe(self, origins: Mapping[str, Origin], experts: Collection[str]) -> Chosen:
+        """What all ranks have of the copies that were chosen."""
+        own: list[object] = []
+        for name in experts:
+            records = self._supply.expert(name, origins[name])
+            tiles = [held.record for held in records.values() if held.record.state_key == PARAM]
+            rows = [[each.fqn, each.global_start, each.numel] for each in tiles]
+            own.append([name, rows, _held_at(records.values(), MEMORY), _held_at(records.values(), STORAGE)])
+        tiles_of: dict[str, list[Tile]] = {name: [] for name in origins}
+        levels = {name: {MEMORY, STORAGE} for name in origins}
+        for writer, said in enumerate(self._transport.gather_values(own)):
+            assert isinstance(said, list)
+            for name, rows, in_memory, in_storage in said:
+                tiles_of[name] += [Tile(fqn, start, numel, writer) for fqn, start, numel in rows]
+                levels[name] -= {level for level, held in ((MEMORY, in_memory), (STORAGE, in_storage)) if not held}
+        generations = {name: origin.generation for name, origin in origins.items()}
+        held = {name: frozenset(each) for name, each in levels.items()}
+        return Chosen(generations=generations, tiles=tiles_of, levels=held)
+
+    # -- bytes
+
+    def _assemblies(
+        self, layout: SegmentLayout, buffer: torch.Tensor, origins: Mapping[str, Origin]
+    ) -> tuple[dict[str, RecordAssembly], str]:
+        """What is to be brought, by expert, and everything else; and why it cannot fit, if it cannot."""
+        base = self._supply.origin(self._offer.versions[0])
+        held = {name: ("", each) for name, each in self._supply.rest(base).items()}
+        for expert, origin in origins.items():
+            held |= {name: (expert, each) for name, each in self._supply.expert(expert, origin).items()}
+        wanted: dict[str, list[Wanted]] = {"": [], **{expert: [] for expert in origins}}
+        for name, span in layout.spans.items():
+            expert, record = held.get(name, ("", None))
+            if record is None or record.record.nbytes != span.nbytes:
+                return {}, f"its records are not those of this model, optimizer and world, first {name}"
+            wanted[expert].append(Wanted(name, span.offset, span.nbytes, record.record.digest, record.places))
+        generation = self._offer.generation
+        return {
+            expert: RecordAssembly(
+                f"{expert or 'the dense part'} of {origins[expert].generation if expert else generation}",
+                buffer,
+                records,
+                may_be_lost=bool(expert),
+            )
+            for expert, records in wanted.items()
+        }, ""
+
+    def _exclude_lost(self, parts: Mapping[str, RecordAssembly], origins: Mapping[str, Origin]) -> bool:
+        """Note what turned out bad here; whether anything did on any rank."""
+        lost = {expert: part.lost for expert, part in parts.items() if part.lost}
+        for expert, reason in lost.items():
+            self._supply.exclude(expert, origins[expert])
+            log.error("%s; an older copy of the expert is used", reason)
+        return any(self._transport.gather_values(bool(lost)))
+
+
+def _held_at(records: Collection[Held], level: str) -> bool:
+    return all(any((place.copy.source == STORAGE) == (level == STORAGE) for place in each.places) for each in records)

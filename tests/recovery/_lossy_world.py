@@ -1,0 +1,262 @@
+"""Lossy generations by hand: each has all of the dense part and some experts, more of them in memory than in storage.
+
+Every record says in its bytes which generation, rank and record it is of, so a test can tell where bytes are from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lightning_moe_ckpt.recovery import (
+    Chosen,
+    Inventory,
+    Mosaic,
+    Patchwork,
+    Reader,
+    Transport,
+    Version,
+    family_of,
+    memory_of,
+    usable_offers,
+)
+from lightning_moe_ckpt.storage import (
+    Commit,
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    RunStore,
+    SegmentEntry,
+    SegmentLayout,
+    TensorSpec,
+    digest_of,
+    segment_key,
+)
+from lightning_moe_ckpt.tiers import ObjectTier, SegmentRing, shared_name
+from recovery._world import ThreadTransport, World, in_threads
+
+Level = Literal["memory", "storage", "dense"]
+EXPERTS = ("e0", "e1", "e2", "e3")
+NUMEL = 600
+"""Elements of each expert, over all ranks."""
+BASE = {"dense": 90, "journal": 50}
+"""Elements of what every generation has of every rank."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a generation takes; everything in storage only, if it is dense."""
+
+    memory: frozenset[str] = frozenset()
+    storage: frozenset[str] = frozenset()
+    dense: bool = False
+
+    def experts(self, level: Level) -> Sequence[str]:
+        if level == "dense":
+            return EXPERTS
+        return sorted(self.memory if level == "memory" else self.storage)
+
+    def plan(self, level: Level) -> str:
+        if level == "dense":
+            return json.dumps({"config": {"kind": "dense"}})
+        shared = {"memory": sorted(self.memory), "storage": sorted(self.storage)}
+        return json.dumps({**shared, "family": digest_of(json.dumps(shared).encode()), "level": level})
+
+
+# Memory takes two experts, storage one of them, in turn; the run began with everything.
+TAKEN = {
+    0: Taken(dense=True),
+    1: Taken(frozenset({"e0", "e1"}), frozenset({"e0"})),
+    2: Taken(frozenset({"e2", "e3"}), frozenset({"e2"})),
+    3: Taken(frozenset({"e0", "e1"}), frozenset({"e1"})),
+    4: Taken(frozenset({"e2", "e3"}), frozenset({"e3"})),
+}
+
+
+def tile(expert: str, rank: int, world_size: int, *, dense: bool) -> tuple[int, int]:
+    """Start and length of a rank's piece; dense generations cut experts unlike lossy ones."""
+    cuts = [NUMEL * r // world_size for r in range(world_size + 1)]
+    if dense:
+        cuts = [0, *(cut - 100 * (0 < cut < NUMEL) for cut in cuts[1:])]
+    return cuts[rank], cuts[rank + 1] - cuts[rank]
+
+
+def record_name(expert: str, start: int, numel: int) -> str:
+    return f"full/{expert}.w/{start}+{numel}/param"
+
+
+def content(step: int, rank: int, name: str, numel: int) -> torch.Tensor:
+    """Equal in both flavours of a generation."""
+    return torch.full((numel,), float(hash((step, rank, name)) % 2**20))
+
+
+def specs(names: Mapping[str, int]) -> list[TensorSpec]:
+    return [TensorSpec(name, torch.float32, (numel,)) for name, numel in names.items()]
+
+
+def _records(experts: Sequence[str], rank: int, world_size: int, *, dense: bool) -> dict[str, int]:
+    tiles = [(expert, *tile(expert, rank, world_size, dense=dense)) for expert in experts]
+    return {**BASE, **{record_name(expert, start, numel): numel for expert, start, numel in tiles}}
+
+
+def _entry(name: str, layout: SegmentLayout, data: bytes) -> RecordEntry:
+    span = layout.spans[name]
+    kind, _, rest = name.partition("/")
+    fqn, start = (rest.split("/")[0], int(rest.split("/")[1].split("+")[0])) if rest else (name, 0)
+    return RecordEntry(
+        name=name, operator=fqn.removesuffix(".w") if rest else "", kind=kind, fqn=fqn, state_key="param", dtype="F32",
+        global_shape=(NUMEL,), global_start=start, numel=span.nbytes // 4, offset=span.offset, nbytes=span.nbytes,
+        digest=digest_of(data[span.offset : span.offset + span.nbytes]),
+    )  # fmt: skip
+
+
+Restored = tuple[GenerationId, Patchwork]
+
+
+class LossyWorld(World):
+    """A world whose generations are lossy.
+
+    Args:
+        storage: where the run goes.
+        nodes: the directory of each rank's node, by rank.
+        taken: what the generation of each step takes.
+    """
+
+    def __init__(self, storage: Path, nodes: Sequence[Path], taken: Mapping[int, Taken]) -> None:
+        super().__init__(storage, nodes)
+        self.taken = dict(taken)
+
+    def lossy_part(self, step: int, rank: int, level: Level) -> tuple[RankMarker, bytes]:
+        """One rank's part of a generation, as a level has it."""
+        assert self.store.epoch is not None
+        generation, taken = GenerationId(step=step, epoch=self.store.epoch), self.taken[step]
+        names = _records(taken.experts(level), rank, self.world_size, dense=level == "dense")
+        layout = SegmentLayout(specs(names), metadata={"level": level})
+        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        layout.write_header(buffer)
+        for name, numel in names.items():
+            layout.view(buffer, name).copy_(content(step, rank, name, numel))
+        data = buffer.numpy().tobytes()
+        entry = SegmentEntry(
+            step=step,
+            key=segment_key(generation, rank, step),
+            nbytes=len(data),
+            digest=digest_of(data),
+            records=tuple(_entry(name, layout, data) for name in names),
+        )
+        plan = taken.plan(level)
+        marker = RankMarker(
+            run_id=self.store.run_id, rank=rank, world_size=self.world_size, generation=generation,
+            plan_hash=digest_of(plan.encode()), segments=(entry,), policy={"plan": plan},
+        )  # fmt: skip
+        return marker, data
+
+    def remember(self, steps: Sequence[int], rank: int, node: Path) -> None:
+        """Memory of `node` has these generations of a rank."""
+        parts = [self.lossy_part(step, rank, "memory") for step in steps]
+        kind: Literal["ring", "replica"] = "ring" if node == self.nodes[rank] else "replica"
+        name = shared_name(self.store.run_id, rank, kind)
+        ring = SegmentRing.create(name, max(len(data) for _, data in parts), len(parts), node)
+        for marker, data in parts:
+            ring.begin_window(marker.generation)
+            slot = ring.acquire(marker.generation, marker.segments[0].step)
+            slot.view[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            ring.seal(slot)
+            ring.finish_window(marker.generation)
+            ring.publish(marker.generation, marker)
+        ring.close(unlink=False)
+
+    def commit(self, step: int) -> None:
+        """Storage has this generation."""
+        level: Level = "dense" if self.taken[step].dense else "storage"
+        markers = {}
+        for rank in range(self.world_size):
+            marker, data = self.lossy_part(step, rank, level)
+            self.store.put_segment(marker.generation, rank, step, memoryview(data))
+            self.store.put_marker(marker)
+            markers[rank] = marker
+        self.store.commit(markers[0], timeout=timedelta())
+
+    def stored(self, step: int, rank: int) -> Path:
+        """The file in storage."""
+        level: Level = "dense" if self.taken[step].dense else "storage"
+        return self.file_in_storage(self.lossy_part(step, rank, level)[0].segments[0])
+
+    def span(self, step: int, rank: int, level: Level, what: str) -> int:
+        """Where a record lies in the file of a level: `dense`, `journal`, or an expert's name."""
+        records = self.lossy_part(step, rank, level)[0].segments[0].records
+        return next(each.offset for each in records if what in (each.name, each.operator))
+
+    def restore_lossy(self, dead: Collection[int] = ()) -> list[Restored | None]:
+        """What a restart gives every rank; the log forbids the steps in `dead`."""
+        run_id, commits = self.offered()
+        self.reasons = [[] for _ in self.nodes]
+
+        def live(rank: int) -> Restored | None:
+            found, self.reasons[rank] = self.lossy_life(ThreadTransport(self.wire, rank), run_id, commits, dead)
+            return found
+
+        found = in_threads(self.world_size, live)
+        for tier in self.tiers.values():
+            tier.close()
+        return found
+
+    def lossy_life(
+        self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int] = ()
+    ) -> tuple[Restored | None, list[str]]:
+        """What one rank of a restart gets, and why newer generations were given up."""
+        node, reasons = self.nodes[transport.rank], []
+        reader = Reader(run_id, [self.tiers[node]], ObjectTier(RunStore.join(self.backend, run_id=run_id), commits))
+        stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
+        by_version = {Version(c.generation, c.plan_hash): c for c in commits}
+        families = {version: family for version, c in by_version.items() if (family := family_of(c.policy))}
+        inventory = Inventory.of(stocks, by_version, families)
+        alive = [each for each in inventory.all_versions if each.generation.step not in dead]
+        digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}
+        for offer in usable_offers(inventory, alive):
+            attempt = Mosaic(transport, reader, inventory, offer, alive, digests=digests, chunk_nbytes=300)
+            part = _attempt(attempt, transport.rank)
+            reasons += attempt.reasons
+            if part is not None:
+                return (offer.generation, part), reasons
+        return None, reasons
+
+
+def _attempt(attempt: Mosaic, rank: int) -> Patchwork | None:
+    marker = attempt.marker()
+
+    def lay_out(chosen: Chosen) -> SegmentLayout:
+        tiles = [(expert, t) for expert, row in chosen.tiles.items() for t in row if t.writer == rank]
+        names = {record_name(expert, t.global_start, t.numel): t.numel for expert, t in tiles}
+        return SegmentLayout(specs({**BASE, **names}), metadata={})
+
+    return None if marker is None else attempt.bring(marker, dict.fromkeys(EXPERTS, NUMEL), lay_out)
+
+
+def experts_found(world: LossyWorld, found: Sequence[Restored | None]) -> tuple[int, dict[str, int]]:
+    """The step, and from which step every expert came; every byte on every rank is checked to be of these."""
+    assert all(each is not None for each in found), world.reasons
+    first = next(each for each in found if each is not None)
+    step = first[0].step
+    sources = {expert: generation.step for expert, generation in first[1].chosen.generations.items()}
+    state = {expert: torch.full((NUMEL,), torch.nan) for expert in EXPERTS}
+    for rank, each in enumerate(found):
+        assert each is not None
+        generation, part = each
+        assert (generation, part.chosen) == (first[0], first[1].chosen)
+        for name, numel in BASE.items():
+            assert torch.equal(part.layout.view(part.segment, name), content(step, rank, name, numel))
+        for expert, tiles in part.chosen.tiles.items():
+            for t in (t for t in tiles if t.writer == rank):
+                name = record_name(expert, t.global_start, t.numel)
+                values = part.layout.view(part.segment, name)
+                assert torch.equal(values, content(sources[expert], rank, name, t.numel))
+                state[expert][t.global_start : t.global_start + t.numel] = values
+    assert not any(values.isnan().any() for values in state.values()), "pieces do not add up to the expert"
+    return step, sources

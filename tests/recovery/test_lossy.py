@@ -1,0 +1,185 @@
+"""What a lossy generation is put together from: each expert from where it is newest, whatever tiers and nodes that takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES
+from recovery._lossy_world import EXPERTS, TAKEN, LossyWorld, Taken, experts_found
+from recovery.conftest import MakeLossy
+from recovery.test_fallbacks import flip
+
+
+def kept(world: LossyWorld, steps: Sequence[int], *ranks: int, replicas: bool = False) -> None:
+    """Memory of each rank's node, and with `replicas` of every node, has these generations of those ranks."""
+    for rank in ranks or range(world.world_size):
+        for node in world.tiers if replicas else [world.nodes[rank]]:
+            world.remember(steps, rank, node)
+
+
+def committed(world: LossyWorld, *steps: int) -> None:
+    for step in steps:
+        world.commit(step)
+
+
+def restored(world: LossyWorld, dead: Sequence[int] = ()) -> tuple[int, list[int]]:
+    """The step, and the step of each expert in order."""
+    step, sources = experts_found(world, world.restore_lossy(dead))
+    return step, [sources[expert] for expert in EXPERTS]
+
+
+def test_memory_gives_every_expert_from_its_newest_turn(make_lossy: MakeLossy) -> None:
+    """Storage has nothing but the start, and is not needed."""
+    world = make_lossy("a", "b", "c")
+    committed(world, 0)
+    kept(world, [2, 3, 4])
+    assert restored(world) == (4, [3, 3, 4, 4])
+
+
+def test_storage_alone_gives_what_it_took(make_lossy: MakeLossy) -> None:
+    """One expert per generation, each from its own turn; how the dense generation cuts experts does not matter."""
+    world = make_lossy("a", "b", "c")
+    committed(world, 0, 1, 2, 4)
+    assert restored(world) == (4, [1, 0, 2, 4])
+
+
+def test_memory_of_surviving_nodes_gives_newer_experts_than_storage(make_lossy: MakeLossy) -> None:
+    """Two ranks hold experts in pieces: one that lost its memory brings an expert down to what storage has of it."""
+    world = make_lossy("a", "b", "c")
+    committed(world, 0, 1, 2, 3, 4)
+    kept(world, [3, 4], 0, 1)
+    assert restored(world) == (4, [1, 3, 2, 4])
+    kept(world, [3, 4], 2)
+    assert restored(world) == (4, [3, 3, 4, 4])
+
+
+def test_replicas_of_a_lost_node_keep_its_experts_as_new(make_lossy: MakeLossy) -> None:
+    """The ranks of the lost node pull from the other one, markers and records alike."""
+    world = make_lossy("a", "b")
+    committed(world, 0, 1)
+    kept(world, [3, 4], replicas=True)
+    for rank in range(2):
+        world.tiers[world.nodes[0]].lose(rank)
+    assert restored(world) == (4, [3, 3, 4, 4])
+    assert world.wire.nbytes[1, 0] > world.wire.nbytes[0, 1]
+
+
+def test_a_generation_that_one_rank_lost_in_memory_comes_from_what_storage_has_of_it(make_lossy: MakeLossy) -> None:
+    """Ranks resume from one generation in two flavours."""
+    world = make_lossy("a", "b")
+    committed(world, 0, 4)
+    kept(world, [4], 0)
+    assert restored(world) == (4, [0, 0, 0, 4])
+
+
+def test_what_the_log_forbids_supplies_nothing(make_lossy: MakeLossy) -> None:
+    """Neither the generation nor any expert."""
+    world = make_lossy("a", "b")
+    committed(world, 0, 1, 2)
+    kept(world, [3, 4])
+    assert restored(world, dead=[4]) == (3, [3, 3, 2, 0])
+    assert restored(world, dead=[3]) == (4, [1, 0, 4, 4])
+
+
+def test_without_a_copy_of_two_experts_older_generations_are_tried(make_lossy: MakeLossy) -> None:
+    """Here in vain: the start is what they are missing from."""
+    world = make_lossy("a", "b")
+    committed(world, 0)
+    kept(world, [4])
+    world.stored(0, 1).unlink()
+    assert world.restore_lossy() == [None, None]
+    lossy, dense = world.reasons[0]
+    assert "no whole copy is left of 2 experts, first e0" in lossy
+    assert "rank 1: the dense part of step 0" in dense
+
+
+# -- bad records
+
+
+def flip_in_memory(world: LossyWorld, rank: int, step: int, what: str) -> None:
+    """A bit of a record in a rank's own memory, which holds steps up to 4."""
+    ring = world.tiers[world.nodes[rank]].file_of(rank)
+    nbytes = world.lossy_part(step, rank, "memory")[0].segments[0].nbytes
+    slots = (ring.stat().st_size - RING_HEADER_NBYTES) // -(-nbytes // 4096 * 4096)
+    slot_nbytes = (ring.stat().st_size - RING_HEADER_NBYTES) // slots
+    flip(ring, (slots - 1 - (4 - step)) * slot_nbytes + world.span(step, rank, "memory", what))
+
+
+def test_a_bad_record_of_the_dense_part_comes_from_the_other_flavour(make_lossy: MakeLossy) -> None:
+    """Memory and storage hold the same bytes of it at different places."""
+    world = make_lossy("a", "b")
+    committed(world, 0, 4)
+    kept(world, [3, 4])
+    flip_in_memory(world, 0, 4, "dense")
+    assert restored(world) == (4, [3, 3, 4, 4])
+
+
+def test_a_bad_expert_falls_to_its_next_older_copy_alone(
+    make_lossy: MakeLossy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one rank; the others bring the older one too, and other experts stay as they are."""
+    world = make_lossy("a", "b", "c")
+    committed(world, 0, 1, 2, 3, 4)
+    flip(world.stored(3, 1), world.span(3, 1, "storage", "e1"))
+    with caplog.at_level(logging.ERROR):
+        assert restored(world) == (4, [1, 0, 2, 4])
+    assert "e1 of step 3" in caplog.text
+    assert "an older copy of the expert is used" in caplog.text
+    flip(world.stored(1, 2), world.span(1, 2, "storage", "e0") + 8)
+    assert restored(world) == (4, [0, 0, 2, 4])
+
+
+def test_a_bad_expert_with_another_copy_costs_nothing(make_lossy: MakeLossy) -> None:
+    """Memory and storage both have it; a replica too."""
+    world = make_lossy("a", "b")
+    committed(world, 0, 1, 2, 3, 4)
+    kept(world, [3, 4])
+    flip(world.stored(3, 1), world.span(3, 1, "storage", "e1"))
+    assert restored(world) == (4, [3, 3, 4, 4])
+
+
+def test_an_expert_that_is_bad_everywhere_costs_the_generation(make_lossy: MakeLossy) -> None:
+    """Back to the older one, by all ranks together, without a restart."""
+    world = make_lossy("a", "b", taken={**TAKEN, 2: Taken(dense=True)})
+    committed(world, 0, 2)
+    kept(world, [3, 4])
+    assert restored(world) == (4, [3, 3, 4, 4])
+    for step in (0, 2):
+        flip(world.stored(step, 1), world.span(step, 1, "dense", "e3"))
+    flip_in_memory(world, 0, 4, "e3")
+    assert world.restore_lossy() == [None, None]
+    assert world.reasons[0] == world.reasons[1]
+    assert "no whole copy is left of 1 experts, first e3" in world.reasons[0][0]
+
+
+# -- every state
+
+
+STATES = list(product([(), (3, 4), (2, 3, 4)], [(), (3, 4)], [(0,), (0, 1, 2), (0, 1, 2, 3, 4)]))
+
+
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_every_state_gives_what_trying_everything_gives(
+    make_lossy: MakeLossy, state: tuple[tuple[int, ...], ...]
+) -> None:
+    """The model: the newest generation with something of everybody, and per expert the newest one that all can be given."""
+    world = make_lossy("a", "b")
+    memories, stored = state[:2], state[2]
+    committed(world, *stored)
+    for rank, steps in enumerate(memories):
+        if steps:
+            kept(world, steps, rank)
+    step = max(step for step in TAKEN if all(step in stored or step in steps for steps in memories))
+    expected = [max(s for s in TAKEN if s <= step and has(expert, s, memories, stored)) for expert in EXPERTS]
+    assert restored(world) == (step, expected)
+
+
+def has(expert: str, step: int, memories: Sequence[Sequence[int]], stored: Sequence[int]) -> bool:
+    """Whether all ranks can be given their piece of an expert from a generation."""
+    taken = TAKEN[step]
+    in_storage = step in stored and (taken.dense or expert in taken.storage)
+    return all(in_storage or (step in steps and expert in taken.memory) for steps in memories)
