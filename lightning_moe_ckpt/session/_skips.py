@@ -1,8 +1,8 @@
 """Counts the complete generations that a tier passes over because it is slower than training, and says so.
 
 A tier that is free takes the newest complete generation; those completed while it was busy are never stored there.
-One line says when such a stretch begins and one, with the numbers, when it is over: when two generations in a row were
-taken with none passed over in between, or at the end.
+One line says when such a stretch begins, at its second generation since a single one is noise, and one, with the
+numbers, when it is over: when two generations in a row were taken with none passed over in between, or at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from lightning_moe_ckpt.storage import GenerationId
 
 log = logging.getLogger(__name__)
 
+_NOISE = 1
+"""Generations passed over now and then that nobody need hear of; the metric counts them."""
+
 
 @dataclass(slots=True)
 class _Stretch:
@@ -23,6 +26,11 @@ class _Stretch:
     num_taken: int = 0
     behind: bool = True
     """Whether one was passed over since the tier took the last one."""
+
+    @property
+    def is_said(self) -> bool:
+        """Whether it is long enough to be worth a word."""
+        return self.num_skipped > _NOISE
 
 
 class Skips:
@@ -42,15 +50,16 @@ class Skips:
         """A newer generation is complete, and this one was never taken."""
         if self._stretch is None:
             self._stretch = _Stretch(generation, generation)
-            log.warning(
-                "%s is slower than training: %s is skipped, the newest goes first whenever it is free. Take generations "
-                "less often if that goes on",
-                self._tier,
-                generation,
-            )
         self.total += 1
         self._stretch.num_skipped += 1
         self._stretch.last, self._stretch.behind = generation, True
+        if self._stretch.num_skipped == _NOISE + 1:
+            log.warning(
+                "%s is slower than training: generations from %s on are skipped, the newest goes first whenever it is "
+                "free. Take generations less often if that goes on",
+                self._tier,
+                self._stretch.first,
+            )
 
     def taken(self) -> None:
         """The tier begins a generation."""
@@ -63,7 +72,7 @@ class Skips:
     def close(self) -> None:
         """End the stretch, if there is one."""
         stretch, self._stretch = self._stretch, None
-        if stretch is not None:
+        if stretch is not None and stretch.is_said:
             log.warning(
                 "%s was slower than training: %d generations were skipped, from %s to %s, and %d taken meanwhile",
                 self._tier,
