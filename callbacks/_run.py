@@ -17,7 +17,8 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
 from lightning_moe_ckpt.callbacks._batches import Batches, BatchLog, Logged
-from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
+from lightning_moe_ckpt.callbacks._layer_state import LayerState
+from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder, Part
 from lightning_moe_ckpt.callbacks._stops import Stops
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import StateSchema
@@ -51,16 +52,7 @@ class FitRun:
         stop_grace: timedelta,
         batches: Batches = "reposition",
     ) -> None:
-        if len(trainer.optimizers) != 1:
-            raise ConfigurationError(
-                f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
-                "Put all parameters into one optimizer with several param groups."
-            )
-        if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ConfigurationError(
-                "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
-                "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
-            )
+        _refuse_unsupported(trainer)
         self._trainer, self._module = trainer, module
         self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
         strategy = trainer.strategy
@@ -81,9 +73,14 @@ class FitRun:
         _warn_if_short(trainer, self.life.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
         self._batches = BatchLog(trainer, batches, keep=policy.kind != "dense", original=self._original_batches)
-        self._recorder = BoundaryRecorder(
-            trainer, module, own_callbacks, {"files": self._files, "logs": self._logs, "batches": self._batches}
-        )
+        self._layers = LayerState(module, self.life.layers)
+        parts: dict[str, Part] = {
+            "files": self._files,
+            "logs": self._logs,
+            "batches": self._batches,
+            "layers": self._layers,
+        }
+        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, parts)
         self._ended = False
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
@@ -171,6 +168,7 @@ class FitRun:
         if not self._stepped:
             return
         self._step = self._trainer.global_step
+        self._layers.drop_graphs()
         original = self.life.replayed(self._step, self._losses) if self.life.replaying else None
         if original is None:
             self._files.dense()
@@ -280,6 +278,19 @@ class FitRun:
     def _stepped(self) -> bool:
         """Whether the batch that ends now ended with an optimizer step."""
         return self._trainer.global_step != self._step
+
+
+def _refuse_unsupported(trainer: Trainer) -> None:
+    if len(trainer.optimizers) != 1:
+        raise ConfigurationError(
+            f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
+            "Put all parameters into one optimizer with several param groups."
+        )
+    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
+            "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
+        )
 
 
 def _warn_if_short(trainer: Trainer, least_steps: int) -> None:

@@ -29,10 +29,11 @@ PUBLIC: dict[str, str] = {
         WindowPosition load_skew
     """,
     "lightning_moe_ckpt.operators": """
-        AdapterFactory AttributeTap CapacityTap ComputeDtypeProbe CountTap IndexTap LoadCounter MaskTap Measure
-        MoELayerSpec Operator OperatorSet ParamSlice ParameterIndex ProbabilityTap RecordKind RowsTap StateEntry
-        StateSchema discover groups_state load_groups_state merged_slices register_adapter register_optimizer split stacked_slices unregister_adapter
-        whole_slice
+        AdapterFactory AttributeCapacity AttributeState AttributeTap BiasView Capacity CapacityTap
+        CapacityView ComputeDtypeProbe CountTap ExpertCapacity ExtraState IndexTap LoadCounter MaskTap
+        Measure MoELayerSpec Operator OperatorSet ParamSlice ParameterIndex ProbabilityTap RecordKind
+        RowsTap StateEntry StateSchema discover groups_state load_groups_state merged_slices
+        register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
         Decision DensePolicy Order Plan PlanItem Policy Popularity RecordPiece SparsePolicy WindowPlan WrittenPart

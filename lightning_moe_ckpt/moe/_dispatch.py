@@ -32,8 +32,8 @@ class Dispatch(NamedTuple):
     """int64 `[E]`, slots per global expert before dropping."""
 
 
-def plan_dispatch(topk_idx_TK: Tensor, num_experts: int, capacity: int | None) -> Dispatch:
-    """Sort slots by expert and drop what exceeds `capacity` slots per expert (`None`: nothing)."""
+def plan_dispatch(topk_idx_TK: Tensor, num_experts: int, capacity: int | Tensor | None) -> Dispatch:
+    """Sort slots by expert and drop what exceeds `capacity` slots: of every expert, of each (`[E]`), `None`: nothing."""
     expert_S = topk_idx_TK.t().reshape(-1)
     slot_S = torch.argsort(expert_S, stable=True)
     routed_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_S.device)
@@ -43,7 +43,8 @@ def plan_dispatch(topk_idx_TK: Tensor, num_experts: int, capacity: int | None) -
     sorted_S = expert_S[slot_S]
     start_E = routed_E.cumsum(0) - routed_E
     place_S = torch.arange(sorted_S.numel(), device=sorted_S.device) - start_E[sorted_S]
-    return Dispatch(slot_S[place_S < capacity], routed_E.clamp(max=capacity), routed_E)
+    limit_S = capacity[sorted_S] if isinstance(capacity, Tensor) else capacity
+    return Dispatch(slot_S[place_S < limit_S], routed_E.clamp(max=capacity), routed_E)
 
 
 def gather_rows(x_TD: Tensor, slot_N: Tensor, top_k: int) -> Tensor:

@@ -11,7 +11,7 @@ ranks share the experts, and construction draws from it once. (All ranks must be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ class MoELayer(nn.Module):
         num_experts: E, over all ranks; a multiple of the expert-parallel size.
         top_k: experts per token.
         capacity_factor: an expert takes at most `ceil(top_k * capacity_factor * T / E)` tokens of one rank per
-            forward and drops the rest, last choices and last tokens first. Zero: drops none. Read at every forward.
+            forward and drops the rest, last choices and last tokens first. Zero: drops none. A sequence has one factor
+            above zero for each of the E experts. Read at every forward; ranks give the same.
         noisy_gate: add `N(0, 1) / E` to the logits in training.
         gate_fp32: compute the gate in fp32 under autocast and with 16-bit parameters.
         activation: `"gelu"`, `"relu"`, `"silu"`, `"tanh"`, or any function of a tensor.
@@ -79,7 +80,7 @@ class MoELayer(nn.Module):
         num_experts: int,
         *,
         top_k: int = 2,
-        capacity_factor: float = 0.0,
+        capacity_factor: float | Sequence[float] = 0.0,
         noisy_gate: bool = False,
         gate_fp32: bool = False,
         activation: str | Activation = "gelu",
@@ -130,11 +131,19 @@ class MoELayer(nn.Module):
         y_ND = self._experts_everywhere(rows_ND, dispatch.kept)
         return combine_rows(y_ND, dispatch.slots, routing.weight).to(x.dtype).view_as(x)
 
-    def capacity(self, num_tokens: int) -> int | None:
-        """Slots per expert that `num_tokens` tokens of one rank may fill; `None` for any number."""
-        if self.capacity_factor == 0:
-            return None
-        return math.ceil(self.top_k * self.capacity_factor * num_tokens / self.num_experts)
+    def capacity(self, num_tokens: int) -> int | Tensor | None:
+        """Slots that `num_tokens` tokens of one rank may fill: of every expert, or of each (int64 `[E]`, on the gate's device).
+
+        `None` stands for any number.
+        """
+        if isinstance(self.capacity_factor, Sequence):
+            return torch.tensor(
+                [self._slots(f, num_tokens) for f in self.capacity_factor], device=self.gate.weight.device
+            )
+        return None if self.capacity_factor == 0 else self._slots(self.capacity_factor, num_tokens)
+
+    def _slots(self, factor: float, num_tokens: int) -> int:
+        return math.ceil(self.top_k * factor * num_tokens / self.num_experts)
 
     # -- counts ------------------------------------------------------------------------------------------------------
 
@@ -276,10 +285,16 @@ def _activation(activation: str | Activation) -> Activation:
     return _ACTIVATIONS[activation]
 
 
-def _check(*, num_experts: int, top_k: int, capacity_factor: float, ep_size: int) -> None:
+def _check(*, num_experts: int, top_k: int, capacity_factor: float | Sequence[float], ep_size: int) -> None:
     if not 1 <= top_k <= num_experts:
         raise ConfigurationError(f"`MoELayer(top_k={top_k})` must be between 1 and `num_experts={num_experts}`.")
-    if capacity_factor < 0:
+    if isinstance(capacity_factor, Sequence):
+        if len(capacity_factor) != num_experts or min(capacity_factor) <= 0:
+            raise ConfigurationError(
+                f"`MoELayer(capacity_factor={capacity_factor})` must have one factor above zero for each of "
+                f"{num_experts} experts, or be one number for all of them."
+            )
+    elif capacity_factor < 0:
         raise ConfigurationError(
             f"`MoELayer(capacity_factor={capacity_factor})` must be zero (nothing is dropped) or positive."
         )

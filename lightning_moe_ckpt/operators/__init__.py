@@ -1,8 +1,15 @@
 """Find operators and slice parameters and optimizer state."""
 
+from lightning_moe_ckpt.operators._bias import BiasView as BiasView
+from lightning_moe_ckpt.operators._capacity import AttributeCapacity as AttributeCapacity
+from lightning_moe_ckpt.operators._capacity import Capacity as Capacity
+from lightning_moe_ckpt.operators._capacity import CapacityView as CapacityView
+from lightning_moe_ckpt.operators._capacity import ExpertCapacity as ExpertCapacity
 from lightning_moe_ckpt.operators._counts import LoadCounter as LoadCounter
 from lightning_moe_ckpt.operators._counts import Measure as Measure
 from lightning_moe_ckpt.operators._discover import discover as discover
+from lightning_moe_ckpt.operators._extra_state import AttributeState as AttributeState
+from lightning_moe_ckpt.operators._extra_state import ExtraState as ExtraState
 from lightning_moe_ckpt.operators._layers import MoELayerSpec as MoELayerSpec
 from lightning_moe_ckpt.operators._layers import merged_slices as merged_slices
 from lightning_moe_ckpt.operators._layers import stacked_slices as stacked_slices

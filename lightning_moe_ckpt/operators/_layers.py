@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_moe_ckpt.operators._bias import BiasView
+from lightning_moe_ckpt.operators._capacity import CapacityView
+from lightning_moe_ckpt.operators._extra_state import ExtraState
 from lightning_moe_ckpt.operators._taps import CountTap
 from lightning_moe_ckpt.operators._types import Holders, ParamSlice
 
@@ -46,6 +49,16 @@ class MoELayerSpec:
     capacity."""
     dropped: CountTap | None = None
     """How tokens dropped over capacity are counted; `None` if they are not. Only looked at by monitors."""
+    live_capacity: CapacityView | None = None
+    """Reads and sets the capacity itself; `None` if the layer has none (dropless) or hides it. Its value at every
+    step boundary is part of the journal, and comes back with a restart."""
+    bias: BiasView | None = None
+    """The router's selection-only bias, where it has one. As a buffer or parameter it is captured in any case."""
+    extra: ExtraState | None = None
+    """State in plain attributes, captured with the journal and restored; `None` if there is none."""
+    graphs: tuple[tuple[str, str], ...] = ()
+    """(module, attribute) that hold a tensor with its graph after a forward, such as an auxiliary loss. They are
+    detached after each optimizer step: a module with such a tensor cannot be copied, as averaging callbacks do."""
 
     @property
     def prefix(self) -> str:

@@ -81,7 +81,7 @@ class Life:
         self._config, self._policy, self._groups = config, policy, groups
         self._operators = discover(module, ep_size=groups.ep_size)
         policy.check(self._operators.names)
-        self.least_steps = policy.least_steps(len(self._operators))
+        self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._operators))
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
         self._planner = Planner(

@@ -34,6 +34,22 @@ def test_the_plan_is_what_a_loop_would_do(chosen: tuple[Tensor, int], capacity: 
     assert plan.routed.tolist() == [len(queue) for queue in queues]
 
 
+@given(choices(), st.data())
+def test_each_expert_may_have_a_capacity_of_its_own(chosen: tuple[Tensor, int], data: st.DataObject) -> None:
+    """What one expert keeps is what it would keep if all had its capacity."""
+    topk_idx_TK, num_experts = chosen
+    capacity_E = data.draw(st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts))
+    plan = plan_dispatch(topk_idx_TK, num_experts, torch.tensor(capacity_E))
+    slots = []
+    for e, capacity in enumerate(capacity_E):
+        alike = plan_dispatch(topk_idx_TK, num_experts, capacity)
+        start = int(alike.kept[:e].sum())
+        slots += alike.slots[start : start + int(alike.kept[e])].tolist()
+        assert plan.kept[e] == alike.kept[e]
+        assert plan.routed[e] == alike.routed[e]
+    assert plan.slots.tolist() == slots
+
+
 @given(choices())
 def test_gathering_and_combining_with_weight_one_multiplies_by_the_choices(chosen: tuple[Tensor, int]) -> None:
     """Every kept slot comes back to its own token once."""

@@ -29,7 +29,7 @@ def tokens(num_tokens: int = 10, seed: int = 5) -> Tensor:
     return torch.randn(num_tokens, D, generator=torch.Generator().manual_seed(seed))
 
 
-def reference(layer: MoELayer, x_TD: Tensor, capacity: int | None = None) -> tuple[Tensor, list[int]]:
+def reference(layer: MoELayer, x_TD: Tensor, capacity: int | Tensor | None = None) -> tuple[Tensor, list[int]]:
     """One token after the other, first choices of all before second ones."""
     probs_TE = layer.gate(x_TD).softmax(-1)
     weight_TK, idx_TK = probs_TE.topk(layer.top_k)
@@ -39,7 +39,7 @@ def reference(layer: MoELayer, x_TD: Tensor, capacity: int | None = None) -> tup
     for k in range(layer.top_k):
         for t in range(x_TD.shape[0]):
             e = int(idx_TK[t, k])
-            if capacity is None or load[e] < capacity:
+            if capacity is None or load[e] < (int(capacity[e]) if isinstance(capacity, Tensor) else capacity):
                 load[e] += 1
                 out_TD[t] = out_TD[t] + weight_TK[t, k] * expert(layer, e, x_TD[t])
     return out_TD, load
@@ -70,6 +70,7 @@ def gradients_of(layer: MoELayer, output: Callable[[Tensor], Tensor]) -> dict[st
         {"activation": torch.tanh},
         {"capacity_factor": 0.5},
         {"capacity_factor": 0.9, "top_k": 1},
+        {"capacity_factor": [0.2, 1.0, 0.5, 2.0]},
     ],
     ids=lambda options: str({key: getattr(value, "__name__", value) for key, value in options.items()}),
 )

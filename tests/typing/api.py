@@ -86,7 +86,7 @@ def layer(x_TD: Tensor) -> Tensor:
     y_TD: Tensor = experts(x_TD)
     assert_type(experts.forward(x_TD), Tensor)
     assert_type(experts.l_aux, Tensor | None)
-    assert_type(experts.capacity(num_tokens=64), int | None)
+    assert_type(experts.capacity(num_tokens=64), int | Tensor | None)
     assert_type(experts.tokens_per_expert, Tensor)
     assert_type(experts.read_and_reset_counts(), Tensor)
     assert_type(list(experts.expert_parameters()), list[tuple[str, nn.Parameter]])
@@ -153,7 +153,27 @@ def describe(fqn: str, module: nn.Module, index: operators.ParameterIndex) -> op
         count=taps[0],
         probabilities=operators.ProbabilityTap(f"{fqn}.gate", score="softmax"),
         capacity=operators.CapacityTap(fqn),
+        live_capacity=operators.AttributeCapacity(fqn, ("capacity_factor",), "layer"),
+        bias=operators.BiasView(layer=fqn, owner=f"{fqn}.gate", attribute="expert_bias"),
+        extra=operators.AttributeState(((fqn, "cumulative_load"),)),
+        graphs=((fqn, "l_aux"),),
     )
+
+
+def boost(model: nn.Module, layer: operators.MoELayerSpec) -> None:
+    if layer.live_capacity is not None and layer.live_capacity.limited(model):
+        view: operators.CapacityView = layer.live_capacity
+        before = view.get(model)
+        assert_type(before, operators.Capacity)
+        view.set(model, view.scaled(before, [1.1, *[1.0] * (layer.num_experts - 1)]))
+    if layer.bias is not None:
+        assert_type(layer.bias.trained(model), Tensor)
+        assert_type(layer.bias.add(model, torch.zeros(layer.num_experts)), Callable[[], None])
+    extra: operators.ExtraState | None = layer.extra
+    if extra is not None:
+        extra.set(model, extra.get(model))
+    per_expert: operators.CapacityView = operators.ExpertCapacity(layer.fqn, "capacity_factor", layer.num_experts)
+    assert_type(per_expert.scope, Literal["expert", "layer", "model"])
 
 
 def adapt() -> None:

@@ -15,6 +15,7 @@ from lightning_moe_ckpt.operators._layers import MoELayerSpec, whole_slice
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._popularity_taps import ProbabilityTap
 from lightning_moe_ckpt.operators._taps import RowsTap
+from lightning_moe_ckpt.operators.adapters._attributes import find_bias, find_expert_capacity, find_extra
 from lightning_moe_ckpt.operators.adapters._routers import find_block, find_router_module, find_top_k, is_shared
 
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
@@ -47,6 +48,9 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
         holders="expert_data" if len(modules) < len(slots) else "world",
         count=RowsTap(modules),
         probabilities=ProbabilityTap(gate) if gate is not None else None,
+        live_capacity=find_expert_capacity(root, block_fqn, len(slots)),
+        bias=find_bias(root, block_fqn, len(slots)),
+        extra=find_extra(root, block_fqn),
     )
 
 

@@ -7,6 +7,8 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.operators._capacity import AttributeCapacity, CapacityView, ExpertCapacity
 from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._popularity_taps import CapacityTap, ProbabilityTap
@@ -14,7 +16,7 @@ from lightning_moe_ckpt.operators._taps import AttributeTap
 from lightning_moe_ckpt.operators.adapters._routers import find_router_buffers, find_top_k
 
 _COUNTER, _DROPS = "tokens_per_expert", "drops_per_expert"
-_PROBS = "probabilities"
+_PROBS, _FACTOR = "probabilities", "capacity_factor"
 _Params = Mapping[str, nn.Parameter] | Iterable[nn.Parameter | tuple[str, nn.Parameter]]
 
 
@@ -43,7 +45,8 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
 
     `num_experts` counts over all ranks, `local_expert_ids` gives the global index of each row of the stacked expert
     parameters, `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts, a submodule `probabilities`
-    (optional) emits the gate's probabilities `[T, E]`, and `capacity(num_tokens)` (optional) says what an expert can take.
+    (optional) emits the gate's probabilities `[T, E]`, `capacity(num_tokens)` (optional) says what an expert can take, and
+    `capacity_factor` (optional) is a number read at every forward, zero for a layer that drops nothing.
     """
     if not all(hasattr(module, name) for name in _ATTRIBUTES):
         return None
@@ -62,8 +65,16 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
         count=_follow(fqn, module, _COUNTER),
         probabilities=ProbabilityTap(_child(fqn, _PROBS), "none") if _PROBS in dict(module.named_children()) else None,
         capacity=CapacityTap(fqn),
+        live_capacity=_find_capacity(fqn, module, layer.num_experts),
         dropped=_follow(fqn, module, _DROPS),
     )
+
+
+def _find_capacity(fqn: str, module: nn.Module, num_experts: int) -> CapacityView | None:
+    if isinstance(module, MoELayer):
+        return ExpertCapacity(fqn, _FACTOR, num_experts)
+    # What a layer like it makes of a factor per expert is not known.
+    return AttributeCapacity(fqn, (_FACTOR,)) if isinstance(getattr(module, _FACTOR, None), int | float) else None
 
 
 def _child(fqn: str, name: str) -> str:

@@ -13,6 +13,7 @@ from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._popularity_taps import CapacityTap, ProbabilityTap
 from lightning_moe_ckpt.operators._taps import IndexTap
+from lightning_moe_ckpt.operators.adapters._attributes import find_bias, find_extra
 from lightning_moe_ckpt.operators.adapters._routers import find_block, find_router_module, find_top_k, is_shared
 
 
@@ -41,6 +42,8 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
         probabilities=ProbabilityTap(gate) if gate is not None else None,
         # Rows of stacked experts are not copied into buffers of a fixed size: nothing is dropped.
         capacity=CapacityTap(fqn),
+        bias=find_bias(root, block_fqn, num_experts),
+        extra=find_extra(root, block_fqn),
     )
 
 

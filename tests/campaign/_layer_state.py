@@ -1,0 +1,106 @@
+"""Layers that keep what training depends on in plain attributes, in a run that is described like every other campaign."""
+
+# Shape suffixes: T tokens, E experts.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from campaign._models import NUM_EXPERTS, ListMoE, Residual, StackedMoE
+from campaign._training import Module, Setup
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.testing._lives import Life
+
+Kind = Literal["load", "capacity"]
+
+
+class LoadedMoE(ListMoE):
+    """Balances by a load that the gate keeps as NeMo Automodel's does: `None`, then a tensor; no buffer."""
+
+    SPEED = 0.05
+    expert_bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1, gate_fp32=False, noisy=False, never_routed=False)
+        self.register_buffer("expert_bias", torch.zeros(NUM_EXPERTS))
+        self.gate._cumulative_expert_load = None  # type: ignore[assignment]
+
+    @override
+    def _choose(self, probs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        expert_T = (probs_TE + self.expert_bias).argmax(-1)
+        if self.training:
+            gate: Any = self.gate
+            load_E = functional.one_hot(expert_T, NUM_EXPERTS).sum(0).float()
+            kept_E = gate._cumulative_expert_load
+            gate._cumulative_expert_load = load_E if kept_E is None else kept_E + load_E
+        return probs_TE.gather(1, expert_T[:, None])[:, 0], expert_T
+
+    @torch.no_grad()
+    def balance(self) -> None:
+        """Move the bias by the load of the last steps, the older the less."""
+        gate: Any = self.gate
+        load_E = gate._cumulative_expert_load.clone()
+        if dist.is_initialized():
+            dist.all_reduce(load_E)
+        self.expert_bias.add_(self.SPEED * (load_E.mean() - load_E) / load_E.mean())
+        gate._cumulative_expert_load *= 0.7
+
+
+@torch.no_grad()
+def squeeze(layer: MoELayer) -> None:
+    """Take a tenth of the capacity of one expert after the other: each value follows from the one before."""
+    factor = layer.capacity_factor
+    factor_E = [factor] * layer.num_experts if isinstance(factor, float) else list(factor)
+    lowest = factor_E.index(max(factor_E))
+    factor_E[lowest] *= 0.8
+    layer.capacity_factor = tuple(factor_E)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStateSetup(Setup):
+    """A run whose layers change plain attributes after each batch."""
+
+    kind: Kind
+
+    @override
+    def make_module(self, life: Life) -> Module:
+        return LayerStateModule(self, life)
+
+    @override
+    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+        layers = list(trainer.lightning_module.modules())
+        capacity = [list(each.capacity_factor) for each in layers if isinstance(each, MoELayer)]  # type: ignore[arg-type]
+        load = [each.gate._cumulative_expert_load.tolist() for each in layers if isinstance(each, LoadedMoE)]  # type: ignore[operator]
+        return {"capacity": capacity, "load": load}
+
+
+class LayerStateModule(Module):
+    """Changes what its layers keep beside their weights."""
+
+    def __init__(self, setup: LayerStateSetup, life: Life) -> None:
+        super().__init__(setup, life)
+        self._kind = setup.kind
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Residual(self._make_layer())
+
+    @override
+    def on_train_batch_end(self, *args: object) -> None:
+        for each in self.modules():
+            if isinstance(each, LoadedMoE):
+                each.balance()
+            elif isinstance(each, MoELayer):
+                squeeze(each)
+
+    def _make_layer(self) -> nn.Module:
+        return LoadedMoE() if self._kind == "load" else StackedMoE(gate_fp32=False, noisy=False, never_routed=False)

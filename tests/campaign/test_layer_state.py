@@ -1,0 +1,43 @@
+"""Live capacity and plain attributes of layers, on which training depends, survive a kill like weights do."""
+
+from __future__ import annotations
+
+import pytest
+
+from campaign._campaign import Campaigns
+from campaign._layer_state import Kind, LayerStateSetup
+from campaign._training import Checkpointing
+from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._seam import Seam
+
+KILLS = [Kill(phase="after_batch_end", step=5, settle=10.0), Kill(phase="forward", batches=2)]
+"""After a window was stored, and while it is replayed."""
+
+
+def setup_of(kind: Kind, *, world_size: int = 1) -> LayerStateSetup:
+    checkpointing = Checkpointing(policy="sparse", window=3)
+    return LayerStateSetup(kind=kind, world_size=world_size, expert_parallel=world_size, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("kind", ["load", "capacity"])
+def test_layer_state_outside_of_buffers_is_exact_after_kills(campaigns: Campaigns, kind: Kind) -> None:
+    """A running load that moves a bias, as NeMo Automodel keeps it; a capacity per expert that shrinks step by step."""
+    lives = campaigns.check(setup_of(kind), *KILLS)
+    assert [life.steps()[0] > 1 for life in lives] == [False, True, True], "it did not start over"
+
+
+def test_live_capacity_is_exact_on_two_expert_parallel_ranks(campaigns: Campaigns) -> None:
+    """Each rank has its own journal, and all have the same capacities."""
+    campaigns.check(setup_of("capacity", world_size=2), Kill(phase="after_batch_end", step=5, rank=1, settle=10.0))
+
+
+def _keep(*args: object) -> None:
+    """Leaves everything as it is."""
+
+
+@pytest.mark.parametrize("kind", ["load", "capacity"])
+def test_without_the_hooks_the_end_is_another(campaigns: Campaigns, kind: Kind) -> None:
+    """Neither is in a `state_dict`: without what the journal has of it, a resumed run goes another way."""
+    seam = Seam(module="lightning_moe_ckpt.callbacks._layer_state", attribute="LayerState.restore", replacement=_keep)
+    with pytest.raises(AssertionError, match="differ"):
+        campaigns.check(setup_of(kind), KILLS[0], seams=[seam])
