@@ -5,6 +5,7 @@ moe-ckpt-<uid>-<run>-<rank>.ring             what the rank captured itself
 moe-ckpt-<uid>-<run>-<rank>.<turn>.ring      the same, while an earlier ring of the rank is still needed
 moe-ckpt-<uid>-<run>-<rank>.replica          kept for a rank of another node
 <any of these>.<step>.e<epoch>.done          a whole generation in it
+<any of these>.<step>.e<epoch>.tmp           the same while it is written; says nothing, whatever is in it
 ```
 """
 
@@ -23,7 +24,7 @@ Kind = Literal["ring", "replica"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(r"moe-ckpt-(\d+)-([A-Za-z0-9_.-]{1,100})-(\d+)(?:\.(\d+))?\.(ring|replica)")
-_MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)\.(?:done|tmp)")
+_MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)\.(done|tmp)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +68,18 @@ def marker_path(memory: Path, generation: GenerationId) -> Path:
     return memory.with_name(f"{memory.name}.{generation.step}.e{generation.epoch}.done")
 
 
+def unfinished_path(marker: Path) -> Path:
+    """Where a marker is written before it gets its name."""
+    return marker.with_suffix(".tmp")
+
+
 def marker_paths(memory: Path) -> list[Path]:
-    """Markers that stand beside a memory file, whole or torn, in no order."""
+    """Markers that stand beside a memory file, in no order; not those that are being written."""
+    return [path for path in marker_files(memory) if path.suffix == ".done"]
+
+
+def marker_files(memory: Path) -> list[Path]:
+    """Everything that was or is being written about a memory file: what has to go with it."""
     return [path for path, of in _marker_files(memory.parent) if of == memory.name]
 
 
@@ -79,7 +90,7 @@ def memory_files(directory: Path) -> list[tuple[Path, MemoryName]]:
 
 
 def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
-    """Markers of this user without the file they speak of."""
+    """Markers of this user without the file they speak of, finished or not."""
     there = {path.name for path, _ in memory_files(directory)}
     named = [(path, MemoryName.parse(of)) for path, of in _marker_files(directory) if of not in there]
     return [(path, name) for path, name in named if name is not None]

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_
 from lightning_moe_ckpt.tiers._names import (
     Kind,
     MemoryName,
-    marker_paths,
+    marker_files,
     memory_files,
     orphaned_markers,
     shared_name,
@@ -227,7 +227,7 @@ def _remove_if_dead(path: Path, name: MemoryName) -> None:
 
 def _remove(path: Path) -> None:
     unlink_shared_file(path)  # first: see `SegmentRing.publish`
-    for marker in marker_paths(path):
+    for marker in marker_files(path):
         marker.unlink(missing_ok=True)
 
 

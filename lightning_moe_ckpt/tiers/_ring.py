@@ -45,7 +45,7 @@ from lightning_moe_ckpt.storage import (
     RankMarker,
     RingHeader,
 )
-from lightning_moe_ckpt.tiers._names import marker_path, marker_paths
+from lightning_moe_ckpt.tiers._names import marker_files, marker_path, marker_paths, unfinished_path
 from lightning_moe_ckpt.tiers._shm import SharedFile, shared_directory
 
 log = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class SegmentRing:
         self.num_slots = memory.numel() // slot_nbytes
         self._memory: Tensor | None = memory
         self._lock = threading.Lock()
+        self._unlinked = False
         self._free = list(range(self.num_slots))
         self._generations: dict[Hashable, _Generation] = {}  # in the order in which their windows began
 
@@ -142,7 +143,7 @@ class SegmentRing:
         slot_nbytes += -slot_nbytes % _PAGE_NBYTES
         path = (directory if directory is not None else shared_directory()) / name
         header = RingHeader(nonce=uuid.uuid4().hex, slot_nbytes=slot_nbytes, num_slots=num_slots, origin=origin)
-        for stale in marker_paths(path):
+        for stale in marker_files(path):
             stale.unlink(missing_ok=True)
         file = SharedFile.create(path, header.nbytes)
         file.memory[:RING_HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
@@ -272,7 +273,7 @@ class SegmentRing:
             slots = {segment.step: entry.steps[segment.step] for segment in marker.segments}
             assert all(entry.slots[index] is SlotState.SEALED for index in slots.values()), "a segment is not sealed"
         data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker).to_bytes()
-        temporary = path.with_suffix(".tmp")
+        temporary = unfinished_path(path)
         try:
             temporary.write_bytes(data)
             with self._lock:
@@ -342,7 +343,8 @@ class SegmentRing:
     def unlink(self) -> None:
         """Remove the names without a word and without waiting for a lock: for the last moment of a process."""
         if self._file is not None and self._file.is_mine():
-            for path in (*marker_paths(self.path), self.path):
+            self._unlinked = True  # before looking for statements: see `publish`
+            for path in (*marker_files(self.path), self.path):
                 path.unlink(missing_ok=True)
 
     # -- private; the lock is held
@@ -363,10 +365,12 @@ class SegmentRing:
         return entry
 
     def _expect_name(self, generation: GenerationId) -> None:
-        """A later life that removes this ring's name looks for statements after that: who comes later withdraws its own."""
-        if self._file is not None and not self._file.is_mine():
+        """Who removes this ring's name looks for statements after saying so: a statement that comes later withdraws itself."""
+        if self._unlinked or (self._file is not None and not self._file.is_mine()):
             self._withdraw(self._published_entry(generation))
-            raise CheckpointError(f"{generation} is not in memory: a later start of this run has removed {self.path}.")
+            raise CheckpointError(
+                f"{generation} is not in memory: this process, or a later start of the run, has removed {self.path}."
+            )
 
     def _withdraw(self, entry: _Generation) -> None:
         if entry.marker is not None:
@@ -385,7 +389,7 @@ class SegmentRing:
         self._generations = {name: restored[name] for name in sorted(restored)}
         self._free = [index for index in self._free if index not in taken]
         kept = {entry.marker for entry in restored.values()}
-        for path, _ in found:
+        for path in marker_files(self.path):
             if path not in kept:
                 path.unlink(missing_ok=True)
 

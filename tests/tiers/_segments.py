@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.storage import (
@@ -82,18 +83,26 @@ def keep(ring: SegmentRing, name: GenerationId, steps: Sequence[int], *, rank: i
 
 def check(tier: HostTier, holding: Holding) -> None:
     """Every byte of a copy is what was captured, by its digests and by its values."""
+    for entry in check_whole(tier, holding).segments:
+        part = torch.zeros(40, dtype=torch.uint8)
+        tier.read_into(holding, entry, LAYOUT.spans["w"].offset + 4, as_memoryview(part))
+        wanted = value_of(holding.generation, holding.owner, entry.step)
+        assert torch.equal(part.view(torch.float32), torch.full((10,), wanted))
+
+
+def check_whole(tier: HostTier, holding: Holding) -> RankMarker:
+    """What verifies is what was captured. Raises `Corrupt` if it does not verify, `KeyMissing` if it is gone."""
     marker = tier.read_marker(holding)
     assert (marker.generation, marker.rank, marker.plan_hash) == (holding.generation, holding.owner, "plan")
     for entry in marker.segments:
         out = torch.zeros(entry.nbytes, dtype=torch.uint8)
         tier.read_into(holding, entry, 0, as_memoryview(out))
-        assert digest_of(as_memoryview(out)) == entry.digest
+        if digest_of(as_memoryview(out)) != entry.digest:
+            raise Corrupt(f"{entry.key} does not verify")
         verify_records(entry, as_memoryview(out))
         wanted = value_of(holding.generation, holding.owner, entry.step)
         assert torch.equal(LAYOUT.view(out, "w"), torch.full((1000,), wanted))
-        part = torch.zeros(40, dtype=torch.uint8)
-        tier.read_into(holding, entry, LAYOUT.spans["w"].offset + 4, as_memoryview(part))
-        assert torch.equal(part.view(torch.float32), torch.full((10,), wanted))
+    return marker
 
 
 def readable(directory: Path, run_id: str = RUN) -> list[tuple[int, int]]:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, KeyMissing
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, MemoryMarker
-from lightning_moe_ckpt.tiers import HostTier, RankMemory, SegmentRing, _shm, shared_name
-from lightning_moe_ckpt.tiers._names import MemoryName, marker_path
-from tiers._segments import LAYOUT, RUN, Child, check, generation, keep, leave_behind, readable, seal
+from lightning_moe_ckpt.tiers import Holding, HostTier, RankMemory, SegmentRing, _ring, _shm, shared_name
+from lightning_moe_ckpt.tiers._names import MemoryName, marker_files, marker_path, unfinished_path
+from tiers._segments import LAYOUT, RUN, Child, check, check_whole, generation, keep, leave_behind, readable, seal
 
 URL = "file:///run"
 SLOT = LAYOUT.nbytes
@@ -476,7 +476,7 @@ def test_leftovers_of_a_process_killed_while_it_published_are_cleared(node: Path
     """A temporary name, and markers whose ring is gone."""
     leave_behind(life(node, 3))
     path = marker_path(node / shared_name(RUN, 0), generation(5))
-    path.with_suffix(".tmp").write_bytes(b"torn")
+    unfinished_path(path).write_bytes(b"torn")
     gone = node / shared_name(RUN, 0, turn=4)
     marker_path(gone, generation(5)).write_bytes(b"?")
     own = memory(node)
@@ -484,6 +484,37 @@ def test_leftovers_of_a_process_killed_while_it_published_are_cleared(node: Path
     assert len(names(node)) == 2
     own.close(unlink=True)
     assert names(node) == []
+
+
+def test_a_statement_that_has_not_got_its_name_yet_says_nothing(node: Path) -> None:
+    """Killed between the last byte and the rename: whole as it is, it is neither listed nor adopted, and it goes."""
+    leave_behind(life(node, 3, 6))
+    path = marker_path(node / shared_name(RUN, 0), generation(6))
+    path.rename(unfinished_path(path))
+    assert readable(node) == [(0, 3)]
+    ring = SegmentRing.adopt(node / shared_name(RUN, 0))
+    assert ring is not None
+    assert (ring.published, ring.free_slots) == ([generation(3)], 7)
+    assert len(names(node)) == 2
+    ring.close()
+    assert names(node) == []
+
+
+def test_names_removed_while_a_statement_is_written_leave_none(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the last moment of a process: the statement gets its name after the others were looked for."""
+    ring = make_ring(node)
+    marker = seal(ring, generation(3), (2, 3))
+
+    def removed_then_listed(memory: Path) -> list[Path]:
+        found = marker_files(memory)
+        with pytest.raises(CheckpointError, match="has removed"):
+            ring.publish(generation(3), marker)
+        return found
+
+    monkeypatch.setattr(_ring, "marker_files", removed_then_listed)
+    ring.unlink()
+    assert names(node) == []
+    ring.close()
 
 
 def test_a_ring_torn_while_it_was_made_is_replaced(node: Path) -> None:
@@ -534,15 +565,50 @@ def test_after_any_history_what_is_listed_is_whole_and_the_newest_told_is_there(
 def test_publishing_and_reading_from_other_threads(node: Path) -> None:
     """A worker publishes while the training thread fills the next window and another rank's process reads."""
     ring = make_ring(node, num_slots=6)
-    for step in range(2, 40, 2):
+    keep(ring, generation(2), (1, 2))
+    for step in range(4, 40, 2):
         marker = seal(ring, generation(step), (step - 1, step))
         worker = threading.Thread(target=ring.publish, args=(generation(step), marker))
         worker.start()
-        assert all(step >= found for _, found in readable(node))
+        assert readable(node) in ([(0, step - 2)], [(0, step), (0, step - 2)])
         worker.join()
         ring.complete_everywhere(generation(step))
     assert readable(node) == [(0, 38)]
     ring.close()
+
+
+def test_what_is_filled_anew_while_it_is_read_is_never_taken_for_what_was_listed(node: Path) -> None:
+    """The reader gets every byte as it was captured, or an error that recovery goes on from: gone, or a wrong digest."""
+    ring = make_ring(node, num_slots=6)
+    keep(ring, generation(2), (1, 2))
+    over = threading.Event()
+    outcomes: list[str] = []
+    reader = threading.Thread(target=lambda: outcomes.extend(_read_until(over, node)))
+    reader.start()
+    for step in range(4, 400, 2):
+        keep(ring, generation(step), (step - 1, step))
+        ring.complete_everywhere(generation(step))
+    over.set()
+    reader.join()
+    assert outcomes[-1] == "whole: 398"
+    ring.close()
+
+
+def _read_until(over: threading.Event, node: Path) -> Iterator[str]:
+    """What became of every copy that was listed, the last time after `over`."""
+    last = False
+    while not last:
+        last = over.is_set()
+        tier = HostTier(RUN, node)
+        yield from [_outcome(tier, holding) for holding in tier.holdings()]
+        tier.close()
+
+
+def _outcome(tier: HostTier, holding: Holding) -> str:
+    try:
+        return f"whole: {check_whole(tier, holding).generation.step}"
+    except (KeyMissing, Corrupt) as error:
+        return str(error)
 
 
 def test_the_documents_are_read_back_as_they_were_written(node: Path) -> None:
