@@ -112,7 +112,7 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-def run(cluster: Cluster, work: Callable[[Rank], Any], *, timeout: timedelta = timedelta(seconds=60)) -> list[Any]:
+def run(cluster: Cluster, work: Callable[[Rank], Any], *, timeout: timedelta = timedelta(seconds=120)) -> list[Any]:
     """Run `work` in every rank at once.
 
     Returns:

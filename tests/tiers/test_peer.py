@@ -169,13 +169,15 @@ def test_an_owner_killed_in_the_middle_leaves_its_older_copy_whole(three_ranks: 
     def work(rank: Rank) -> str:
         made = replication(rank, THREE_NODES)
         send(rank, made, G5)
+        rank.tell(f"first-{rank.rank}")
         if rank.rank == 0:
             send_until(rank, made, G8, keep=G5, stop_at=100_000)
+            rank.wait_for("first-2")  # which rank 0 holds: this is about owners that die, not holders
             rank.die()
         if rank.rank == 1:
             rank.wait_for(lambda: made.receivers[0].join(0))
         made.stream.bye()
-        made.close(5, unlink=False)
+        made.close(30, unlink=False)
         return "done"
 
     assert run(three_ranks, work) == [-9, "done", "done"]
@@ -213,7 +215,7 @@ def test_a_dead_holder_stops_neither_steps_nor_the_way_out(three_ranks: Cluster)
             steps += 1
             thread.join(0.005)
         made.stream.bye()
-        made.close(5, unlink=True)
+        made.close(30, unlink=True)
         return threading.active_count(), told[0]
 
     alone, killed, other = run(three_ranks, work)
@@ -247,7 +249,7 @@ def test_no_step_sends_more_than_it_was_given(three_ranks: Cluster) -> None:
             thread.join()
             made.stream.finish(marker_of(0, generation, {8: whole}, 3))
         made.stream.bye()
-        made.close(10, unlink=False)
+        made.close(30, unlink=False)
         return per_step
 
     per_step = run(three_ranks, work)[0]
@@ -331,7 +333,7 @@ def test_a_node_that_dies_while_some_copies_are_newer_takes_nothing_that_is_need
             made.stores[0].reclaim(keep=G8)
         rank.wait_for(lambda: made.receivers[-1].join(0) or rank.rank == 1)
         made.stream.bye()
-        made.close(5, unlink=False)
+        made.close(30, unlink=False)
         return "done"
 
     assert run(three_ranks, work) == ["done", "done", -9]
@@ -353,6 +355,7 @@ def test_an_owner_that_says_no_goodbye_is_cut_off(three_ranks: Cluster) -> None:
         else:
             rank.wait_for("left")
             made.close(0.1, unlink=True)
+        rank.wait_for(lambda: threading.active_count() == 1)
         return threading.active_count()
 
     assert run(three_ranks, work) == [1, 1, 1]
