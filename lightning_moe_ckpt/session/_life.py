@@ -412,8 +412,8 @@ class Life:
             self._tiers.unlink()
 
     def drain(self, timeout: float) -> bool:
-        """Wait until everything handed to storage is durable; seconds."""
-        return self._storage is None or self._storage.drain(timeout)
+        """Wait until everything handed to storage is durable, and what is whole is found in memory; seconds."""
+        return all(each.drain(timeout) for each in self._tiers.workers if not each.paced)
 
     def close(self, *, keep_memory: bool = False) -> None:
         """Release threads, hooks and shared memory; of that, what is newer than what is stored stays, or all of it."""

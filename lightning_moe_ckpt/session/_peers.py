@@ -58,6 +58,8 @@ class PeerWorker(TierWorker):
         on_complete: see `TierWorker`.
     """
 
+    paced = True
+
     def __init__(
         self,
         replication: Replication,

@@ -84,6 +84,8 @@ class TierWorker(ABC):
 
     takes_every = False
     """Whether every generation comes here; else the newest one that is there when no rank is busy."""
+    paced = False
+    """Whether what is under way goes on with the steps of training only."""
 
     def __init__(
         self, name: str, markers: Markers, *, on_complete: Callable[[GenerationId, float, int], None] | None = None

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +36,6 @@ class Effects:
         self._record, self._checkpoints = record, checkpoints
         self._lasting: list[LastingFault] = []
         self._taken: dict[str, TakenMemory] = {}
-        self._helpers: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
 
     # -- who is here
@@ -84,18 +82,13 @@ class Effects:
         elif fault.kind == "sigkill":
             send_signal(signal.SIGKILL)
         elif fault.kind == "sigstop":
-            self._stop(fault)
+            stop(fault.seconds)
         elif fault.kind == "bit_flip":
             return self._flip(name, fault)
         else:
             lost = self._lost(fault)
             lose_node(self._record, name, lost, self._own_node(lost) or "")
         return ""
-
-    def _stop(self, fault: Fault) -> None:
-        helper = stop(fault.seconds)
-        if helper is not None:
-            self._helpers.append(helper)
 
     def _flip(self, name: str, fault: Fault) -> str:
         draws, rank = random.Random(name), self._record.rank
@@ -157,7 +150,7 @@ class Effects:
             return [each for each in self._lasting if each.fault.kind in OF_STORAGE and not each.over(-1)]
 
     def close(self) -> None:
-        """End what lasts, and wait for helpers."""
+        """End what lasts."""
         with self._lock:
             for each in self._lasting:
                 self._record.write("struck", name=each.name, outcome=f"it hit {each.calls} calls", calls=each.calls)
@@ -165,5 +158,3 @@ class Effects:
             taken, self._taken = list(self._taken.values()), {}
         for memory in taken:
             memory.release()
-        for helper in self._helpers:
-            helper.wait()

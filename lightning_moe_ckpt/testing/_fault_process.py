@@ -24,24 +24,24 @@ _STOP_SECONDS = 5.0
 
 
 def main(argv: list[str]) -> None:
-    """Run one command: `continue`, or `lose` with its JSON argument."""
-    if argv[0] == "continue":
-        continue_after(int(argv[1]), float(argv[2]))
+    """Run one command: `stop`, or `lose` with its JSON argument."""
+    if argv[0] == "stop":
+        stop_for(int(argv[1]), float(argv[2]))
     else:
         lose_node(**json.loads(argv[1]))
 
 
-def continue_after(pid: int, seconds: float) -> None:
-    """Wait until process `pid` stands still, then `seconds`, then let it go on. Returns at once if it has ended."""
+def stop_for(pid: int, seconds: float) -> None:
+    """Stop process `pid`, which started this one, and let it go on `seconds` after it stands still."""
     process = os.pidfd_open(pid)
-    while state_of(pid) not in {"T", "t"}:
-        if os.getppid() != pid:
-            return
-        time.sleep(_POLL_SECONDS)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and state_of(pid):
-        time.sleep(min(0.05, seconds))
-    with contextlib.suppress(ProcessLookupError):
+    if os.getppid() != pid:
+        return  # it has ended, and `pid` may be another by now
+    with contextlib.suppress(ProcessLookupError):  # it ends meanwhile
+        signal.pidfd_send_signal(process, signal.SIGSTOP)
+        _await_standstill([pid])
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and state_of(pid):
+            time.sleep(min(0.05, seconds))
         signal.pidfd_send_signal(process, signal.SIGCONT)
 
 
@@ -60,9 +60,7 @@ def lose_node(
     """
     doomed = _with_children(processes)
     _signal_all(doomed, signal.SIGSTOP)
-    deadline = time.monotonic() + _STOP_SECONDS
-    while any(state_of(pid) not in {"", "T", "t", "Z", "X"} for pid, _ in doomed) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    _await_standstill([pid for pid, _ in doomed])
     removed = [path for pattern in files for path in _remove(Path(pattern))]
     line = {"event": "removed", "time": time.time(), "files": removed, "processes": [pid for pid, _ in doomed]}
     with Path(record).open("a", encoding="utf-8") as file:
@@ -72,6 +70,12 @@ def lose_node(
     while not all(Path(other).exists() for other in others) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     _signal_all(doomed, signal.SIGKILL)
+
+
+def _await_standstill(pids: list[int]) -> None:
+    deadline = time.monotonic() + _STOP_SECONDS
+    while any(state_of(pid) not in {"", "T", "t", "Z", "X"} for pid in pids) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _remove(pattern: Path) -> list[str]:

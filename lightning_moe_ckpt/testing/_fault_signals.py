@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +19,23 @@ _NODE_PATIENCE = 30.0
 """Seconds that nodes which are lost together wait for each other."""
 
 
-def stop(seconds: float | None) -> subprocess.Popen[bytes] | None:
+_one_stop = threading.Lock()
+
+
+def stop(seconds: float | None) -> None:
     """SIGSTOP this process; returns when it goes on.
+
+    Stops in several threads come one after the other, each for as long as it should.
 
     Args:
         seconds: after which a helper process sends SIGCONT; `None` leaves that to others.
-
-    Returns:
-        The helper, to be waited for.
     """
     own = os.getpid()
-    helper = None if seconds is None else _start("continue", str(own), str(seconds))
-    os.kill(own, signal.SIGSTOP)
-    return helper
+    with _one_stop:
+        if seconds is None:
+            os.kill(own, signal.SIGSTOP)
+        else:
+            _start("stop", str(own), str(seconds)).wait()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -21,6 +22,8 @@ from lightning_moe_ckpt.testing._lives import LifeResult
 
 SPARSE = Checkpointing(policy="sparse", window=2)
 DENSE = Checkpointing(policy="dense", keep=3)
+PATIENCE = 60.0
+"""Seconds for what storage has been given; not how long a test should take."""
 
 
 def strikes(lives: list[LifeResult]) -> list[tuple[int, str, int, str]]:
@@ -29,22 +32,23 @@ def strikes(lives: list[LifeResult]) -> list[tuple[int, str, int, str]]:
     return [(line["rank"], line["kind"], line["step"], line["phase"]) for line in faults]
 
 
+def wait_for_storage(step: int, phase: FaultPhase = "batch_start") -> Fault:
+    """A stop that harms nothing, before which storage has got all that it was given."""
+    return fail_at(0, step, phase, kind="sigstop", seconds=0.01, settle=PATIENCE)
+
+
 # -- processes
 
 
 def test_a_script_strikes_every_phase_at_its_step(campaigns: Campaigns) -> None:
     """A process that stands still for a moment wherever there is a name for it goes on as if nothing had been."""
-    phases = get_args(FaultPhase)
-    epoch_end = {"epoch_end": 5, "epoch_start": 5}
-    faults = [fail_at(0, epoch_end.get(phase, 4), phase, kind="sigstop", seconds=0.01) for phase in phases]
-    (life,) = campaigns.check_faults(Breaking(checkpointing=SPARSE, faults=tuple(faults)))
-    struck = {phase: step for _, _, step, phase in strikes([life])}
-    assert list(struck) != [], life.log()
-    in_hooks = {
-        phase: epoch_end.get(phase, 4) for phase in phases if phase not in {"reclaim", "persist", "marker", "commit"}
-    }
-    assert {phase: step for phase, step in struck.items() if phase in in_hooks} == in_hooks
-    assert all(struck[phase] >= 4 for phase in ("persist", "marker", "commit", "reclaim"))
+    places = dict.fromkeys(get_args(FaultPhase), 4) | {"epoch_end": 5, "epoch_start": 5}
+    stops = [fail_at(0, step, phase, kind="sigstop", seconds=0.01) for phase, step in places.items()]
+    # So that storage is idle whenever a window begins: it takes each, and deletes the one of step 4 after that of 8.
+    waits = [wait_for_storage(step, phase="after_backward") for step in (2, 4, 6, 8)]
+    (life,) = campaigns.check_faults(Breaking(checkpointing=SPARSE, faults=(*stops, *waits)))
+    struck = [(phase, step) for _, _, step, phase in strikes([life])]
+    assert sorted(struck) == sorted([*places.items(), *(("after_backward", step) for step in (2, 4, 6, 8))])
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -66,9 +70,9 @@ def _stop_and_watch() -> list[str]:
     wait, seen_all = os.pipe()
     pid = os.fork()
     if pid == 0:
-        helper = stop(0.05)
+        stop(0.05)
         os.read(wait, 1)
-        os._exit(0 if helper is not None and helper.wait() == 0 else 1)
+        os._exit(0)
     seen = []
     for expected in ("WIFSTOPPED", "WIFCONTINUED"):
         _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
@@ -80,7 +84,29 @@ def _stop_and_watch() -> list[str]:
 
 def test_a_stopped_process_stands_still_and_goes_on(warm: WarmParents) -> None:
     """By SIGSTOP, and SIGCONT from a process of its own."""
-    assert warm.call(_stop_and_watch, patience=30.0) == ["WIFSTOPPED", "WIFCONTINUED", "ended with 0"]
+    assert warm.call(_stop_and_watch, patience=PATIENCE) == ["WIFSTOPPED", "WIFCONTINUED", "ended with 0"]
+
+
+def _stop_often() -> None:
+    for _ in range(8):
+        stop(0.001)
+
+
+def _stop_in_all_threads() -> int:
+    pid = os.fork()
+    if pid == 0:
+        threads = [threading.Thread(target=_stop_often) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_threads_that_stop_their_process_at_once_do_not_stop_it_for_good(warm: WarmParents) -> None:
+    """Training and storage reach places of faults at the same time: each SIGCONT comes after the SIGSTOP it is for."""
+    assert warm.call(_stop_in_all_threads, patience=PATIENCE) == 0
 
 
 def test_a_rank_that_stands_still_holds_up_the_others_only(campaigns: Campaigns) -> None:
@@ -139,9 +165,11 @@ def test_a_lost_rack_takes_all_its_nodes_at_once(campaigns: Campaigns) -> None:
 
 def test_slow_and_failing_storage_holds_up_checkpoints_not_training(campaigns: Campaigns) -> None:
     """Calls are delayed and failed, and counted; training meets nothing of it."""
+    # Idle at step 3, storage gets the generation of step 4 after that, and has got it at the batch of step 6.
     faults = (
         fail_at(0, 2, kind="slow_storage", latency=0.02, bandwidth=1e8, steps=4),
-        fail_at(0, 3, kind="storage_errors", probability=0.3, steps=4),
+        fail_at(0, 3, kind="storage_errors", probability=0.4, steps=4, settle=PATIENCE),
+        wait_for_storage(5),
     )
     (life,) = campaigns.check_faults(Breaking(checkpointing=SPARSE, faults=faults))
     over = {line["name"].split()[2]: line for line in lines_of(life.workdir, "over")}
@@ -154,8 +182,9 @@ def test_slow_and_failing_storage_holds_up_checkpoints_not_training(campaigns: C
 def test_a_full_disk_is_reported_and_training_goes_on(campaigns: Campaigns) -> None:
     """Older generations stay; when there is room again, checkpoints go on and the next life resumes from one of them."""
     faults = (
-        fail_at(0, 3, kind="full_disk", steps=4, settle=10.0),
-        fail_at(0, 9, "after_batch_end", settle=20.0),
+        fail_at(0, 3, kind="full_disk", steps=4, settle=PATIENCE),
+        wait_for_storage(6),
+        fail_at(0, 9, "after_batch_end", settle=PATIENCE),
     )
     lives = campaigns.check_faults(Breaking(checkpointing=DENSE, faults=faults))
     assert "No space left on device" in lives[0].log()
@@ -173,7 +202,7 @@ def test_taken_memory_is_given_back(campaigns: Campaigns) -> None:
     assert [line["step"] for line in lines_of(life.workdir, "over")] == [5]
 
 
-FLIP = fail_at(0, 6, "after_batch_end", kind="bit_flip", settle=20.0)
+FLIP = fail_at(0, 6, "after_batch_end", kind="bit_flip", settle=PATIENCE)
 FLIP_IN_RING = replace(FLIP, at_rest="ring")
 
 
