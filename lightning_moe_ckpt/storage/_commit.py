@@ -15,7 +15,9 @@ from datetime import timedelta
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage._backend import Backend, create_once
 from lightning_moe_ckpt.storage._catalog import Contents, missing_objects, read_catalog, read_marker
+from lightning_moe_ckpt.storage._log import History
 from lightning_moe_ckpt.storage._names import commit_key
+from lightning_moe_ckpt.storage._needs import expect_needs
 from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
 _FIRST_PAUSE_SECONDS = 0.005
@@ -108,14 +110,20 @@ def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[
     return stored
 
 
-def publish(backend: Backend, stored: Sequence[StoredMarker]) -> Commit:
+def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) -> Commit:
     """Create the manifest these markers add up to, or find that it is there already.
 
+    Args:
+        backend: where to.
+        stored: markers of all ranks.
+        history: state of the log, which decides whether what they borrow may be used.
+
     Raises:
-        Corrupt: a rank is missing, or ranks disagree.
+        Corrupt: a rank is missing, ranks disagree, or something that they borrow is not committed or was given up.
         KeyExists: another manifest has the name.
     """
     commit = Commit.of(stored)
+    expect_needs(backend, history, commit, stored)
     key = commit_key(commit.generation)
     if not create_once(backend, key, commit.to_bytes()):
         raise KeyExists(f"{key}: another manifest has this name. The generation is not ours to commit.")

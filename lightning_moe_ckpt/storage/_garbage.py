@@ -5,7 +5,7 @@ an entry is appended to the log, at the index that a job which starts meanwhile 
 in the name of the newest epoch, so that the job of that epoch takes it over and is not fenced.
 
 Never touched: what epochs after the newest one in the log wrote, what the newest epoch has not committed yet, and the
-newest generation that can be restored.
+newest generation that can be restored, with what it needs of older ones.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def collect_garbage(backend: Backend, retention: Retention | None = None, *, dry
         for generation in doomed:
             delete_generation(backend, catalog[generation])
     kept = {} if retention is None else survey.reasons(retention, catalog)
-    staying = {g: kept.get(g) or _why_it_stays(catalog[g], history) for g in sorted(catalog) if g not in doomed}
+    needed = survey.needed
+    staying = {
+        g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g)) for g in sorted(catalog) if g not in doomed
+    }
     return Garbage(
         url=backend.url,
         run_id=history.run_id,
@@ -119,7 +122,7 @@ def _require_fence(backend: Backend, log: Log) -> None:
         )
 
 
-def _why_it_stays(contents: Contents, history: History) -> str:
+def _why_it_stays(contents: Contents, history: History, needed_by: GenerationId | None) -> str:
     generation = contents.generation
     if generation.epoch > history.last_epoch:
         return "of a later life than the log shows"
@@ -127,7 +130,8 @@ def _why_it_stays(contents: Contents, history: History) -> str:
         return "of an earlier run, until the newer one has more than it keeps"
     if not contents.committed:
         return "not committed yet"
-    return "kept below the watermark" if generation.step < history.watermark else "not given up"
+    why = "kept below the watermark" if generation.step < history.watermark else "not given up"
+    return why if needed_by is None else f"{why}; needed by {needed_by}"
 
 
 def _judged(reasons: dict[GenerationId, str], catalog: Catalog) -> tuple[JudgedGeneration, ...]:

@@ -93,8 +93,8 @@ def advanced_history(
 
     Args:
         history: state of the log.
-        stay: generations to keep.
-        restorable: all that may be restored, newest first.
+        stay: generations to keep, among them what others of them need.
+        restorable: all that may be restored, or is there for what may, newest first.
     """
     stay = set(stay)
     goes = next((index for index, each in enumerate(restorable) if each not in stay), None)

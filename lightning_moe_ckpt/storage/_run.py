@@ -275,7 +275,7 @@ class RunStore:
         Raises:
             Fenced: a later life has begun.
             StorageError: time is up or the medium failed; the previous generation stays the newest.
-            Corrupt: ranks disagree.
+            Corrupt: ranks disagree, or borrow from a generation that is not committed or was given up.
         """
         coordination = self._coordinator()
         if own.generation.epoch != coordination.epoch:
@@ -284,12 +284,13 @@ class RunStore:
             self._backend, own, timeout=timeout, cancelled=cancelled, check_fence=coordination.catch_up
         )
         coordination.catch_up()
-        return publish(self._backend, stored)
+        return publish(self._backend, stored, coordination.history)
 
     def retain(self, retention: Retention) -> list[GenerationId]:
         """Say in the log what stays, then delete what nobody may restore any more.
 
-        What this life began from is the newest until it has committed one of its own, and the newest always stays.
+        What this life began from is the newest until it has committed one of its own, and the newest always stays. With each
+        stays what it needs of older ones.
 
         Returns:
             Generations deleted, oldest first.
@@ -344,7 +345,8 @@ class RunStore:
 
     def _promote(self, contents: Contents) -> bool:
         try:
-            publish(self._backend, complete_markers(self._backend, self.run_id, contents))
+            stored = complete_markers(self._backend, self.run_id, contents)
+            publish(self._backend, stored, self._coordinator().history)
         except (Corrupt, StorageError) as error:
             log.info("%s cannot be promoted: %s", contents.generation, error)
             return False

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_moe_ckpt.errors import Corrupt, StorageError
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import Catalog, Contents, missing_parts, read_commit
 from lightning_moe_ckpt.storage._log import History
 from lightning_moe_ckpt.storage._names import GenerationId
+from lightning_moe_ckpt.storage._needs import needed_by, what_lacks
 from lightning_moe_ckpt.storage._records import Commit
 from lightning_moe_ckpt.storage._retention import Retention, advanced_history
 
@@ -21,6 +22,8 @@ class PassedOver:
     generation: GenerationId
     reason: str
     is_loss: bool
+    commit: Commit | None = None
+    """Its manifest, where only what it needs is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +38,74 @@ class Survey:
     @classmethod
     def take(cls, backend: Backend, history: History, catalog: Catalog) -> Survey:
         """Read the manifest of every generation that the log allows."""
-        usable, passed_over = [], []
-        for generation in sorted(catalog, reverse=True):
-            found = _read_restorable(backend, history, catalog[generation])
-            if isinstance(found, Commit):
-                usable.append(found)
-            else:
-                passed_over.append(found)
-        return cls(usable, passed_over)
+        read = {each: _read_restorable(backend, history, catalog[each]) for each in sorted(catalog, reverse=True)}
+        defects = {each: None if isinstance(found, Commit) else found.reason for each, found in read.items()}
+        judged = [_complete(found, history, defects) for found in read.values()]
+        usable = [found for found in judged if isinstance(found, Commit)]
+        return cls(usable, [found for found in judged if isinstance(found, PassedOver)])
+
+    @property
+    def needed(self) -> dict[GenerationId, GenerationId]:
+        """What usable generations need, each with the newest one that needs it."""
+        return needed_by(self.usable)
 
     def give_up(self, history: History, retention: Retention, catalog: Catalog) -> History | None:
         """The history after what need not stay under `retention` was given up; `None` if it is the same."""
-        whole, doubtful = self._sound(catalog)
-        return advanced_history(history, retention.reasons(whole, doubtful), [commit.generation for commit in whole])
+        whole, _ = self._sound(catalog)
+        return advanced_history(history, self.reasons(retention, catalog), self._in_order(whole))
 
     def reasons(self, retention: Retention, catalog: Catalog) -> dict[GenerationId, str]:
         """What stays under `retention`, and why."""
-        return retention.reasons(*self._sound(catalog))
+        whole, doubtful = self._sound(catalog)
+        if any(commit.needs for commit in whole[:1]):
+            # What is being saved may borrow from either of the last two, and from whatever they borrow from.
+            retention = replace(retention, last=max(2, retention.last))
+        reasons = retention.reasons(whole, doubtful)
+        counted = {commit.generation for commit in whole}
+        # What cannot be read now may be needed again, and so what it needs, until the log has given it up.
+        needing = [c for each, c in self._manifests.items() if each in reasons or each not in counted]
+        return {
+            need: f"needed by {by}" for need, by in needed_by(c for c in needing if self._stays(c)).items()
+        } | reasons
+
+    def _stays(self, commit: Commit) -> bool:
+        """Whether it counts as something to restore: not if it is only there for others."""
+        return all(each.commit is not commit or each.is_loss for each in self.passed_over)
+
+    def _in_order(self, whole: Sequence[Commit]) -> list[GenerationId]:
+        """All of which the log can give up something, newest first: what is whole, and what is only there for others."""
+        newest = max((commit.generation for commit in whole), default=None)
+        others = [each.generation for each in self.passed_over if each.commit is not None and not each.is_loss]
+        older = [each for each in others if newest is not None and each < newest]
+        return sorted([*(commit.generation for commit in whole), *older], reverse=True)
+
+    @property
+    def _manifests(self) -> Mapping[GenerationId, Commit]:
+        """Of all that the log allows, as far as they can be read."""
+        known = [*self.usable, *(each.commit for each in self.passed_over if each.commit is not None)]
+        return {commit.generation: commit for commit in known}
 
     def _sound(self, catalog: Catalog) -> tuple[list[Commit], list[GenerationId]]:
         """What all is there of, and what counts neither as kept nor as given up: unreadable, or objects are missing."""
-        whole = [commit for commit in self.usable if missing_parts(commit, catalog[commit.generation]) is None]
+        whole = [commit for commit in self.usable if self._is_whole(commit, catalog)]
         counted = {commit.generation for commit in whole}
         doubtful = [commit.generation for commit in self.usable if commit.generation not in counted]
         return whole, doubtful + [each.generation for each in self.passed_over if each.is_loss]
+
+    def _is_whole(self, commit: Commit, catalog: Catalog) -> bool:
+        """Whether no object of it is missing, nor of what it needs."""
+        manifests = self._manifests
+        parts = [commit, *(manifests[need] for need in commit.needs)]
+        return all(missing_parts(each, catalog[each.generation]) is None for each in parts)
+
+
+def _complete(
+    found: Commit | PassedOver, history: History, defects: Mapping[GenerationId, str | None]
+) -> Commit | PassedOver:
+    """The manifest, unless what it needs is missing."""
+    if isinstance(found, PassedOver) or (lack := what_lacks(found, history, defects)) is None:
+        return found
+    return PassedOver(found.generation, lack.reason, lack.is_loss, commit=found)
 
 
 def _read_restorable(backend: Backend, history: History, contents: Contents) -> Commit | PassedOver:

@@ -7,7 +7,7 @@ the run goes on, does neither. It applies the same rules: the newest readable lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
@@ -22,6 +22,7 @@ from lightning_moe_ckpt.storage._catalog import (
 from lightning_moe_ckpt.storage._json import decode
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, parse_log_key
+from lightning_moe_ckpt.storage._needs import what_lacks
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 
 
@@ -47,6 +48,11 @@ class StoredGeneration:
     def nbytes(self) -> int:
         """Size of the segments and side files there are."""
         return data_nbytes(self.sizes)
+
+    @property
+    def needs(self) -> tuple[GenerationId, ...]:
+        """Older generations that it borrows from."""
+        return () if self.commit is None else self.commit.needs
 
     @property
     def usable(self) -> bool:
@@ -96,7 +102,9 @@ class RunView:
     def generations(self) -> list[StoredGeneration]:
         """Everything stored, newest first, also of earlier runs and lives."""
         catalog = read_catalog(self._backend)
-        return [self._look_at(catalog[generation]) for generation in sorted(catalog, reverse=True)]
+        found = {generation: self._look_at(catalog[generation]) for generation in sorted(catalog, reverse=True)}
+        defects = {each: stored.why_not for each, stored in found.items()}
+        return [self._with_needs(stored, defects) for stored in found.values()]
 
     def log_damage(self) -> list[str]:
         """Read every log entry; what is wrong with those that are bad, or missing between others."""
@@ -143,6 +151,15 @@ class RunView:
             dead=dead,
             damage=damage,
         )
+
+    def _with_needs(self, stored: StoredGeneration, defects: Mapping[GenerationId, str | None]) -> StoredGeneration:
+        """The same, unless what it needs is missing."""
+        if not stored.usable or stored.commit is None or self.history is None:
+            return stored
+        lack = what_lacks(stored.commit, self.history, defects)
+        if lack is None:
+            return stored
+        return replace(stored, damage=lack.reason) if lack.is_loss else replace(stored, dead=lack.reason)
 
     def _read_commit(self, generation: GenerationId, dead: str | None) -> Commit:
         """The manifest; one that cannot be restored anyway may be of another run."""

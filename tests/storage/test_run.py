@@ -34,6 +34,7 @@ from lightning_moe_ckpt.storage import (
     verify_records,
 )
 from lightning_moe_ckpt.storage._commit import await_markers, publish
+from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key, segment_key
 from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
@@ -237,8 +238,14 @@ def test_a_life_may_begin_from_memory_ahead_of_storage(backend: Backend) -> None
         "type": "open", "epoch": 2, "resumed": {"epoch": 1, "step": 15}, "volatile": True,
     }  # fmt: skip
     for marker in late:  # the earlier life looked at the log before `open_epoch`, and writes after it
-        publish(backend, await_markers(backend, marker, timeout=NOW))
+        publish(backend, await_markers(backend, marker, timeout=NOW), _history(backend))
     assert _steps(RunStore.open(backend, resume="must")) == [12, 10]
+
+
+def _history(backend: Backend) -> History:
+    history = Log(backend).read()
+    assert history is not None
+    return history
 
 
 def test_a_generation_that_storage_has_is_not_volatile(backend: Backend) -> None:
@@ -265,7 +272,7 @@ def test_when_all_memory_is_lost_an_older_commit_is_resumed(backend: Backend, co
     newest = third.candidates()[0].generation
     assert newest == (GenerationId(step=16, epoch=2) if commits else GenerationId(step=10, epoch=1))
     assert third.open_epoch(newest) == 3
-    publish(backend, await_markers(backend, unfinished, timeout=NOW))  # late
+    publish(backend, await_markers(backend, unfinished, timeout=NOW), _history(backend))  # late
     fourth = RunStore.open(backend, resume="must")
     assert fourth.candidates()[0].generation == newest
     # A node comes back with what it had in memory.

@@ -2,6 +2,8 @@
 
 Ranks are objects in this process. A process that dies lets go of its rings without removing their names; a node that is
 lost takes the directory that is its shared memory with it. What must survive is kept here by rules of its own.
+
+Memory takes whole generations. What goes to storage has some of the experts, others by turns, and borrows the rest.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from lightning_moe_ckpt.recovery import Inventory, Version, usable_versions
 from lightning_moe_ckpt.recovery._inventory import Item, Stock
 from lightning_moe_ckpt.storage import (
     Backend,
+    Commit,
     FsspecBackend,
     GenerationId,
     RankMarker,
@@ -36,6 +39,7 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
 from lightning_moe_ckpt.tiers._names import shared_name
+from stored._partial import EXPERTS, Sources, part, read_back
 
 RANKS = (0, 1)
 SLOTS = 4
@@ -132,7 +136,12 @@ class Job:
         self.zombies: list[RunStore] = []
         self.committed: set[GenerationId] = set()
         """Committed, not given up, and not left behind by a later life."""
-        self.may_be_promoted: set[GenerationId] = set()
+        self.sources: dict[GenerationId, Sources] = {}
+        """From which generation each operator of a stored one is."""
+        self.held: set[GenerationId] = set()
+        """Committed ones that are stored: to be restored, or for what others need of them."""
+        self.previous: GenerationId | None = None
+        """What the next save borrows from."""
         self.step = 0
         self.restarts = 0
 
@@ -177,26 +186,46 @@ class Job:
         try:
             self._persist(generation, retention)
         except Crashed:
-            self.may_be_promoted.add(generation)
             committed = any("_COMMITTED" in call for call in dying.calls[:-1] if call.startswith("create "))
             if committed:
-                self.committed.add(generation)
+                self._commit(generation)
                 self._give_up(retention)  # it may have got that far
             self.restart("processes", stopped=False)
             return
         self._use(self.backend)
         for memory in self.own:
             memory.ring.unpin(generation)
-        self.committed.add(generation)
+        self._commit(generation)
         self._give_up(retention)
 
     def _persist(self, generation: GenerationId, retention: Retention) -> None:
-        for rank in RANKS:
-            data = content(generation, rank)
+        parts = [self._part(generation, rank) for rank in RANKS]
+        kept = self.sources.get(self.previous, {}) if self.previous is not None else {}
+        stored = {record.operator for record in parts[0][0].segments[0].records}
+        self.sources[generation] = {**kept, **dict.fromkeys(stored, generation)}
+        for rank, (marker, data) in zip(RANKS, parts, strict=True):
             self.store.put_segment(generation, rank, generation.step, memoryview(data))
-            self.store.put_marker(self._marker(generation, rank))
-        self.store.commit(self._marker(generation, 0), timeout=timedelta())
+            self.store.put_marker(marker)
+        self.store.commit(parts[0][0], timeout=timedelta())
         self.store.retain(retention)
+
+    def _part(self, generation: GenerationId, rank: int) -> tuple[RankMarker, bytes]:
+        """What goes to storage: now and then everything, else one expert or none."""
+        turn = generation.step % 5
+        experts = EXPERTS if turn == 0 or self.previous is None else EXPERTS[turn - 1 : turn]
+        previous = None
+        if self.previous is not None:
+            commits = {commit.generation: commit for commit in self.store.candidates()}
+            previous = self.store.read_marker(commits[self.previous], rank)
+        return part(self.store.run_id, generation, rank, world_size=len(RANKS), experts=experts, previous=previous)
+
+    def _commit(self, generation: GenerationId) -> None:
+        self.committed.add(generation)
+        self.held.add(generation)
+        self.previous = generation
+
+    def _needs(self, generation: GenerationId) -> set[GenerationId]:
+        return {*self.sources[generation].values()} - {generation}
 
     def collect(self, retention: Retention | None) -> None:
         """Somebody collects garbage."""
@@ -263,16 +292,22 @@ class Job:
         """What the ranks agree on, every byte of it read."""
         self.store.promote()
         commits = {commit.generation: commit for commit in self.store.candidates()}
-        for commit in commits.values():
-            for rank in RANKS:
-                self._read_stored(commit.generation, rank)
+        self._check_offered(list(commits.values()))
         stocks = [self._stock(node) for node in self.nodes]
         inventory = Inventory.of([stock.plain() for stock in stocks], [Version(each, "p") for each in commits])
         versions = usable_versions(inventory, lambda each: self.store.why_dead(each) is None)
         resumed = versions[0].generation if versions else None
-        if resumed is not None and resumed in commits:
-            self.committed.add(resumed)
+        # What a life that died was to give up may still be there.
+        self.committed = set(commits)
+        self.held = self.committed.union(*(self._needs(each) for each in commits))
         return resumed, stocks
+
+    def _check_offered(self, commits: Sequence[Commit]) -> None:
+        """Latest never runs ahead of durability: what is offered is there, to the last byte, and is what was saved."""
+        assert self.committed <= {commit.generation for commit in commits}
+        for commit in commits:
+            assert read_back(self.store, commit) == self.sources[commit.generation]
+        assert self.store.unreadable == []
 
     def _stock(self, node: Path) -> Stock:
         """What is whole in the memory of a node; what it says it has, it has."""
@@ -287,12 +322,6 @@ class Job:
         tier.close()
         return Stock(str(node), tuple(items))
 
-    def _read_stored(self, generation: GenerationId, rank: int) -> None:
-        """Latest never runs ahead of durability: what is offered is there, to the last byte."""
-        out = bytearray(len(content(generation, rank)))
-        self.backend.get_into(segment_key(generation, rank, generation.step), memoryview(out))
-        assert out == content(generation, rank)
-
     def _begin(self, resumed: GenerationId | None, volatile: Iterable[GenerationId]) -> None:
         assert self.store.open_epoch(resumed, volatile=frozenset(volatile)) is not None
         for rank in RANKS:
@@ -300,18 +329,22 @@ class Job:
             self.copies[rank].adopt(resumed, self.nodes[1 - rank])
         self.step = 0 if resumed is None else resumed.step
         self.committed = {each for each in self.committed if resumed is not None and each.step <= resumed.step}
+        self.held = self.committed.union(*(self._needs(each) for each in self.committed))
+        self.previous = max(self.committed, default=None)
 
     # -- the rules, taken literally
 
     def _give_up(self, retention: Retention) -> None:
-        """What the retention does not keep."""
+        """What the retention does not keep, and what nothing that it keeps needs."""
         newest = sorted(self.committed, reverse=True)
-        kept = set(newest[: retention.last])
+        borrows = any(self._needs(each) for each in newest[:1])
+        kept = set(newest[: max(2, retention.last) if borrows else retention.last])
         if retention.every_n_steps is not None:
             for multiple in range(0, self.step + 1, retention.every_n_steps):
                 bucket = [each for each in newest if multiple <= each.step < multiple + retention.every_n_steps]
                 kept |= {min(bucket)} if bucket else set()
-        self.committed &= kept
+        self.held = kept.union(*(self._needs(each) for each in kept))
+        self.committed = {each for each in self.held if self._needs(each) <= self.held}
 
     def _newest_sealed(self) -> GenerationId | None:
         """The newest generation that all ranks have in memory."""

@@ -1,0 +1,396 @@
+"""Generations that borrow from older ones: what one needs is committed before it, and stays as long as it does."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored._partial import DENSE, EXPERTS, PartialJob, Sources, read_back
+from stored._runs import stored
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage import (
+    Backend,
+    FsspecBackend,
+    GenerationId,
+    PosixBackend,
+    Retention,
+    RunStore,
+    RunView,
+    collect_garbage,
+    segment_key,
+)
+from lightning_moe_ckpt.storage._names import commit_key
+from lightning_moe_ckpt.testing import Crashed, CrashingBackend
+
+A, B, C = EXPERTS
+ALL = Retention(last=100)
+
+
+def memory() -> Backend:
+    MemoryFileSystem.store.clear()  # listings take time for all that was ever stored
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
+
+
+def generation(step: int, epoch: int = 1) -> GenerationId:
+    return GenerationId(step=step, epoch=epoch)
+
+
+def steps_of(found: Mapping[int, Sources], step: int) -> list[int]:
+    """From which steps the dense part and the experts of a generation are."""
+    return [found[step][name].step for name in (DENSE, *EXPERTS)]
+
+
+def in_turn(backend: Backend, steps: range, keep: Retention | int = 2) -> PartialJob:
+    """A job that stores one expert after the other."""
+    job = PartialJob(backend)
+    for turn, step in enumerate(steps):
+        job.save(step, EXPERTS[turn % 3], keep=keep)
+    return job
+
+
+# What stays.
+
+
+def test_what_a_kept_generation_needs_stays_and_nothing_older() -> None:
+    """One expert of three in turn: the last two can be restored, two more are there for them, however long it goes on."""
+    backend = memory()
+    job = in_turn(backend, range(0, 300, 10))
+    assert {step: steps_of(job.restorable(), step) for step in job.restorable()} == {
+        290: [290, 270, 280, 290],
+        280: [280, 270, 280, 260],
+    }
+    assert stored(backend) == [260, 270, 280, 290]
+    assert dict(job.store.rejected) == {
+        f"step {step} (epoch 1)": f"needs step {step - 20} (epoch 1), which the run has given up: below the watermark 260"
+        for step in (260, 270)
+    }
+    assert job.store.unreadable == []
+
+
+def test_milestones_keep_what_they_need_by_name() -> None:
+    """Far below the watermark, over lives, until a later rule lets both go."""
+    backend = memory()
+    keep = Retention(last=2, every_n_steps=100)
+    job = in_turn(backend, range(0, 250, 10), keep)
+    assert stored(backend) == [0, 80, 90, 100, 180, 190, 200, 210, 220, 230, 240]
+    assert sorted(job.restorable()) == [0, 100, 200, 210, 220, 230, 240], "210 and 220, as 180 and 190 are there"
+    second = PartialJob(backend)
+    second.save(250, A, keep=keep)
+    assert sorted(second.restorable()) == [0, 100, 200, 240, 250]
+    assert steps_of(second.restorable(), 100) == [100, 90, 100, 80]
+    second.save(260, B, keep=2)
+    assert stored(backend) == [220, 230, 250, 260]
+    assert sorted(second.restorable()) == [250, 260]
+
+
+def test_an_expert_that_is_never_stored_again_keeps_one_generation() -> None:
+    """However far it is behind; the ones between are given up."""
+    backend = memory()
+    job = PartialJob(backend)
+    for step in range(0, 100, 10):
+        job.save(step, A, keep=1)
+    assert stored(backend) == [0, 80, 90]
+    assert steps_of(job.restorable(), 90) == [90, 90, 0, 0]
+    job.save(100, B, C, keep=1)
+    job.save(110, A, B, C, keep=1)
+    assert stored(backend) == [110], "it borrows nothing, so nothing is needed"
+
+
+def test_a_save_under_way_may_borrow_from_the_last_two_whatever_is_kept() -> None:
+    """Ranks that are ahead of the coordinator write their markers before the generation before is committed."""
+    backend = memory()
+    job = in_turn(backend, range(0, 60, 10), keep=1)
+    ahead = job.write(70, A)
+    job.save(60, B, keep=1)
+    job.previous = None
+    job.commit(ahead)
+    assert steps_of(job.restorable(), 70) == [70, 70, 40, 50]
+
+
+# What a commit asks for.
+
+
+def uncommit(backend: Backend) -> None:
+    backend.delete(commit_key(generation(10)))
+
+
+def damage_manifest(backend: Backend) -> None:
+    backend.put(commit_key(generation(10)), b"unreadable")
+
+
+def remove_file(backend: Backend) -> None:
+    backend.delete(segment_key(generation(10), 1, 10))
+
+
+def cut_file(backend: Backend) -> None:
+    backend.put(segment_key(generation(10), 1, 10), b"short")
+
+
+def give_up(backend: Backend) -> None:
+    """Somebody else's watermark, past what a save under way was allowed to borrow from."""
+    store = RunStore.open(backend, resume="must")
+    assert store._coordination is not None
+    assert store._coordination.log.append({"type": "watermark"}, store._coordination.history.advanced(20))
+
+
+REFUSALS = [
+    (uncommit, "not committed"),
+    (damage_manifest, "not committed"),
+    (remove_file, "gone or of another size"),
+    (cut_file, "gone or of another size"),
+    (give_up, "below the watermark 20"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), REFUSALS)
+@pytest.mark.parametrize("by", ["commit", "promotion"])
+def test_what_needs_something_that_is_gone_is_not_committed(
+    spoil: Callable[[Backend], None], reason: str, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its own life or the next; the generation before stays the newest. 10 has the only copy of an expert."""
+    caplog.set_level("INFO")
+    backend = memory()
+    job = in_turn(backend, range(0, 30, 10), keep=ALL)
+    markers = job.write(30, A)
+    assert [each.step for each in markers[0].needs] == [10, 20]
+    spoil(backend)
+    if by == "commit":
+        with pytest.raises(Corrupt, match=reason):
+            job.commit(markers)
+    else:
+        assert RunStore.open(backend, resume="must").promote() == []
+        assert reason in caplog.text
+    assert not backend.list(commit_key(generation(30)))
+
+
+@pytest.mark.parametrize("by", ["commit", "promotion"])
+def test_what_needs_something_that_is_there_is_committed(by: str) -> None:
+    """The control of the test above."""
+    backend = memory()
+    job = in_turn(backend, range(0, 30, 10), keep=ALL)
+    markers = job.write(30, A)
+    if by == "commit":
+        job.commit(markers)
+    else:
+        assert RunStore.open(backend, resume="must").promote() == [generation(30)]
+    assert steps_of(PartialJob(backend).restorable(), 30) == [30, 30, 10, 20]
+
+
+def test_a_generation_of_a_dead_timeline_cannot_be_borrowed_from() -> None:
+    """A life began again from before it: whoever still refers to it is refused, and the next save goes on."""
+    backend = memory()
+    first = in_turn(backend, range(0, 30, 10), keep=ALL)
+    stale = first.previous
+    store = RunStore.open(backend, resume="must")
+    assert store.candidates()[-1].generation == generation(0)
+    assert store.open_epoch(generation(0)) == 2
+    job = PartialJob(backend)
+    assert job.resumed == generation(0)
+    good, job.previous = job.previous, stale
+    with pytest.raises(Corrupt, match=r"step 10 \(epoch 1\), which must not be used: epoch 3 began again from step 0"):
+        job.commit(job.write(30, A))
+    job.previous = good
+    job.save(40, A)
+    assert steps_of(job.restorable(), 40) == [40, 40, 0, 0]
+
+
+# What a start passes over.
+
+
+@pytest.mark.parametrize("damage", [uncommit, damage_manifest])
+def test_what_needs_something_that_was_lost_is_passed_over_as_a_loss(damage: Callable[[Backend], None]) -> None:
+    """With the reason; what does not need it is offered, and a look from outside says the same."""
+    backend = memory()
+    in_turn(backend, range(0, 40, 10), keep=ALL)
+    damage(backend)
+    store = RunStore.open(backend, resume="must")
+    assert [commit.generation.step for commit in store.candidates()] == [0]
+    lost = dict(store.unreadable)
+    assert {f"step {step} (epoch 1)" for step in (20, 30)} <= set(lost)
+    assert all("needs step 10 (epoch 1), which cannot be read" in lost[f"step {step} (epoch 1)"] for step in (20, 30))
+    view = {each.generation.step: each for each in RunView.open(backend).generations()}
+    assert [step for step, each in view.items() if each.usable] == [0]
+    assert "needs step 10 (epoch 1)" in (view[30].damage or "")
+
+
+def test_nothing_that_may_come_back_loses_what_it_needs() -> None:
+    """A manifest cannot be read for a while, in which the run gives up others: then all of it is there again."""
+    backend = memory()
+    job = in_turn(backend, range(0, 50, 10))
+    key = commit_key(generation(40))
+    manifest = backend.get(key)
+    backend.put(key, b"the medium is away")
+    job.store.retain(Retention(last=1))
+    assert 40 not in job.restorable()
+    backend.put(key, manifest)
+    assert steps_of(job.restorable(), 40) == [40, 30, 40, 20]
+
+
+# Crashes.
+
+
+def crash_while(backend: Backend, crash_at: int, when: str, act: Callable[[PartialJob], object]) -> list[str]:
+    """A job that stored 0 to 40 dies at its `crash_at`-th call of `act`; its calls."""
+    job = in_turn(backend, range(0, 50, 10))
+    dying = CrashingBackend(backend, crash_at=crash_at, when=when)  # type: ignore[arg-type]
+    job.store._backend = dying
+    assert job.store._coordination is not None
+    job.store._coordination.log._backend = dying
+    with suppress(Crashed):
+        act(job)
+    return dying.calls
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("make", ["memory", "posix"])
+def test_a_crash_at_any_call_of_a_save_leaves_two_that_read_back(
+    make: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, markers, the check of what is needed, commit, watermark, deletions: every operator of both is there."""
+    monkeypatch.setattr(os, "fsync", os.fstat)
+    crash_at, finished = 0, False
+    while not finished:
+        backend = memory() if make == "memory" else PosixBackend(tmp_path / str(crash_at))
+        calls = crash_while(backend, crash_at, when, lambda job: job.save(50, C))
+        finished = len(calls) <= crash_at
+        happened = calls if when == "after" or finished else calls[:-1]
+        whole = sum(call.startswith("put ") and call.endswith(".done") for call in happened) == 2
+        job = PartialJob(backend)
+        assert job.resumed == generation(50 if whole else 40), calls[-1]
+        found = job.restorable()
+        assert steps_of(found, 40) == [40, 30, 40, 20]
+        assert not whole or steps_of(found, 50) == [50, 30, 40, 50]
+        job.save(60, A)
+        assert stored(backend) == ([30, 40, 50, 60] if whole else [20, 30, 40, 60])
+        crash_at += 1
+    assert {"put", "list", "get", "create", "delete"} <= {call.split()[0] for call in calls}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_crash_at_any_call_of_a_start_loses_nothing(ranks: int, when: str) -> None:
+    """Promotion with the check of what is needed, the pick, opening the epoch."""
+    crash_at = 0
+    while True:
+        backend = memory()
+        in_turn(backend, range(0, 50, 10)).write(50, C, ranks=ranks)
+        dying = CrashingBackend(backend, crash_at=crash_at, when=when)  # type: ignore[arg-type]
+        with suppress(Crashed):
+            PartialJob(dying)
+            break
+        job = PartialJob(backend)
+        assert job.resumed == generation(50 if ranks == 2 else 40), dying.calls[-1]
+        job.save(60, A)
+        crash_at += 1
+    assert crash_at > 10
+
+
+# Garbage.
+
+
+def test_garbage_collection_says_what_is_needed_by_what() -> None:
+    """Without and with rules; a dry run says the same, and nothing that is needed goes."""
+    backend = memory()
+    job = in_turn(backend, range(0, 60, 10), keep=Retention(last=3, every_n_steps=100))
+    assert stored(backend) == [0, 10, 20, 30, 40, 50]
+    looked = collect_garbage(backend)
+    assert {each.generation.step: each.reason for each in looked.stays} == {
+        0: "not given up; needed by step 20 (epoch 1)",
+        10: "not given up; needed by step 30 (epoch 1)",
+        20: "not given up; needed by step 40 (epoch 1)",
+        30: "not given up; needed by step 50 (epoch 1)",
+        40: "not given up; needed by step 50 (epoch 1)",
+        50: "not given up",
+    }
+    dry = collect_garbage(backend, Retention(last=1), dry_run=True)
+    done = collect_garbage(backend, Retention(last=1))
+    assert (dry.goes, dry.stays) == (done.goes, done.stays)
+    assert {each.generation.step: each.reason for each in done.stays} == {
+        20: "needed by step 40 (epoch 1)",
+        30: "needed by step 50 (epoch 1)",
+        40: "among the last 2",
+        50: "among the last 2",
+    }
+    assert {each.generation.step for each in done.goes} == {0, 10}
+    assert sorted(job.restorable()) == [40, 50]
+    job.save(60, A)
+    assert sorted(job.restorable()) == [50, 60]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_collection_that_dies_at_any_call_loses_nothing(when: str) -> None:
+    """What is kept reads back after it, and the job, which lives, goes on."""
+    crash_at = 0
+    while True:
+        backend = memory()
+        job = in_turn(backend, range(0, 80, 10), keep=ALL)
+        dying = CrashingBackend(backend, crash_at=crash_at, when=when)  # type: ignore[arg-type]
+        with suppress(Crashed):
+            collect_garbage(dying, Retention(last=1))
+            break
+        found = job.restorable()
+        assert (steps_of(found, 70), steps_of(found, 60)) == ([70, 60, 70, 50], [60, 60, 40, 50])
+        job.save(80, C, keep=1)
+        assert sorted(job.restorable()) == [70, 80]
+        assert stored(backend) == [50, 60, 70, 80]
+        crash_at += 1
+    assert crash_at > 20
+
+
+# Any selections, rules, deaths and collections.
+
+acts = st.lists(
+    st.tuples(
+        st.sampled_from(["save", "save", "save", "crash", "restart", "collect"]),
+        st.lists(st.sampled_from(EXPERTS), unique=True, max_size=3),
+        st.builds(Retention, last=st.integers(1, 3), every_n_steps=st.none() | st.integers(15, 60)),
+        st.integers(0, 40),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=60)
+@given(acts)
+def test_whatever_is_offered_reads_back_and_is_what_was_saved(
+    history: list[tuple[str, list[str], Retention, int]],
+) -> None:
+    """Every operator of every candidate, from the generation that a dict says stored it last."""
+    backend = memory()
+    job, step = PartialJob(backend), 0
+    wanted: dict[GenerationId, dict[str, GenerationId]] = {}
+    for act, experts, keep, number in history:
+        if act in {"save", "crash"}:
+            step += 10
+            new, before = generation(step, job.epoch), job.previous[0].generation if job.previous else None
+            kept = wanted[before] if before is not None else dict.fromkeys(EXPERTS, new)
+            wanted[new] = {**kept, **dict.fromkeys([DENSE, *experts], new)}
+        if act == "save":
+            job.save(step, *experts, keep=keep)
+        elif act == "crash":
+            job.store._backend = dying = CrashingBackend(backend, crash_at=number, when="after")
+            assert job.store._coordination is not None
+            job.store._coordination.log._backend = dying
+            with suppress(Crashed):
+                job.save(step, *experts, keep=keep)
+        elif act == "collect":
+            collect_garbage(backend, keep)
+        if act in {"crash", "restart"}:
+            newest = max((c.generation for c in job.store.candidates()), default=None) if act == "restart" else None
+            job = PartialJob(backend)
+            assert act == "crash" or job.resumed == newest
+            assert job.resumed is not None or step <= 10 or newest is None
+        for commit in job.store.candidates():
+            assert read_back(job.store, commit) == wanted[commit.generation]
+        assert job.store.unreadable == []
+        if job.previous is not None:
+            assert job.previous[0].generation in {c.generation for c in job.store.candidates()}
