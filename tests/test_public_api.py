@@ -36,9 +36,11 @@ PUBLIC: dict[str, str] = {
         register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
-        Decision DensePolicy Order Plan PlanItem Policy Popularity RecordPiece SparsePolicy WindowPlan WrittenPart
-        assign_positions assign_writers decayed_popularity needs_split order plan_for_window plan_window
-        popularity_per_capacity positions should_reorder soft_popularity split_nbytes
+        Accounting Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS MEMORY NEVER Order
+        PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
+        TierBook WindowPlan WrittenPart assign_positions assign_writers decayed_popularity expert_layouts
+        moementary_lost_tokens needs_split next_k order plan_for_window plan_window popularity_per_capacity
+        portion_of_lost_tokens positions should_reorder soft_popularity split_nbytes
     """,
     "lightning_moe_ckpt.parallel": """
         ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode WorldFailed

@@ -1,9 +1,24 @@
 """Pure decisions: which record to take of which operator, at which step, for which tier."""
 
+from lightning_moe_ckpt.policies._accounting import Accounting as Accounting
+from lightning_moe_ckpt.policies._accounting import moementary_lost_tokens as moementary_lost_tokens
+from lightning_moe_ckpt.policies._accounting import portion_of_lost_tokens as portion_of_lost_tokens
 from lightning_moe_ckpt.policies._base import Decision as Decision
 from lightning_moe_ckpt.policies._base import Plan as Plan
 from lightning_moe_ckpt.policies._base import Policy as Policy
 from lightning_moe_ckpt.policies._dense import DensePolicy as DensePolicy
+from lightning_moe_ckpt.policies._dynamic_k import DynamicK as DynamicK
+from lightning_moe_ckpt.policies._dynamic_k import next_k as next_k
+from lightning_moe_ckpt.policies._expert_tables import LEVELS as LEVELS
+from lightning_moe_ckpt.policies._expert_tables import MEMORY as MEMORY
+from lightning_moe_ckpt.policies._expert_tables import STORAGE as STORAGE
+from lightning_moe_ckpt.policies._expert_tables import ExpertLayout as ExpertLayout
+from lightning_moe_ckpt.policies._expert_tables import ExpertPolicy as ExpertPolicy
+from lightning_moe_ckpt.policies._expert_tables import ExpertTable as ExpertTable
+from lightning_moe_ckpt.policies._expert_tables import Selection as Selection
+from lightning_moe_ckpt.policies._expert_tables import expert_layouts as expert_layouts
+from lightning_moe_ckpt.policies._partial import ExpertOrder as ExpertOrder
+from lightning_moe_ckpt.policies._partial import PartialPolicy as PartialPolicy
 from lightning_moe_ckpt.policies._planner import PlanItem as PlanItem
 from lightning_moe_ckpt.policies._planner import WindowPlan as WindowPlan
 from lightning_moe_ckpt.policies._planner import needs_split as needs_split
@@ -19,7 +34,11 @@ from lightning_moe_ckpt.policies._popularity import should_reorder as should_reo
 from lightning_moe_ckpt.policies._popularity import soft_popularity as soft_popularity
 from lightning_moe_ckpt.policies._positions import assign_positions as assign_positions
 from lightning_moe_ckpt.policies._positions import positions as positions
+from lightning_moe_ckpt.policies._selective import SelectivePolicy as SelectivePolicy
 from lightning_moe_ckpt.policies._sparse import SparsePolicy as SparsePolicy
+from lightning_moe_ckpt.policies._tier_book import NEVER as NEVER
+from lightning_moe_ckpt.policies._tier_book import Pending as Pending
+from lightning_moe_ckpt.policies._tier_book import TierBook as TierBook
 from lightning_moe_ckpt.policies._writers import RecordPiece as RecordPiece
 from lightning_moe_ckpt.policies._writers import WrittenPart as WrittenPart
 from lightning_moe_ckpt.policies._writers import assign_writers as assign_writers

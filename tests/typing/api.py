@@ -232,6 +232,28 @@ def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> po
     return rules[0].decide(1, list(found), {}, {})
 
 
+def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection:
+    layouts = policies.expert_layouts(found, dict.fromkeys(found.names, 1024))
+    assert_type(layouts, tuple[policies.ExpertLayout, ...])
+    accounting = policies.Accounting.start([each.num_experts for each in layouts], k=1, levels=policies.LEVELS)
+    accounting = accounting.add(tokens_E).take(0, policies.Selection.everything(layouts))
+    accounting = accounting.complete(policies.MEMORY, 0).complete(policies.STORAGE, 0)
+    accounting, lost_E = accounting.restore(tokens_E, torch.full_like(tokens_E, policies.NEVER))
+    book = accounting.saved[policies.STORAGE]
+    assert_type(book, policies.TierBook)
+    assert_type(book.pending, tuple[policies.Pending, ...])
+    assert_type(accounting.plt, float)
+    assert_type(policies.portion_of_lost_tokens(lost_E, tokens_E), float)
+    assert_type(policies.moementary_lost_tokens(lost_E, tokens_E, [8, 8]), float)
+    k = policies.next_k(1, plt=0.01, last_loss=0.01, plt_budget=0.05, num_experts=8)
+    k = policies.DynamicK(plt_budget=0.05).after_fault(k, plt=0.01, last_loss=0.01, num_experts=8)
+    by: policies.ExpertOrder = "load_aware"
+    rules: list[policies.ExpertPolicy] = [policies.PartialPolicy(k=k, order=by), policies.SelectivePolicy()]
+    tables: list[policies.ExpertTable] = accounting.with_k(k).tables(layouts)
+    assert_type(rules[0].max_age(tables, {}), int)
+    return rules[0].select(accounting.generations, tables, {})
+
+
 def spread(piece: operators.ParamSlice) -> list[policies.WrittenPart[str]]:
     return policies.assign_writers([policies.RecordPiece(record="a", piece=piece, nbytes_per_element=4)], [0, 1])
 

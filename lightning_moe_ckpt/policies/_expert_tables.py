@@ -1,0 +1,222 @@
+"""What a choice of experts is made of, and what it says.
+
+A lossy policy takes FULL of some experts at each generation. What it looks at (tokens not saved yet, when an expert
+was saved last) is one table per MoE layer, equal on all ranks; what it says is a `Selection`, which is a pure function
+of the tables, hence equal on all ranks without an exchange.
+
+A *position* is the place in the expert-parallel group that holds an expert: all its copies lie on the ranks of that
+position, and what is taken of it is written by them. A layer whose experts every rank holds has one position.
+
+Sources: PEC (2024), Sec. 3.1; MOETION (2024), Sec. 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.operators import OperatorSet
+
+MEMORY, STORAGE = "memory", "storage"
+"""The two levels of a selection: host memory with its copies on other nodes, and storage."""
+
+LEVELS = (MEMORY, STORAGE)
+
+Order = Callable[[int], tuple[int, ...]]
+"""Sorts experts of one layer: the one with the smallest key is taken first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayout:
+    """What of a table does not change during a run."""
+
+    layer: str
+    """FQN of the MoE layer."""
+    rank_of: tuple[int, ...]
+    """Position that holds each expert; one entry per expert, by global index."""
+    nbytes: int
+    """FULL bytes of one expert, all its parts."""
+
+    @property
+    def num_experts(self) -> int:
+        """Over all ranks."""
+        return len(self.rank_of)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertTable:
+    """One MoE layer as a policy sees it when it chooses. Entries are by global expert index."""
+
+    layer: str
+    """FQN of the MoE layer."""
+    num_experts: int
+    """Over all ranks."""
+    rank_of: tuple[int, ...]
+    """Position that holds each expert."""
+    nbytes: int
+    """FULL bytes of one expert, all its parts."""
+    unsaved: Mapping[str, tuple[int, ...]]
+    """By level: tokens in the live weights of each expert that its newest copy in that level lacks."""
+    saved_at: Mapping[str, tuple[int, ...]]
+    """By level: boundary of the newest generation that has each expert, -1 for none."""
+    skipped: Mapping[str, tuple[bool, ...]]
+    """By level: whether it gave up the last generation with each expert that it was through with."""
+    age: tuple[int, ...]
+    """Generations since each expert was last taken to memory: 1 if the newest one has it. See `max_age`."""
+
+    def __post_init__(self) -> None:
+        rows = (self.rank_of, self.age, *self.unsaved.values(), *self.saved_at.values(), *self.skipped.values())
+        if self.num_experts < 1 or any(len(row) != self.num_experts for row in rows):
+            raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The experts of one generation: global indices by layer, ascending."""
+
+    memory: tuple[tuple[int, ...], ...]
+    """Taken to host memory, and to copies of it on other nodes."""
+    storage: tuple[tuple[int, ...], ...]
+    """Taken to storage as well: some of those of `memory`."""
+
+    def __post_init__(self) -> None:
+        for kept, stored in zip(self.memory, self.storage, strict=True):
+            if any(list(row) != sorted(set(row)) for row in (kept, stored)) or not set(stored) <= set(kept):
+                raise ValueError(f"`Selection`: {stored} must be part of {kept}, both ascending and without repeats.")
+
+    @classmethod
+    def everything(cls, layouts: Sequence[ExpertLayout | ExpertTable]) -> Selection:
+        """All experts to all levels: what a dense generation has."""
+        rows = tuple(tuple(range(each.num_experts)) for each in layouts)
+        return cls(rows, rows)
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether storage gets less than memory does."""
+        return self.memory != self.storage
+
+    def of(self, level: str) -> tuple[tuple[int, ...], ...]:
+        """The experts of one level. Raises `KeyError`."""
+        return {MEMORY: self.memory, STORAGE: self.storage}[level]
+
+    def flat(self, level: str, layouts: Sequence[ExpertLayout | ExpertTable]) -> tuple[int, ...]:
+        """The same as places in a vector over the experts of all layers."""
+        found: list[int] = []
+        start = 0
+        for row, each in zip(self.of(level), layouts, strict=True):
+            found += [start + expert for expert in row]
+            start += each.num_experts
+        return tuple(found)
+
+    def to_record(self) -> dict[str, list[list[int]]]:
+        """JSON values."""
+        return {level: [list(row) for row in self.of(level)] for level in LEVELS}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, object]) -> Selection:
+        """Read what `to_record` wrote; other keys are left alone.
+
+        Raises:
+            Corrupt: it is no selection.
+        """
+        try:
+            rows = [tuple(tuple(int(e) for e in row) for row in record[level]) for level in LEVELS]  # type: ignore[attr-defined]
+            return cls(*rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corrupt(f"This is no selection of experts: {error}. Another copy may be whole.") from error
+
+
+class ExpertPolicy(Protocol):
+    """Chooses the experts of each generation."""
+
+    def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
+        """The experts that generation `index` takes.
+
+        Args:
+            index: generations of this run before this one.
+            tables: one per MoE layer, in the order of the model.
+            budgets: by level, bytes of experts that one generation may take from one position. Policies that count
+                experts and not bytes leave them alone.
+        """
+
+    def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
+        """The largest age that an expert reaches: it is taken then, whatever else is chosen.
+
+        Memory that keeps this many whole generations holds every expert; beside them there is the one being written.
+        """
+
+
+def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[ExpertLayout, ...]:
+    """The layers of a model.
+
+    Args:
+        operators: of this rank, not split.
+        nbytes: FULL bytes by name of operator, over all its writers; experts of one layer are of equal size.
+
+    Returns:
+        Layouts, equal on all ranks, in the order in which `OperatorSet.count_offsets` counts.
+    """
+    found = []
+    for layer in operators.layers:
+        positions = operators.ep_size if layer.holders == "expert_data" else 1
+        each = layer.num_experts // positions
+        size = max(nbytes[op.name] for op in operators if op.layer == layer.fqn and op.expert_idx is not None)
+        ranks = tuple(expert // each for expert in range(layer.num_experts))
+        found.append(ExpertLayout(layer=layer.fqn, rank_of=ranks, nbytes=size))
+    return tuple(found)
+
+
+def positions_of(table: ExpertTable | ExpertLayout) -> dict[int, list[int]]:
+    """Experts by position, both ascending."""
+    found: dict[int, list[int]] = {rank: [] for rank in sorted(set(table.rank_of))}
+    for expert, rank in enumerate(table.rank_of):
+        found[rank].append(expert)
+    return found
+
+
+def sequential_order(table: ExpertTable, level: str, turn: Sequence[int]) -> Order:
+    """Least recently saved first; of those saved at once first what was skipped, then by `turn`."""
+    saved_at, skipped = table.saved_at[level], table.skipped[level]
+    return lambda expert: (saved_at[expert], not skipped[expert], turn[expert])
+
+
+def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> Order:
+    """Most unsaved tokens first, then as `sequential_order`."""
+    unsaved, otherwise = table.unsaved[level], sequential_order(table, level, turn)
+    return lambda expert: (-unsaved[expert], *otherwise(expert))
+
+
+def first(experts: Iterable[int], number: int, order: Order) -> list[int]:
+    """The `number` experts that `order` puts first."""
+    return sorted(experts, key=order)[:number]
+
+
+def overdue(ages: Sequence[int], costs: Sequence[int], *, limit: int, rate: Fraction | int) -> int:
+    """How many of the oldest must be taken now so that none gets older than `limit`.
+
+    Args:
+        ages: of experts that compete for the same places, oldest first.
+        costs: what each takes of a generation.
+        limit: the largest age at which an expert may be taken.
+        rate: what each later generation can take.
+    """
+    behind: Fraction | int = 0
+    total = 0
+    for age, cost in zip(ages, costs, strict=True):
+        total += cost
+        behind = max(behind, total - rate * max(limit - age, 0))
+    number = 0
+    while behind > 0 and number < len(costs):
+        behind -= costs[number]
+        number += 1
+    return number
+
+
+def jitter(index: int, most: int) -> int:
+    """A number from 0 to `most` that looks random over `index`, and is the same in every process."""
+    return int(xxh3_64_intdigest(str(index).encode())) % (most + 1) if most > 0 else 0

@@ -1,0 +1,144 @@
+"""Which tokens of each expert a level has saved, from what was sent to it and what it has completed.
+
+A generation that is under way counts as saved, so that the next one takes other experts; once the level has completed
+a newer one without it, it was skipped and counts no more. An expert that was skipped counts as saved only when that is
+certain: otherwise a level that takes every second generation could miss the same experts for ever, since they would be
+given to it once, left out of the next one, and given to it again in the one after that. What the level has completed comes from all ranks at once
+(with the votes of a window), so every rank has the same book.
+
+Shape suffixes: E experts of all layers, S experts of one generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+NEVER = -1
+"""Stands for "no generation": no boundary has this number."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pending:
+    """A generation that a level was given and has not completed yet."""
+
+    step: int
+    """Boundary."""
+    experts: Tensor
+    """int64 `[S]`, places in the vector over all experts."""
+    alive: Tensor
+    """int64 `[S]`, tokens in their weights at that boundary."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TierBook:
+    """One level; every method returns a new book."""
+
+    alive: Tensor
+    """int64 `[E]`: tokens in the weights of the newest complete copy of each expert; 0 without one."""
+    step: Tensor
+    """int64 `[E]`: boundary of that copy, `NEVER` without one."""
+    skipped: Tensor
+    """bool `[E]`: whether the newest generation with each expert that the level is through with was given up."""
+    pending: tuple[Pending, ...] = ()
+    """What is under way, oldest first."""
+
+    @classmethod
+    def empty(cls, num_experts: int) -> TierBook:
+        """A level that has nothing."""
+        zeros = torch.zeros(num_experts, dtype=torch.int64)
+        return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool())
+
+    def take(self, step: int, experts: Sequence[int], alive_E: Tensor) -> TierBook:
+        """The level was given generation `step`.
+
+        Args:
+            step: boundary, above all earlier ones.
+            experts: places in the vector over all experts.
+            alive_E: tokens in the live weights at that boundary.
+        """
+        chosen = torch.tensor(sorted(experts), dtype=torch.int64)
+        return replace(self, pending=(*self.pending, Pending(step=step, experts=chosen, alive=alive_E[chosen])))
+
+    def complete(self, step: int) -> TierBook:
+        """The level has all of generation `step`; older ones still under way are given up.
+
+        A boundary that was never given, or was given up, changes nothing but that.
+        """
+        alive_E, step_E, skipped_E = self.alive.clone(), self.step.clone(), self.skipped.clone()
+        for each in self.pending:
+            if each.step <= step:
+                skipped_E[each.experts] = each.step < step
+            if each.step == step:
+                alive_E[each.experts] = each.alive
+                step_E[each.experts] = step
+        left = tuple(each for each in self.pending if each.step > step)
+        return TierBook(alive=alive_E, step=step_E, skipped=skipped_E, pending=left)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """`(alive_E, step_E)` of the newest copies, if all that is under way completes; but see `skipped`."""
+        alive_E, step_E = self.alive.clone(), self.step.clone()
+        for each in self.pending:
+            counted_S = ~self.skipped[each.experts]
+            alive_E[each.experts[counted_S]] = each.alive[counted_S]
+            step_E[each.experts[counted_S]] = each.step
+        return alive_E, step_E
+
+    def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor) -> TierBook:
+        """After a recovery: what is known of the level now.
+
+        Nothing is under way. Copies newer than what was restored were lost or belong to the timeline that ended; an
+        older one of the same expert is not known of, so such an expert counts as not saved here.
+
+        Args:
+            alive_E: tokens in the restored weights.
+            step_E: boundary from which each expert was restored.
+            read_here_E: bool, whether this level holds that copy.
+        """
+        keep_E = self.step <= step_E
+        kept_alive_E = torch.where(keep_E, self.alive, 0)
+        kept_step_E = torch.where(keep_E, self.step, NEVER)
+        return TierBook(
+            alive=torch.where(read_here_E, alive_E, kept_alive_E),
+            step=torch.where(read_here_E, step_E, kept_step_E),
+            skipped=torch.zeros_like(self.skipped),
+        )
+
+    def tokens_at(self, expert: int, step: int) -> int | None:
+        """Tokens in the copy of `expert` from boundary `step`, if the book has it."""
+        found = [
+            int(each.alive[place])
+            for each in self.pending
+            if each.step == step
+            for place in torch.nonzero(each.experts == expert).flatten().tolist()
+        ]
+        if int(self.step[expert]) == step:
+            found.append(int(self.alive[expert]))
+        return found[0] if found else None
+
+    def to_journal(self) -> dict[str, object]:
+        """Plain values and tensors."""
+        pending = [{"step": p.step, "experts": p.experts, "alive": p.alive} for p in self.pending]
+        return {"alive": self.alive, "step": self.step, "skipped": self.skipped.long(), "pending": pending}
+
+    @classmethod
+    def from_journal(cls, stored: Mapping[str, object]) -> TierBook:
+        """Read what `to_journal` wrote. Raises `KeyError`, `TypeError` for anything else."""
+        pending = stored["pending"]
+        if not isinstance(pending, list):
+            raise TypeError("`pending` is no list")
+        rows = tuple(
+            Pending(step=int(p["step"]), experts=counts(p["experts"]), alive=counts(p["alive"])) for p in pending
+        )
+        skipped_E = counts(stored["skipped"]).bool()
+        return cls(alive=counts(stored["alive"]), step=counts(stored["step"]), skipped=skipped_E, pending=rows)
+
+
+def counts(value: object) -> Tensor:
+    """`value` if it is a vector of int64. Raises `TypeError`."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.ndim != 1:
+        raise TypeError(f"found {type(value).__name__}, wanted a vector of int64")
+    return value

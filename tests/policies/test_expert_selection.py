@@ -1,0 +1,397 @@
+"""Which experts a lossy generation takes: as many as were asked for, the same on all ranks, and none forgotten."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.policies import (
+    LEVELS,
+    MEMORY,
+    STORAGE,
+    Accounting,
+    ExpertLayout,
+    ExpertPolicy,
+    ExpertTable,
+    PartialPolicy,
+    Selection,
+    SelectivePolicy,
+)
+from lightning_moe_ckpt.policies._partial import spread
+from lightning_moe_ckpt.policies._selective import compute_s
+
+ORDERS = ("sequential", "load_aware")
+
+
+def table(
+    unsaved: Sequence[int], *, positions: int = 1, nbytes: int = 10, saved_at: Sequence[int] | None = None
+) -> ExpertTable:
+    num_experts = len(unsaved)
+    saved = tuple(saved_at or [0] * num_experts)
+    return ExpertTable(
+        layer="moe",
+        num_experts=num_experts,
+        rank_of=tuple(e * positions // num_experts for e in range(num_experts)),
+        nbytes=nbytes,
+        unsaved=dict.fromkeys(LEVELS, tuple(unsaved)),
+        saved_at=dict.fromkeys(LEVELS, saved),
+        skipped=dict.fromkeys(LEVELS, (False,) * num_experts),
+        age=(1,) * num_experts,
+    )
+
+
+@st.composite
+def table_lists(draw: st.DrawFn) -> list[ExpertTable]:
+    positions = draw(st.integers(1, 4))
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        num_experts = positions * draw(st.integers(1, 6))
+        rows = st.lists(st.integers(0, 50), min_size=num_experts, max_size=num_experts).map(tuple)
+        flags = st.lists(st.booleans(), min_size=num_experts, max_size=num_experts).map(tuple)
+        ages = st.lists(st.integers(1, 12), min_size=num_experts, max_size=num_experts).map(tuple)
+        found.append(
+            ExpertTable(
+                layer="moe",
+                num_experts=num_experts,
+                rank_of=tuple(e * positions // num_experts for e in range(num_experts)),
+                nbytes=draw(st.sampled_from([10, 10, 10, 7])),
+                unsaved={level: draw(rows) for level in LEVELS},
+                saved_at={level: draw(rows) for level in LEVELS},
+                skipped={level: draw(flags) for level in LEVELS},
+                age=draw(ages),
+            )
+        )
+    return found
+
+
+@st.composite
+def partial_policies(draw: st.DrawFn) -> PartialPolicy:
+    k = draw(st.integers(1, 6))
+    more = draw(st.none() | st.integers(0, 6))
+    return PartialPolicy(
+        k=k,
+        snapshot_k=None if more is None else k + more,
+        order=draw(st.sampled_from(ORDERS)),
+        age_limit=draw(st.none() | st.integers(1, 9)),
+    )
+
+
+BUDGETS = st.fixed_dictionaries({level: st.integers(0, 150) for level in LEVELS})
+
+
+def per_position(rows: Sequence[Sequence[int]], tables: Sequence[ExpertTable]) -> list[int]:
+    ranks = [t.rank_of[e] for row, t in zip(rows, tables, strict=True) for e in row]
+    return [ranks.count(r) for r in sorted({r for t in tables for r in t.rank_of})]
+
+
+@settings(max_examples=40)
+@given(partial_policies(), table_lists(), st.integers(0, 40))
+def test_partial_takes_k_per_layer_and_equally_many_from_every_rank(
+    policy: PartialPolicy, tables: list[ExpertTable], index: int
+) -> None:
+    """To memory and to storage, in each layer and over all layers, whatever the loads."""
+    chosen = policy.select(index, tables, {})
+    for level, k in ((MEMORY, policy.memory_k), (STORAGE, policy.k)):
+        for row, each in zip(chosen.of(level), tables, strict=True):
+            assert len(row) == min(k, each.num_experts)
+            counts = per_position([row], [each])
+            assert max(counts) - min(counts) <= 1
+    counts = per_position(chosen.memory, tables)
+    if all(policy.memory_k <= each.num_experts for each in tables):
+        assert max(counts) - min(counts) <= 1
+
+
+@settings(max_examples=40)
+@given(partial_policies() | st.just(SelectivePolicy()), table_lists(), st.integers(0, 40), BUDGETS)
+def test_every_rank_chooses_the_same(
+    policy: PartialPolicy | SelectivePolicy, tables: list[ExpertTable], index: int, budgets: dict[str, int]
+) -> None:
+    """There is no exchange: a selection is a pure function, and it survives its record."""
+    chosen = policy.select(index, tables, budgets)
+    assert chosen == policy.select(index, [replace(each) for each in tables], dict(budgets))
+    assert Selection.from_record(chosen.to_record()) == chosen
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+def test_experts_have_no_names(num_local: int, positions: int, data: st.DataObject) -> None:
+    """Where loads decide, renaming the experts of a position, and the positions, renames the choice and nothing else."""
+    total = num_local * positions
+    loads = data.draw(st.permutations(range(1, total + 1)))
+    order = list(data.draw(st.permutations(range(positions))))
+    within = [list(data.draw(st.permutations(range(num_local)))) for _ in range(positions)]
+    renamed = [order[r] * num_local + within[r][i] for r in range(positions) for i in range(num_local)]
+    k = data.draw(st.integers(1, num_local)) * positions
+    budget = data.draw(st.integers(0, 10 * num_local))
+    other = [0] * total
+    for old, new in enumerate(renamed):
+        other[new] = loads[old]
+    policies: list[ExpertPolicy] = [PartialPolicy(k=k, order="load_aware"), SelectivePolicy()]
+    for policy in policies:
+        before, after = (
+            policy.select(0, [table(row, positions=positions)], dict.fromkeys(LEVELS, budget)) for row in (loads, other)
+        )
+        assert after.memory[0] == tuple(sorted(renamed[e] for e in before.memory[0]))
+
+
+# -- over a run
+
+
+def run(
+    policy: ExpertPolicy,
+    layouts: Sequence[ExpertLayout],
+    generations: int,
+    *,
+    budgets: dict[str, int] | None = None,
+    loads: Sequence[int] | None = None,
+    skips: Any = lambda _: False,
+) -> tuple[list[Selection], int]:
+    """Generations and the limit of age, with storage that is whole at once but for those it skips."""
+    accounting = Accounting.start([each.num_experts for each in layouts])
+    accounting = accounting.take(0, Selection.everything(layouts))
+    for level in LEVELS:
+        accounting = accounting.complete(level, 0)
+    found, limit = [], 0
+    for step in range(1, generations + 1):
+        accounting = accounting.add(torch.tensor(loads or [1] * sum(each.num_experts for each in layouts)))
+        tables = accounting.tables(layouts)
+        limit = policy.max_age(tables, budgets or {})
+        chosen = policy.select(accounting.generations, tables, budgets or {})
+        accounting = accounting.take(step, chosen).complete(MEMORY, step)
+        if not skips(step):
+            accounting = accounting.complete(STORAGE, step)
+            found.append(chosen)
+        else:
+            found.append(Selection(chosen.memory, tuple(() for _ in layouts)))
+    return found, limit
+
+
+def layouts(num_layers: int, num_experts: int, positions: int) -> list[ExpertLayout]:
+    ranks = tuple(e * positions // num_experts for e in range(num_experts))
+    return [ExpertLayout(layer=f"moe{i}", rank_of=ranks, nbytes=10) for i in range(num_layers)]
+
+
+def longest_wait(rows: Sequence[Sequence[int]], num_experts: int) -> int:
+    """Most generations from one that has an expert (the start has all) to the next that has it, or to the end."""
+    longest = 0
+    for expert in range(num_experts):
+        seen = [-1, *(i for i, row in enumerate(rows) if expert in row), len(rows)]
+        longest = max(longest, *(b - a for a, b in pairwise(seen)))
+    return longest
+
+
+def test_sequential_is_the_interleaved_schedule() -> None:
+    """From rank to rank, the next layer one expert ahead: every rank writes one expert per generation (PEC, Figure 1)."""
+    found, _ = run(PartialPolicy(k=1), layouts(2, 4, 2), 4)
+    assert [each.memory for each in found] == [((2,), (1,)), ((1,), (3,)), ((3,), (0,)), ((0,), (2,))]
+    assert all(sorted(e // 2 for (e,) in each.memory) == [0, 1] for each in found)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 12))
+def test_sequential_takes_every_expert_within_one_round(positions: int, each: int, num_layers: int, k: int) -> None:
+    """ceil(E / K) generations without skips, whatever K and the number of ranks."""
+    num_experts = positions * each
+    found, _ = run(PartialPolicy(k=k), layouts(num_layers, num_experts, positions), 3 * num_experts)
+    for layer in range(num_layers):
+        for level in LEVELS:
+            wait = longest_wait([chosen.of(level)[layer] for chosen in found], num_experts)
+            assert wait <= -(-num_experts // min(k, num_experts))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.sampled_from(ORDERS), st.data())
+def test_memory_holds_every_expert(  # noqa: PLR0917  # one argument per dimension
+    positions: int, each: int, k: int, more: int, order: Any, data: st.DataObject
+) -> None:
+    """Whatever loads and storage do: the newest `max_age` generations have each expert of every layer."""
+    num_experts = positions * each
+    loads = data.draw(st.lists(st.integers(0, 1000), min_size=2 * num_experts, max_size=2 * num_experts))
+    skipped = data.draw(st.sets(st.integers(1, 40)))
+    policy = PartialPolicy(k=k, snapshot_k=k + more, order=order)
+    found, limit = run(policy, layouts(2, num_experts, positions), 40, loads=loads, skips=skipped.__contains__)
+    for layer in range(2):
+        assert longest_wait([chosen.memory[layer] for chosen in found], num_experts) <= limit
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(10, 60), st.integers(10, 60), st.data())
+def test_selective_forgets_no_expert_either(
+    positions: int, each: int, memory: int, storage: int, data: st.DataObject
+) -> None:
+    """Though layers without risk and experts without tokens would never have a turn."""
+    num_experts = positions * each
+    loads = data.draw(st.lists(st.integers(0, 1000), min_size=2 * num_experts, max_size=2 * num_experts))
+    budgets = {MEMORY: memory, STORAGE: storage}
+    found, limit = run(SelectivePolicy(), layouts(2, num_experts, positions), 40, loads=loads, budgets=budgets)
+    for layer in range(2):
+        assert longest_wait([chosen.memory[layer] for chosen in found], num_experts) <= limit
+
+
+def test_what_storage_skipped_comes_next() -> None:
+    """Once a newer generation is known to be whole without it, and although memory has it."""
+    found, _ = run(PartialPolicy(k=1, snapshot_k=2), layouts(1, 6, 1), 4, skips=(2).__eq__)
+    assert [each.storage[0] for each in found] == [(1,), (), (3,), (2,)]
+    assert 2 in found[1].memory[0]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("every", [2, 3, 4, 8])
+def test_storage_that_skips_in_step_with_the_round_still_gets_every_expert(every: int, k: int) -> None:
+    """Taking each second generation of an even round, it would get the same half of the experts for ever."""
+    found, _ = run(PartialPolicy(k=k), layouts(1, 16, 2), 60 * every, skips=lambda step: step % every)
+    stored = [each.storage[0] for i, each in enumerate(found) if (i + 1) % every == 0]
+    assert longest_wait(stored, 16) <= 3 * 16 // k
+
+
+def test_two_levels_go_round_at_their_own_pace() -> None:
+    """Storage in E / k generations, memory in about E / snapshot_k."""
+    found, _ = run(PartialPolicy(k=1, snapshot_k=4), layouts(2, 8, 2), 40)
+    for layer in range(2):
+        assert longest_wait([each.storage[layer] for each in found], 8) == 8
+        assert longest_wait([each.memory[layer] for each in found], 8) <= 4
+
+
+def test_load_aware_takes_the_most_loaded_of_each_rank() -> None:
+    """PEC, Algorithm 1: equal save capacity, although rank 1 has all the load."""
+    chosen = PartialPolicy(k=2, order="load_aware").select(0, [table([1, 2, 900, 800], positions=2)], {})
+    assert chosen.memory == ((1, 2),)
+
+
+def test_turns_are_shared_where_k_does_not_divide() -> None:
+    """A rank that gives one more now gives one less at another time."""
+    found, _ = run(PartialPolicy(k=1, order="load_aware"), layouts(1, 8, 4), 40, loads=[9, 1, 1, 1, 1, 1, 1, 1])
+    ranks = [each.memory[0][0] // 2 for each in found]
+    assert [ranks.count(r) for r in range(4)] == [10, 10, 10, 10]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 20))
+def test_spread_fills_rooms_evenly(rooms: list[int], number: int, start: int) -> None:
+    """No position gives two more than another that has room left."""
+    given_ = spread(number, rooms, start=start)
+    assert sum(given_) == min(number, sum(rooms))
+    for here, room in zip(given_, rooms, strict=True):
+        assert here <= room
+        assert here == room or here >= max(given_) - 1
+
+
+# -- selective
+
+
+@settings(max_examples=40)
+@given(table_lists(), st.integers(0, 20), BUDGETS)
+def test_selective_keeps_the_budget_of_every_rank(
+    tables: list[ExpertTable], index: int, budgets: dict[str, int]
+) -> None:
+    """And leaves no room in which another expert would fit."""
+    chosen = SelectivePolicy().select(index, tables, budgets)
+    for position in {r for t in tables for r in t.rank_of}:
+        for level in LEVELS:
+            rows = list(zip(chosen.of(level), tables, strict=True))
+            used = sum(t.nbytes for row, t in rows for e in row if t.rank_of[e] == position)
+            assert used <= budgets[level]
+        rest = [t.nbytes for row, t in zip(chosen.memory, tables, strict=True) for e in range(t.num_experts)
+                if t.rank_of[e] == position and e not in row]  # fmt: skip
+        kept = zip(chosen.memory, tables, strict=True)
+        used = sum(t.nbytes for row, t in kept for e in row if t.rank_of[e] == position)
+        assert not rest or used + min(rest) > budgets[MEMORY]
+
+
+def test_selective_follows_algorithm_1() -> None:
+    """S in proportion to risk: 8 places for risks 30, 10 and 0 are 6, 2 and 0, and the top ones of each layer."""
+    tables = [table([9, 1, 8, 2, 7, 1, 1, 1]), table([0, 3, 4, 3]), table([0, 0])]
+    chosen = SelectivePolicy().select(0, tables, {MEMORY: 80, STORAGE: 40})
+    assert [len(row) for row in chosen.memory] == [6, 2, 0]
+    assert {0, 2, 3, 4} <= set(chosen.memory[0])
+    assert 2 in chosen.memory[1]
+    assert chosen.storage == ((0, 2, 4), (2,), ())
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=8), st.integers(0, 60))
+def test_s_adds_up_to_s_total(layers: list[tuple[int, int]], s_total: int) -> None:
+    """Line 5 of the algorithm: exactly, or all experts; and no layer with room gets less than its share rounded down."""
+    risks, sizes = [risk for risk, _ in layers], [size for _, size in layers]
+    numbers = compute_s(risks, sizes, [7] * len(layers), 7 * s_total + 3)
+    assert sum(numbers) == min(s_total, sum(sizes))
+    for risk, size, number in zip(risks, sizes, numbers, strict=True):
+        assert number <= size
+        assert number == size or not sum(risks) or number >= risk * s_total // sum(risks)
+
+
+def test_a_budget_below_one_expert_is_refused_at_start() -> None:
+    """With the bytes that are missing."""
+    policy, tables = SelectivePolicy(), [table([1, 2]), table([1, 2], nbytes=25)]
+    policy.require_budgets(tables, {MEMORY: 30, STORAGE: 25})
+    with pytest.raises(
+        ConfigurationError, match=r"budget of storage is 20 bytes .* one expert takes 25\. Give 5 bytes"
+    ):
+        policy.require_budgets(tables, {MEMORY: 30, STORAGE: 20})
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"k": 0}, {"k": 3, "snapshot_k": 2}, {"order": "random"}, {"age_limit": 0}], ids=lambda w: next(iter(w))
+)
+def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
+    """As the caller wrote them."""
+    with pytest.raises(ValueError, match=rf"PartialPolicy\(.*{next(reversed(wrong))}"):
+        PartialPolicy(**wrong)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"memory": [[0]]},
+        {"memory": [[0]], "storage": [[1]]},
+        {"memory": [[1, 0]], "storage": [[]]},
+        {"memory": 3, "storage": [[]]},
+    ],
+)
+def test_a_record_that_is_no_selection_is_corrupt(record: dict[str, Any]) -> None:
+    """Storage takes a part of what memory takes, each expert once."""
+    with pytest.raises(Corrupt, match="no selection"):
+        Selection.from_record(record)
+
+
+def test_k_grows_for_both_levels() -> None:
+    """Storage gets K, memory no less."""
+    grown = PartialPolicy(k=1, snapshot_k=4).with_k(8)
+    assert (grown.k, grown.memory_k) == (8, 8)
+    assert PartialPolicy(k=1).with_k(2).memory_k == 2
+
+
+def test_places_over_all_layers() -> None:
+    """As counts are laid out."""
+    chosen = Selection(((1,), (0, 2)), ((), (2,)))
+    shapes = layouts(2, 3, 1)
+    assert chosen.flat(MEMORY, shapes) == (1, 3, 5)
+    assert chosen.flat(STORAGE, shapes) == (5,)
+    assert chosen.has_two_levels
+    assert not Selection.everything(shapes).has_two_levels
+
+
+def test_random_runs_balance_bytes_over_ranks() -> None:
+    """Over a long run with random loads, every rank has written as many experts as any other, to one."""
+    chooser = random.Random(0)
+    shapes = layouts(3, 12, 3)
+    loads = [chooser.randrange(1000) for _ in range(36)]
+    for policy in (PartialPolicy(k=2), PartialPolicy(k=2, order="load_aware")):
+        found, _ = run(policy, shapes, 30, loads=loads)
+        tables = Accounting.start([12] * 3).tables(shapes)
+        totals = [0, 0, 0]
+        for chosen in found:
+            counts = per_position(chosen.memory, tables)
+            assert max(counts) - min(counts) <= 1
+            totals = [a + b for a, b in zip(totals, counts, strict=True)]
+        assert max(totals) - min(totals) <= 1
