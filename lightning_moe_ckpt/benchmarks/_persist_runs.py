@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RecordEntry,
@@ -227,8 +229,9 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int) -> Steps
         warm_up: before these.
     """
     writes = _Writes()
-    clock = _Clock(writes, warm_up)
-    with wrapping_backends(lambda backend: WatchedBackend(backend, writes)), one_thread(), quiet_lightning():
+    clock = _Clock(writes, warm_up, num_steps)
+    watched = wrapping_backends(lambda backend: WatchedBackend(backend, writes))
+    with watched, one_thread(), quiet_lightning(), _slow_without_a_word():
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
@@ -272,24 +275,36 @@ class _Writes:
             self.spans.append((started, time.perf_counter()))
 
 
-class _Clock(Callback):
-    """Notes when each step was done, and holds writes in every other stretch. Goes before the checkpoint callback."""
+@contextmanager
+def _slow_without_a_word() -> Iterator[None]:
+    """That storage is slower than training is our own doing here."""
+    logger = logging.getLogger(Skips.__module__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
-    def __init__(self, writes: _Writes, warm_up: int) -> None:
+
+class _Clock(Callback):
+    """Notes when each step was done, and holds writes in every other stretch. Goes before the checkpoint callback.
+
+    After the steps that are measured nothing is held: what ends a fit waits until the last step is stored.
+    """
+
+    def __init__(self, writes: _Writes, warm_up: int, num_steps: int) -> None:
         self.ends: list[float] = []
-        self._writes, self._warm_up = writes, warm_up
+        self._writes, self._warm_up, self._num_steps = writes, warm_up, num_steps
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         self.ends.append(time.perf_counter())
-        if _is_idle(max(0, len(self.ends) - 1 - self._warm_up)):
+        number = len(self.ends) - 1 - self._warm_up
+        if 0 <= number < self._num_steps and _is_idle(number):
             self._writes.go.clear()
         else:
             self._writes.go.set()
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._writes.go.set()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
