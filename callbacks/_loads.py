@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.metrics import load_skew
-from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover
+from lightning_moe_ckpt.operators import CountProbe, LoadCounter, OperatorSet, discover
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,23 @@ class LayerLoads:
         self._counters = [LoadCounter(each, module) for each in (self._processed, self._dropped)]
         for counter in self._counters:
             counter.install()
+        self._probe, self._watching = CountProbe(self._processed, module), False
+
+    def watch(self) -> None:
+        """The next step shows whether tokens are counted as experts process them; not to be asked of a replayed one."""
+        if not self._probe.done:
+            self._watching = True
+            self._probe.install()
+
+    def judge(self) -> None:
+        """Gradients of a watched step are whole: leave out layers that are counted wrong. All ranks call it."""
+        if not self._watching or self._probe.done:
+            return
+        failures = self._probe.check(self._total)
+        for failure in failures:
+            log.warning("%s Its load is not logged.", failure)
+        for counter in self._counters:
+            counter.distrust([failure.layer for failure in failures])
 
     def read(self, numbers: Sequence[int] = ()) -> tuple[list[LayerLoad], Tensor]:
         """The loads since the last call; one collective, which all ranks must take part in. Waits for the device.
@@ -96,8 +113,16 @@ class LayerLoads:
 
     def remove(self) -> None:
         """Stop counting."""
+        self._probe.remove()
         for counter in self._counters:
             counter.remove()
+
+    def _total(self, vector: Tensor) -> Tensor:
+        if not (dist.is_available() and dist.is_initialized()):
+            return vector
+        total = vector.to(self._device)
+        dist.all_reduce(total)
+        return total.cpu()
 
 
 def _by_layer(operators: OperatorSet, counts: Tensor) -> Iterator[tuple[str, Tensor]]:

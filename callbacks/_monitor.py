@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -29,7 +30,8 @@ class ExpertLoadMonitor(Callback):
     expert has all tokens), `moe/min_share/<layer>` and `moe/max_share/<layer>` (of the tokens processed, the expert
     with fewest and most) and, where the layer knows it, `moe/dropped_share/<layer>` (over capacity, of all routed).
     Tokens count once per training forward: under accumulation all of a step, under activation checkpointing not
-    again. A layer that processed nothing is left out.
+    again. A layer that processed nothing is left out, and so is one of which the first step shows that its tokens are not
+    counted as its experts process them, which a warning says.
 
     Of checkpoints, over the steps since the last row:
 
@@ -92,6 +94,15 @@ class ExpertLoadMonitor(Callback):
         if self._checkpoint is not None and self._checkpoint.replaying:
             report = self._checkpoint.report
             self._replay = f"{report.replayed_steps + 1}/{report.replay_steps}"
+        elif self._loads is not None:
+            self._loads.watch()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._loads is not None and self._replay is None:
+            self._loads.judge()
 
     @override
     def on_train_batch_end(

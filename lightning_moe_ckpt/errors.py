@@ -22,6 +22,10 @@ class UnknownLayout(ConfigurationError):
     """Parameters could not be placed into operators; the message names them."""
 
 
+class WrongCounts(ConfigurationError):
+    """Tokens per expert are not counted as experts process them; the message names the layers and says why."""
+
+
 class UnsupportedOptimizer(ConfigurationError):
     """The optimizer's state cannot be captured exactly slice by slice; the message says why."""
 

@@ -30,9 +30,9 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.operators": """
         AdapterFactory AttributeCapacity AttributeState AttributeTap BiasView Capacity CapacityTap
-        CapacityView ComputeDtypeProbe CountTap ExpertCapacity ExtraState IndexTap LoadCounter MaskTap
+        CapacityView ComputeDtypeProbe CountFailure CountProbe CountTap ExpertCapacity ExtraState IndexTap LoadCounter MaskTap
         Measure MoELayerSpec Operator OperatorSet ParamSlice ParameterIndex ProbabilityTap RecordKind
-        RowsTap StateEntry StateSchema discover groups_state load_groups_state merged_slices
+        RowsTap StateEntry StateSchema discover groups_state load_groups_state merged_slices prove_counts
         register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
@@ -73,6 +73,7 @@ PUBLIC: dict[str, str] = {
     "lightning_moe_ckpt.errors": """
         CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing
         NoUsableGeneration ReplayMismatch RingFull StorageError StorageRefused UnknownLayout UnsupportedOptimizer
+        WrongCounts
     """,
 }
 

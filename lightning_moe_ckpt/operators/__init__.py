@@ -5,6 +5,9 @@ from lightning_moe_ckpt.operators._capacity import AttributeCapacity as Attribut
 from lightning_moe_ckpt.operators._capacity import Capacity as Capacity
 from lightning_moe_ckpt.operators._capacity import CapacityView as CapacityView
 from lightning_moe_ckpt.operators._capacity import ExpertCapacity as ExpertCapacity
+from lightning_moe_ckpt.operators._count_probe import CountFailure as CountFailure
+from lightning_moe_ckpt.operators._count_probe import CountProbe as CountProbe
+from lightning_moe_ckpt.operators._count_probe import prove_counts as prove_counts
 from lightning_moe_ckpt.operators._counts import LoadCounter as LoadCounter
 from lightning_moe_ckpt.operators._counts import Measure as Measure
 from lightning_moe_ckpt.operators._discover import discover as discover

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Literal
 
 import torch
@@ -59,6 +60,12 @@ class LoadCounter:
             log.warning(
                 "%s cannot be counted in %s; these experts are captured in a fixed order", self._measure, self.uncounted
             )
+
+    def distrust(self, layers: Collection[str]) -> None:
+        """Count nothing in these layers from here on, as far back as the last reading: what is counted is wrong."""
+        for layer, _, counts in self._taps:
+            if layer.fqn in layers:
+                counts.mute()
 
     def read_and_reset(self) -> Tensor:
         """What was added up since the last call, `[sum of num_experts]`; nothing waits for the device here.

@@ -44,7 +44,7 @@ class TokenCounts:
         # One place more than experts: indices that mean "dropped" are counted there and not read.
         self._acc = torch.zeros(num_experts + 1, dtype=dtype)
         self._seen = torch.zeros(num_experts, dtype=torch.int64)
-        self._warned = False
+        self._warned = self._muted = False
 
     def add_indices(self, idx_TK: Tensor) -> None:
         """Count each routed slot; an index outside `[0, E)` marks a dropped one."""
@@ -76,9 +76,15 @@ class TokenCounts:
             self._warned = True
             log.warning("`%s` %s: its tokens cannot be counted, its experts keep their order", name, why)
 
+    def mute(self) -> None:
+        """Read as zero from here on."""
+        self._muted = True
+
     def take(self) -> Tensor:
         """The counts since the last call, `[E]` on the device; they start again at zero."""
         counts = self._acc[: self.num_experts].clone()
+        if self._muted:
+            counts.zero_()
         self._acc.zero_()
         return counts
 

@@ -271,7 +271,7 @@ class Life:
 
     def forward_begins(self) -> None:
         """A batch is about to run forward and backward."""
-        self._planner.forward_begins()
+        self._planner.forward_begins(replaying=self.replaying)
 
     def fence(self) -> None:
         """The optimizer is about to overwrite parameters."""

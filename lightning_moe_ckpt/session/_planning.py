@@ -27,6 +27,7 @@ from lightning_moe_ckpt.policies import (
     positions,
     split_nbytes,
 )
+from lightning_moe_ckpt.session._count_proof import CountProof
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy_layout import lossy_layout
@@ -125,6 +126,8 @@ class Planner:
         self._probe = Probe(module, autocast_dtype) if autocast_dtype is not None and policy.kind == "sparse" else None
         self._current: WindowLayout | None = None
         self._meter, self.reordering = self._popularity(module)
+        counts_tokens = self._meter is not None and self._meter.counts_tokens
+        self._proof = CountProof(view.operators, module, exchange, required=False) if counts_tokens else None
         self._journal_nbytes = _PAGE
         self._steps = 0
         self._step_seconds: list[float] = []
@@ -172,15 +175,19 @@ class Planner:
         """A journal of `nbytes` was seen; records reserve twice that."""
         self._journal_nbytes = max(self._journal_nbytes, -(-2 * nbytes // _PAGE) * _PAGE)
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, *, replaying: bool) -> None:
         """A batch is about to run forward and backward."""
+        if self._proof is not None and not replaying:
+            self._proof.batch_begins()
         if self._probe is not None:
             self._probe.enter(self._steps < MEASURED_STEPS and self._current is None)
 
     def forward_ends(self) -> None:
-        """The optimizer is about to step, or the batch was only accumulated."""
+        """The optimizer is about to step, with whole gradients."""
         if self._probe is not None:
             self._probe.leave()
+        if self._proof is not None and self._meter is not None:
+            self._meter.distrust(self._proof.before_step())
         if self._boundary_at is not None:
             self._step_seconds.append(time.perf_counter() - self._boundary_at)
             self._boundary_at = None
@@ -205,6 +212,8 @@ class Planner:
 
     def close(self) -> None:
         """Stop probing and measuring."""
+        if self._proof is not None:
+            self._proof.remove()
         if self._probe is not None:
             self._probe.leave()
         if self._meter is not None:

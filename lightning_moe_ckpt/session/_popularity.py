@@ -10,7 +10,7 @@ Source: MoEvement (2024), Sec. 3.5, Appendix B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,11 @@ class PopularityMeter:
         self._value_E = torch.zeros(operators.num_experts, dtype=torch.float64)
         self._held: list[Tensor] = []
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether what is measured are tokens, not probabilities."""
+        return self._config.counts == "hard"
+
     def install(self) -> None:
         """Start measuring."""
         self._counter.install()
@@ -57,6 +62,10 @@ class PopularityMeter:
         self._counter.remove()
         if self._capacity is not None:
             self._capacity.remove()
+
+    def distrust(self, layers: Collection[str]) -> None:
+        """Count nothing in these layers: their experts keep their order."""
+        self._counter.distrust(layers)
 
     def stepped(self, step: int) -> None:
         """Optimizer step `step` has ended, with all its micro-batches. Nothing waits for the device."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,139 +13,17 @@ from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import UnknownLayout
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover, register_adapter, unregister_adapter
-
-COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-}
-
-
-def mixtral(**more: Any) -> nn.Module:
-    config = transformers.MixtralConfig(**COMMON, num_local_experts=4, **more)
-    return transformers.MixtralForCausalLM(config)
-
-
-def qwen2_moe() -> nn.Module:
-    return transformers.Qwen2MoeForCausalLM(
-        transformers.Qwen2MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8)
-    )
-
-
-def olmoe() -> nn.Module:
-    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**COMMON, num_experts=4))
-
-
-def deepseek_v3() -> nn.Module:
-    return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            **COMMON,
-            n_routed_experts=4,
-            moe_intermediate_size=8,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            n_shared_experts=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=4,
-        )
-    )
-
-
-def gpt_oss() -> nn.Module:
-    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**COMMON, num_local_experts=4, head_dim=4))
-
-
-def switch() -> nn.Module:
-    ids: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
-    return transformers.SwitchTransformersForConditionalGeneration(
-        transformers.SwitchTransformersConfig(
-            vocab_size=64,
-            d_model=16,
-            d_kv=4,
-            d_ff=24,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=4,
-            num_experts=4,
-            num_sparse_encoder_layers=1,
-            num_sparse_decoder_layers=1,
-            expert_capacity=3,
-            **ids,
-        )
-    )
-
-
-def deepseek_v2() -> nn.Module:
-    return transformers.DeepseekV2ForCausalLM(
-        transformers.DeepseekV2Config(
-            **COMMON,
-            n_routed_experts=4,
-            moe_intermediate_size=8,
-            first_k_dense_replace=1,
-            n_shared_experts=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=4,
-        )
-    )
-
-
-def granite_moe() -> nn.Module:
-    return transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**COMMON, num_local_experts=4))
-
-
-def granite_moe_shared() -> nn.Module:
-    config = transformers.GraniteMoeSharedConfig(**COMMON, num_local_experts=4, shared_intermediate_size=8)
-    return transformers.GraniteMoeSharedForCausalLM(config)
-
-
-def llama4() -> nn.Module:
-    options: dict[str, Any] = {**COMMON, "num_experts_per_tok": 1}
-    config = transformers.Llama4TextConfig(**options, num_local_experts=4, head_dim=4, intermediate_size_mlp=24)
-    return transformers.Llama4ForCausalLM(config)
-
-
-def dbrx() -> nn.Module:
-    ffn: dict[str, Any] = {"hidden_size": 16, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
-    options: dict[str, Any] = {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 64}
-    return transformers.DbrxForCausalLM(
-        transformers.DbrxConfig(
-            **options, attn_config={"kv_n_heads": 4, "rope_theta": 1e4, "clip_qkv": 8.0}, ffn_config=ffn, pad_token_id=0
-        )
-    )
-
-
-def qwen3_moe() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(**COMMON, num_experts=4, moe_intermediate_size=8)
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
-    "mixtral": (mixtral, "gate", 2),
-    "qwen2_moe": (qwen2_moe, "gate", 2),
-    "qwen3_moe": (qwen3_moe, "gate", 2),
-    "olmoe": (olmoe, "gate", 2),
-    "deepseek_v3": (deepseek_v3, "gate", 1),
-    "gpt_oss": (gpt_oss, "router", 2),
-    "switch": (switch, "router", 2),
-    "deepseek_v2": (deepseek_v2, "gate", 1),
-    "granite_moe": (granite_moe, "router", 2),
-    "granite_moe_shared": (granite_moe_shared, "router", 2),
-    "llama4": (llama4, "router", 2),
-    "dbrx": (dbrx, "router", 2),
-}
+from operators._families import (
+    COMMON,
+    FAMILIES,
+    dbrx,
+    deepseek_v3,
+    granite_moe_shared,
+    llama4,
+    mixtral,
+    nllb_moe,
+    qwen2_moe,
+)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -324,22 +201,7 @@ def test_rows_of_merged_experts_are_cut_where_the_model_cuts_them() -> None:
 
 def test_a_broken_family_is_refused_by_name() -> None:
     """NLLB-MoE of transformers 5 runs two of its experts only; the reason stands in the error, and it is true."""
-    config = transformers.NllbMoeConfig(
-        vocab_size=64,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        num_experts=4,
-        expert_capacity=64,
-        encoder_sparse_step=1,
-        decoder_sparse_step=1,
-        max_position_embeddings=64,
-    )
-    model: nn.Module = transformers.NllbMoeForConditionalGeneration(config)
+    model = nllb_moe()
     with pytest.raises(
         UnknownLayout, match=r"`model.encoder.layers.0.ffn` is NllbMoeSparseMLP .* only experts 0 and 1"
     ):

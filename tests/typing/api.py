@@ -192,6 +192,11 @@ def look(model: nn.Module, optimizer: Optimizer) -> None:
     assert_type(operators.split(operator, 1024, 12), list[operators.Operator])
     measure: operators.Measure = "tokens"
     counter = operators.LoadCounter(found, model, measure)
+    counter.distrust(["blocks.0.moe"])
+    counts = operators.CountProbe(found, model)
+    counts.install()
+    assert_type(counts.check(total=lambda vector: vector), list[operators.CountFailure])
+    operators.prove_counts(model, lambda: model(torch.ones(1)).sum().backward(), found)
     counter.install()
     assert_type(found.loads(counter.read_and_reset()), dict[str, int])
     schema = operators.StateSchema.of(optimizer)
@@ -512,6 +517,7 @@ def remedies() -> Sequence[type[errors.CheckpointError]]:
     configuration: list[type[errors.ConfigurationError]] = [
         errors.UnknownLayout,
         errors.UnsupportedOptimizer,
+        errors.WrongCounts,
         errors.IdentityMismatch,
     ]
     system: list[type[OSError]] = [errors.StorageError, errors.StorageRefused, errors.KeyExists, errors.KeyMissing]

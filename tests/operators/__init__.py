@@ -1,0 +1,1 @@
+"""Operators, counts and adapters."""
