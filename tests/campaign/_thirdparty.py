@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     GradientAccumulationScheduler,
@@ -36,7 +37,7 @@ from campaign._models import MODEL_DIM, NUM_EXPERTS, tiny_mixtral
 from campaign._training import Module, Setup, train
 from lightning_moe_ckpt.testing._lives import Fit, Life
 
-Library = Literal["litgpt_moe", "litgpt_dense", "mixtral", "switch", "gpt2"]
+Library = Literal["litgpt_moe", "litgpt_dense", "mixtral", "switch", "gpt_oss", "deepseek_v3", "gpt2"]
 Bar = Literal["none", "tqdm", "rich"]
 
 
@@ -65,6 +66,8 @@ class ThirdParty(Setup):
         callbacks: list[Callback] = []
         if self.bar != "none":
             callbacks.append(RichProgressBar() if self.bar == "rich" else TQDMProgressBar())
+        if self.library == "deepseek_v3":
+            callbacks.append(Correction())
         return [*callbacks, *_companions(monitored=self.checkpointing is not None)] if self.companions else callbacks
 
     @override
@@ -86,7 +89,8 @@ class ThirdParty(Setup):
         for timer in [each for each in callbacks if isinstance(each, Timer)]:
             before = timer.time_elapsed() - ((timer.end_time() or 0.0) - (timer.start_time() or 0.0))
             (life.workdir / f"life{life.index}.timer").write_text(str(before))  # differs from run to run
-        return {}
+        gates = [each for _, each in _gates(trainer.lightning_module)]
+        return {"corrections": [gate.e_score_correction_bias.tolist() for gate in gates]} if gates else {}
 
 
 class _Logits(nn.Module):
@@ -106,7 +110,8 @@ def build(library: Library, *, recompute: bool) -> nn.Module:
     """A tiny model with random weights."""
     if library.startswith("litgpt"):
         return _Logits(_litgpt(moe=library == "litgpt_moe"), lambda model, tokens_BS: model(tokens_BS))
-    model = {"mixtral": _mixtral, "switch": _switch, "gpt2": _gpt2}[library]()
+    makers = {"mixtral": _mixtral, "switch": _switch, "gpt2": _gpt2, "gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3}
+    model = makers[library]()
     if recompute:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the name that users know is about to go
@@ -152,6 +157,73 @@ def _switch() -> Any:
         relative_attention_num_buckets=4,
     )
     return SwitchTransformersForConditionalGeneration(config)
+
+
+_DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": MODEL_DIM,
+    "intermediate_size": 2 * MODEL_DIM,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": SEQUENCE,
+    "attention_dropout": 0.1,
+}
+
+
+def _gpt_oss() -> Any:
+    """Experts with stacked biases, whose gate and up projections are interleaved."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    options: dict[str, Any] = {**_DECODER, "num_local_experts": NUM_EXPERTS, "head_dim": 8, "rope_parameters": rope}
+    return GptOssForCausalLM(GptOssConfig(**options))
+
+
+def _deepseek_v3() -> Any:
+    """A dense layer, then one with a shared expert, groups of experts, and a bias that no gradient moves."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    experts = {"n_routed_experts": NUM_EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": MODEL_DIM}
+    groups = {"n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    options: dict[str, Any] = {**_DECODER, "num_key_value_heads": 2, **experts, **groups, **heads}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**options))
+
+
+def _gates(module: nn.Module) -> list[tuple[str, Any]]:
+    """Routers with a correction bias, by name."""
+    return [(name, each) for name, each in module.named_modules() if hasattr(each, "e_score_correction_bias")]
+
+
+class Correction(Callback):
+    """Moves the correction bias of every router by the load of the batch, as DeepSeek does; transformers leave it alone.
+
+    Source: DeepSeek-V3 (2024), Sec. 2.1.2.
+    """
+
+    SPEED = 0.02
+
+    def __init__(self) -> None:
+        self._loads: dict[str, Tensor] = {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for name, gate in _gates(pl_module):
+            gate.register_forward_hook(partial(self._count, name))
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        for name, gate in _gates(pl_module):
+            load_E = trainer.strategy.reduce(self._loads.pop(name), reduce_op="sum")
+            assert isinstance(load_E, Tensor)
+            gate.e_score_correction_bias += self.SPEED * torch.sign(load_E.float().mean() - load_E)
+
+    def _count(self, name: str, gate: Any, _args: object, out: tuple[Tensor, ...]) -> None:
+        if gate.training:  # of a forward that is repeated, the same again
+            chosen = next(each for each in out if each.dtype == torch.int64)
+            self._loads[name] = torch.bincount(chosen.flatten(), minlength=NUM_EXPERTS)
 
 
 def _gpt2() -> Any:

@@ -34,8 +34,16 @@ def require(library: Library) -> None:
         pytest.importorskip("litgpt.model", reason="LitGPT is not installed: pip install --no-deps litgpt")
 
 
-ONE_PROCESS: list[tuple[Library, bool]] = [("switch", False), ("gpt2", False), ("litgpt_moe", False)]
+ONE_PROCESS: list[tuple[Library, bool]] = [
+    ("switch", False),
+    ("gpt_oss", False),
+    ("deepseek_v3", True),
+    ("gpt2", False),
+    ("litgpt_moe", False),
+]
 MORE: list[tuple[Library, bool]] = [
+    ("gpt_oss", True),
+    ("deepseek_v3", False),
     ("mixtral", True),
     ("mixtral", False),
     ("switch", True),
@@ -52,11 +60,15 @@ def test_a_model_of_another_library_ends_the_same(campaigns: Campaigns, library:
     require(library)
     lives = campaigns.check(third_party(library, recompute=recompute), *KILLS)
     assert [life.steps()[0] > 1 for life in lives] == [False, True, True], "it did not start over"
+    corrections = lives[-1].returned().get("corrections", [[1.0]])
+    assert all(any(bias_E) for bias_E in corrections), "a callback moves what no gradient moves"
 
 
 THREE_RANKS: list[tuple[Library, bool]] = [("mixtral", True)]
 MORE_ON_THREE: list[tuple[Library, bool]] = [
     ("switch", False),
+    ("gpt_oss", True),
+    ("deepseek_v3", False),
     ("gpt2", True),
     ("mixtral", False),
     ("switch", True),
