@@ -67,6 +67,7 @@ distclean: clean
 
 # Compiles the extension in place. Without build isolation it and the wheel test use the setuptools pinned in constraints.txt.
 # LitGPT comes without what it asks for: its bounds exclude versions that others here need, and its modules need none of it.
+# DeepSpeed, whose layers run on a CPU, is built without its kernels, and comes with what its layers import.
 $(STAMP): pyproject.toml constraints.txt setup.py ext/build_native.py $(wildcard ext/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version) if sys.version_info < (3, 10) else None'
 	@echo "Setting up $(VENV); the first time takes a few minutes."
@@ -74,6 +75,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py ext/build_native.py $(wildcard
 	$(PIP) install --quiet -c constraints.txt setuptools torch
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[dev,cli,examples]'
 	$(PIP) install --quiet -c constraints.txt --no-deps litgpt
+	DS_BUILD_OPS=0 $(PIP) install --quiet -c constraints.txt --no-deps --no-build-isolation deepspeed einops hjson msgpack py-cpuinfo
 	@touch $@
 
 $(SERVERS)/.stamp: tests/servers/requirements.txt $(STAMP)

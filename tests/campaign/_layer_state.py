@@ -1,4 +1,4 @@
-"""Layers that keep what training depends on in plain attributes, in a run that is described like every other campaign."""
+"""Layers of other libraries, and layers that keep what training depends on in plain attributes, as campaigns."""
 
 # Shape suffixes: T tokens, E experts.
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from campaign._models import NUM_EXPERTS, ListMoE, Residual, StackedMoE
+from campaign._models import MODEL_DIM, NUM_EXPERTS, ListMoE, Residual, StackedMoE
 from campaign._training import Module, Setup
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.testing._lives import Life
 
-Kind = Literal["load", "capacity"]
+Kind = Literal["load", "capacity", "deepspeed"]
 
 
 class LoadedMoE(ListMoE):
@@ -52,6 +52,22 @@ class LoadedMoE(ListMoE):
             dist.all_reduce(load_E)
         self.expert_bias.add_(self.SPEED * (load_E.mean() - load_E) / load_E.mean())
         gate._cumulative_expert_load *= 0.7
+
+
+class DeepSpeedMoE(nn.Module):
+    """The library's layer, which drops tokens at random and chooses second experts by lot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        expert = nn.Sequential(nn.Linear(MODEL_DIM, 2 * MODEL_DIM), nn.GELU(), nn.Linear(2 * MODEL_DIM, MODEL_DIM))
+        self.layer = MoE(MODEL_DIM, expert, num_experts=NUM_EXPERTS, k=2, capacity_factor=0.75, min_capacity=1)
+
+    @override
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        out_TD, l_aux, _ = self.layer(x_TD)
+        return out_TD, l_aux
 
 
 @torch.no_grad()
@@ -103,4 +119,6 @@ class LayerStateModule(Module):
                 squeeze(each)
 
     def _make_layer(self) -> nn.Module:
+        if self._kind == "deepspeed":
+            return DeepSpeedMoE()
         return LoadedMoE() if self._kind == "load" else StackedMoE(gate_fp32=False, noisy=False, never_routed=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from campaign._campaign import Campaigns
@@ -29,6 +31,15 @@ def test_layer_state_outside_of_buffers_is_exact_after_kills(campaigns: Campaign
 def test_live_capacity_is_exact_on_two_expert_parallel_ranks(campaigns: Campaigns) -> None:
     """Each rank has its own journal, and all have the same capacities."""
     campaigns.check(setup_of("capacity", world_size=2), Kill(phase="after_batch_end", step=5, rank=1, settle=10.0))
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_deepspeed_layers_are_exact_after_kills(campaigns: Campaigns, world_size: int) -> None:
+    """They drop tokens over capacity, and draw second experts by lot; experts are held by all ranks."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: see the Makefile")
+    setup = replace(setup_of("deepspeed"), world_size=world_size)
+    lives = campaigns.check(setup, *KILLS)
+    assert [life.steps()[0] > 1 for life in lives] == [False, True, True], "it did not start over"
 
 
 def _keep(*args: object) -> None:

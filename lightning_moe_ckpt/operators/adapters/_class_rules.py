@@ -10,10 +10,14 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_moe_ckpt.operators.adapters._deepspeed import DEEPSPEED
 from lightning_moe_ckpt.operators.adapters._hugging_face import HUGGING_FACE
 from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory
 
-_RULES: Mapping[str, Mapping[str, AdapterFactory]] = {"transformers": HUGGING_FACE}
+_RULES: Mapping[str, Mapping[str, AdapterFactory]] = {
+    "deepspeed": DEEPSPEED,
+    "transformers": HUGGING_FACE,
+}
 """By the library's top package, then by the name of the MoE block's class."""
 
 
