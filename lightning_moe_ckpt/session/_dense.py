@@ -18,6 +18,7 @@ from lightning_moe_ckpt.session._layout import StateView
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._planning import dense_layout
 from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 
@@ -72,7 +73,9 @@ class DenseCapture:
             writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
             ticket = writer.start()
             writer.write_local(journal)
-            self._worker.begin(generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1)
+            self._worker.begin(
+                Announced(generation=generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1)
+            )
             self._worker.add(generation, writer.sealed(generation, generation.step, ticket))
             self._worker.drain(timeout)
             # Nobody trains on, or leaves, before the coordinator has committed.

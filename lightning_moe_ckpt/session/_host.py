@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.session._worker import Job, Released, TierWorker
+from lightning_moe_ckpt.session._worker import Announced, Job, TierWorker
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, SegmentEntry
 from lightning_moe_ckpt.tiers import RankMemory, SegmentRing, expect_room, shared_directory, slots_needed
 
@@ -82,24 +82,10 @@ class HostWorker(TierWorker):
         self._rings: dict[GenerationId, SegmentRing] = {}
 
     @override
-    def begin(
-        self,
-        generation: GenerationId,
-        *,
-        plan_hash: str,
-        plan_json: str,
-        num_segments: int,
-        on_released: Released | None = None,
-    ) -> None:
+    def begin(self, announced: Announced) -> None:
         assert self._memory.ring is not None
-        self._rings[generation] = self._memory.ring
-        super().begin(
-            generation,
-            plan_hash=plan_hash,
-            plan_json=plan_json,
-            num_segments=num_segments,
-            on_released=on_released,
-        )
+        self._rings[announced.generation] = self._memory.ring
+        super().begin(announced)
 
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:

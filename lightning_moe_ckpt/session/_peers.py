@@ -23,7 +23,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._config import LifeConfig
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.session._worker import Job, Released, TierWorker
+from lightning_moe_ckpt.session._worker import Announced, Job, Released, TierWorker
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import (
     COPIES,
@@ -102,20 +102,11 @@ class PeerWorker(TierWorker):
         self._replication.pacer.step()
 
     @override
-    def begin(
-        self,
-        generation: GenerationId,
-        *,
-        plan_hash: str,
-        plan_json: str,
-        num_segments: int,
-        on_released: Released | None = None,
-    ) -> None:
+    def begin(self, announced: Announced) -> None:
         self._give_back(lambda held: held != self._keep)  # what some rank failed to replicate is of no use
+        num_segments = announced.num_segments
         self._replication.pacer.begin(num_segments=num_segments, num_steps=max(num_segments, self._period_steps))
-        super().begin(
-            generation, plan_hash=plan_hash, plan_json=plan_json, num_segments=num_segments, on_released=on_released
-        )
+        super().begin(announced)
 
     @override
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
@@ -178,8 +169,8 @@ class PeerWorker(TierWorker):
     def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
         entry, stream = segment.digested(), self._replication.stream
         if self._sending is None:
-            self._sending = job.generation
-            stream.begin(job.generation, keep=self._keep, num_segments=job.num_segments, slot_nbytes=self._slot_nbytes)
+            self._sending, num_segments = job.generation, job.announced.num_segments
+            stream.begin(job.generation, keep=self._keep, num_segments=num_segments, slot_nbytes=self._slot_nbytes)
         view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
         stream.send(segment.step, view_U8, lambda: self._wanted(job))
         return entry

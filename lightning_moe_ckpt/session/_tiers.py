@@ -20,7 +20,7 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import WindowLayout
 from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
-from lightning_moe_ckpt.session._worker import Failure, TierWorker
+from lightning_moe_ckpt.session._worker import Announced, Failure, TierWorker
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
 
@@ -225,9 +225,11 @@ def _begin(lane: _Lane, window: Window) -> None:
     window.ring.pin(window.generation)
     lane.skips.taken()
     lane.worker.begin(
-        window.generation,
-        plan_hash=window.layout.plan_hash,
-        plan_json=window.layout.plan_json,
-        num_segments=len(window.layout.slots),
-        on_released=window.ring.unpin,
+        Announced(
+            generation=window.generation,
+            plan_hash=window.layout.plan_hash,
+            plan_json=window.layout.plan_json,
+            num_segments=len(window.layout.slots),
+            on_released=window.ring.unpin,
+        )
     )

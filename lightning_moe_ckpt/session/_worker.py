@@ -52,24 +52,46 @@ class Failure:
         return f"{self.generation}: {self.reason}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announced:
+    """A generation whose segments are about to come."""
+
+    generation: GenerationId
+    """New to the worker."""
+    plan_hash: str
+    """Equal on all ranks, or the commit fails."""
+    plan_json: str
+    """Kept as `plan` in the marker's policy."""
+    num_segments: int
+    """After so many the generation is finished."""
+    on_released: Released | None = None
+    """Called once, from the worker's thread, when the segments' memory is not read any more."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Job:
     """A generation under way."""
 
-    generation: GenerationId
-    plan_hash: str
-    plan_json: str
-    num_segments: int
-    on_released: Released | None
+    announced: Announced
+    on_released: Released | None = field(init=False)
+    """Still to be called."""
     abandoned: bool = False
     handed_over: int = 0
     entries: list[SegmentEntry] = field(default_factory=list)
     seconds: float = 0.0
     """Spent by the worker on it so far."""
 
+    def __post_init__(self) -> None:
+        self.on_released = self.announced.on_released
+
+    @property
+    def generation(self) -> GenerationId:
+        """Its name."""
+        return self.announced.generation
+
     def is_whole(self) -> bool:
         """Whether all its segments are here, or none will come any more."""
-        return self.abandoned or self.handed_over == self.num_segments
+        return self.abandoned or self.handed_over == self.announced.num_segments
 
 
 class TierWorker(ABC):
@@ -123,34 +145,11 @@ class TierWorker(ABC):
         with self._changed:
             return generation in self._complete
 
-    def begin(
-        self,
-        generation: GenerationId,
-        *,
-        plan_hash: str,
-        plan_json: str,
-        num_segments: int,
-        on_released: Released | None = None,
-    ) -> None:
-        """Announce a generation of `num_segments` segments, which `add` brings.
-
-        Args:
-            generation: its name, new to this worker.
-            plan_hash: equal on all ranks, or the commit fails.
-            plan_json: kept as `plan` in the marker's policy.
-            num_segments: after so many the generation is finished.
-            on_released: called once from the worker's thread when the segments' memory is not read any more.
-        """
-        job = Job(
-            generation=generation,
-            plan_hash=plan_hash,
-            plan_json=plan_json,
-            num_segments=num_segments,
-            on_released=on_released,
-        )
+    def begin(self, announced: Announced) -> None:
+        """A generation begins, whose segments `add` brings."""
         with self._changed:
-            assert generation not in self._jobs, f"{generation} was begun before"
-            self._jobs[generation] = job
+            assert announced.generation not in self._jobs, f"{announced.generation} was begun before"
+            self._jobs[announced.generation] = Job(announced=announced)
         self._start_thread()
 
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
@@ -287,8 +286,9 @@ class TierWorker(ABC):
         job.seconds = time.perf_counter() - started
         if not self._wanted(job):
             self._end(job)
-        elif len(job.entries) == job.num_segments:
-            marker = self._markers.of(job.generation, job.entries, plan_hash=job.plan_hash, plan_json=job.plan_json)
+        elif len(job.entries) == job.announced.num_segments:
+            plan_hash, plan_json = job.announced.plan_hash, job.announced.plan_json
+            marker = self._markers.of(job.generation, job.entries, plan_hash=plan_hash, plan_json=plan_json)
             self._finish(job, marker)
             self._completed(job, time.perf_counter() - started)
             self._end(job)

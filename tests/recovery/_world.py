@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Literal, TypeVar
 
 import torch
+from stored._segments import entry_of, segment_bytes
 
 from lightning_moe_ckpt.recovery import (
     Inventory,
@@ -30,13 +31,8 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     PosixBackend,
     RankMarker,
-    RecordEntry,
     RunStore,
     SegmentEntry,
-    SegmentLayout,
-    TensorSpec,
-    digest_of,
-    dtype_code,
     segment_key,
 )
 from lightning_moe_ckpt.tiers import Holding, HostTier, ObjectTier, SegmentRing, shared_name
@@ -122,36 +118,6 @@ class Node(HostTier):
             each.unlink()
 
 
-# Two floats would do; sizes that are not a multiple of the alignment leave pads between the records.
-LAYOUT = SegmentLayout(
-    [
-        TensorSpec("w", torch.float32, (700, 3)),
-        TensorSpec("m", torch.bfloat16, (4099,)),
-        TensorSpec("v", torch.float32, (5,)),
-    ],
-    metadata={"plan_hash": "plan"},
-)
-
-
-def segment_bytes(seed: int) -> bytes:
-    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    LAYOUT.write_header(buffer)
-    generator = torch.Generator().manual_seed(seed)
-    for name in LAYOUT.spans:
-        view = LAYOUT.view(buffer, name)
-        view.copy_(torch.randn(view.shape, generator=generator))
-    return buffer.numpy().tobytes()
-
-
-def _record(name: str, data: bytes) -> RecordEntry:
-    span = LAYOUT.spans[name]
-    return RecordEntry(
-        name=name, operator="blocks.0", kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
-        global_shape=span.shape, global_start=0, numel=span.nbytes // span.dtype.itemsize, offset=span.offset,
-        nbytes=span.nbytes, digest=digest_of(data[span.offset : span.offset + span.nbytes]),
-    )  # fmt: skip
-
-
 def rank_part(
     run_id: str, generation: GenerationId, rank: int, world_size: int, *, window: int = 2, plan_hash: str = "plan"
 ) -> tuple[RankMarker, list[bytes]]:
@@ -160,15 +126,7 @@ def rank_part(
     for step in range(generation.step - window + 1, generation.step + 1):
         data = segment_bytes(hash((generation.step, generation.epoch, rank, step)) % 2**31)
         segments.append(data)
-        entries.append(
-            SegmentEntry(
-                step=step,
-                key=segment_key(generation, rank, step),
-                nbytes=len(data),
-                digest=digest_of(data),
-                records=tuple(_record(name, data) for name in LAYOUT.spans),
-            )
-        )
+        entries.append(entry_of(segment_key(generation, rank, step), step, data))
     marker = RankMarker(
         run_id=run_id, rank=rank, world_size=world_size, generation=generation, plan_hash=plan_hash,
         segments=tuple(entries), policy={"window": window},
@@ -208,10 +166,7 @@ class World:
 
     def keep_other_bytes(self, tier: Node, marker: RankMarker, segments: Sequence[bytes]) -> None:
         """A copy that is whole and agrees with itself, but not with what others have under its name."""
-        entries = [
-            replace(entry, digest=digest_of(data), records=tuple(_record(name, data) for name in LAYOUT.spans))
-            for entry, data in zip(marker.segments, segments, strict=True)
-        ]
+        entries = [entry_of(entry.key, entry.step, data) for entry, data in zip(marker.segments, segments, strict=True)]
         tier.keep(replace(marker, segments=tuple(entries)), segments, "ring")
 
     def commit(self, step: int) -> None:

@@ -6,12 +6,13 @@ import logging
 from pathlib import Path
 
 import pytest
+from stored._segments import LAYOUT
 
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, SegmentEntry, Span
 from lightning_moe_ckpt.tiers import Holding
 from lightning_moe_ckpt.tiers._names import marker_paths
-from recovery._world import LAYOUT, Node, World, require, sources
+from recovery._world import Node, World, require, sources
 from recovery.conftest import MakeWorld
 
 NEW, OLD = 20, 10

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored._segments import LAYOUT
 
 from lightning_moe_ckpt.parallel import build_groups
 from lightning_moe_ckpt.session._exchange import Exchange
@@ -16,7 +17,7 @@ from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.tiers import Holding
 from recovery._lossy_world import EXPERTS, experts_found
 from recovery._processes import in_processes
-from recovery._world import LAYOUT, Node, World, require_part, sources
+from recovery._world import Node, World, require_part, sources
 from recovery.conftest import MakeLossy, MakeWorld
 from recovery.test_fallbacks import NEW, OLD, flip
 from recovery.test_lossy import committed, kept

@@ -22,6 +22,7 @@ from lightning_moe_ckpt.native import CpuCopyEngine
 from lightning_moe_ckpt.session import _worker
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._worker import Announced, Released
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -43,6 +44,10 @@ NOW = timedelta(0)
 
 def generation(step: int, epoch: int = 1) -> GenerationId:
     return GenerationId(step=step, epoch=epoch)
+
+
+def announced(name: GenerationId, num_segments: int, on_released: Released | None = None) -> Announced:
+    return Announced(generation=name, plan_hash="h", plan_json="{}", num_segments=num_segments, on_released=on_released)
 
 
 def segment(
@@ -130,9 +135,7 @@ class Bench:
         )  # fmt: skip
 
     def begin(self, step: int, num_segments: int) -> GenerationId:
-        self.worker.begin(
-            generation(step), plan_hash="h", plan_json="{}", num_segments=num_segments, on_released=self.release
-        )
+        self.worker.begin(announced(generation(step), num_segments, self.release))
         return generation(step)
 
     def release(self, generation: GenerationId) -> None:
@@ -303,7 +306,7 @@ def test_a_callback_that_raises_is_reported_and_survived(bench: Bench) -> None:
     def broken(generation: GenerationId) -> None:
         raise ValueError("callback")
 
-    bench.worker.begin(generation(1), plan_hash="h", plan_json="", num_segments=1, on_released=broken)
+    bench.worker.begin(announced(generation(1), 1, broken))
     bench.worker.add(generation(1), segment(1))
     assert bench.worker.drain(30)
     assert bench.failures() == ["step 1 (epoch 1): not stored: callback"]
@@ -429,7 +432,7 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
         for rank in (2, 1, 0):  # the coordinator is not the last to start, and waits for the others
             rings[rank].begin_window(name)
             rings[rank].pin(name)
-            workers[rank].begin(name, plan_hash="h", plan_json="p", num_segments=2, on_released=rings[rank].unpin)
+            workers[rank].begin(announced(name, 2, rings[rank].unpin))
             for step in (last - 1, last):
                 slot = rings[rank].acquire(name, step)
                 sealed = segment(step, value=float(100 * rank + step), memory=slot.view, of=name, rank=rank)
@@ -470,7 +473,7 @@ def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path
     ]
     for step, num_ranks in ((1, 2), (2, 1)):
         for rank in reversed(range(num_ranks)):
-            workers[rank].begin(generation(step, epoch), plan_hash="h", plan_json="", num_segments=1)
+            workers[rank].begin(announced(generation(step, epoch), 1))
             workers[rank].add(generation(step, epoch), segment(step, of=generation(step, epoch), rank=rank))
             assert num_ranks == 1 or rank == 0 or workers[rank].drain(30)
         assert workers[0].drain(30)

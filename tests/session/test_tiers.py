@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.session._layout import WindowLayout
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._tiers import Tiers, Window
-from lightning_moe_ckpt.session._worker import Job, Released, TierWorker
+from lightning_moe_ckpt.session._worker import Announced, Job, TierWorker
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import SegmentRing
 
@@ -39,19 +39,9 @@ class ByHand(TierWorker):
         self.abandoned: list[int] = []
 
     @override
-    def begin(
-        self,
-        generation: GenerationId,
-        *,
-        plan_hash: str,
-        plan_json: str,
-        num_segments: int,
-        on_released: Released | None = None,
-    ) -> None:
-        self.begun.append(generation.step)
-        self._jobs[generation] = Job(
-            generation=generation, plan_hash="h", plan_json="", num_segments=1, on_released=on_released
-        )
+    def begin(self, announced: Announced) -> None:
+        self.begun.append(announced.generation.step)
+        self._jobs[announced.generation] = Job(announced=announced)
 
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:

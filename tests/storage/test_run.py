@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from stored._segments import LAYOUT, entry_of, segment_bytes
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.storage import (
@@ -22,14 +22,8 @@ from lightning_moe_ckpt.storage import (
     FsspecBackend,
     GenerationId,
     RankMarker,
-    RecordEntry,
     Retention,
     RunStore,
-    SegmentEntry,
-    SegmentLayout,
-    TensorSpec,
-    digest_of,
-    dtype_code,
     open_backend,
     verify_records,
 )
@@ -58,41 +52,13 @@ def _start(backend: Backend, resume: str = "auto") -> RunStore:
     return store
 
 
-LAYOUT = SegmentLayout(
-    [TensorSpec("w", torch.float32, (3, 5)), TensorSpec("m", torch.bfloat16, (7,))], metadata={"plan_hash": "plan"}
-)
-
-
-def _segment_bytes(seed: int) -> bytes:
-    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    LAYOUT.write_header(buffer)
-    generator = torch.Generator().manual_seed(seed)
-    for name in LAYOUT.spans:
-        view = LAYOUT.view(buffer, name)
-        view.copy_(torch.randn(view.shape, generator=generator))
-    return buffer.numpy().tobytes()
-
-
-def _record(name: str, data: bytes) -> RecordEntry:
-    span = LAYOUT.spans[name]
-    return RecordEntry(
-        name=name, operator="blocks.0", kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
-        global_shape=span.shape, global_start=0, numel=span.nbytes // span.dtype.itemsize, offset=span.offset,
-        nbytes=span.nbytes, digest=digest_of(data[span.offset : span.offset + span.nbytes]),
-    )  # fmt: skip
-
-
 def _write(store: RunStore, step: int, rank: int = 0, world_size: int = 1, plan_hash: str = "plan") -> RankMarker:
     """One rank's segment and marker; the bytes depend on step and rank."""
     assert store.epoch is not None
     generation = GenerationId(step=step, epoch=store.epoch)
-    data = _segment_bytes(1000 * step + rank)
-    entry = SegmentEntry(
-        step=step,
-        key=store.put_segment(generation, rank, step, memoryview(data)),
-        nbytes=len(data),
-        digest=digest_of(data),
-        records=tuple(_record(name, data) for name in LAYOUT.spans),
+    data = segment_bytes(1000 * step + rank)
+    entry = dataclasses.replace(
+        entry_of(store.put_segment(generation, rank, step, memoryview(data)), step, data),
         side_file=store.put_overflow(generation, rank, step, memoryview(b"more journal")),
     )
     marker = RankMarker(
@@ -346,7 +312,7 @@ def test_a_generation_is_read_back_and_its_records_verify(backend: Backend) -> N
     segment = store.read_marker(commit, 0).segments[0]
     out = bytearray(segment.nbytes)
     store.read_segment(segment, memoryview(out))
-    assert out == _segment_bytes(10_000)
+    assert out == segment_bytes(10_000)
     verify_records(segment, memoryview(out))
     assert segment.side_file is not None
     assert store.read_overflow(segment.side_file) == b"more journal"

@@ -1,0 +1,48 @@
+"""Segments with records of real tensors, and the entries that describe them, every digest included."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_moe_ckpt.storage import RecordEntry, SegmentEntry, SegmentLayout, TensorSpec, digest_of, dtype_code
+
+# Two floats would do; sizes that are not a multiple of the alignment leave pads between the records.
+LAYOUT = SegmentLayout(
+    [
+        TensorSpec("w", torch.float32, (700, 3)),
+        TensorSpec("m", torch.bfloat16, (4099,)),
+        TensorSpec("v", torch.float32, (5,)),
+    ],
+    metadata={"plan_hash": "plan"},
+)
+
+
+def segment_bytes(seed: int) -> bytes:
+    """A segment of `LAYOUT` with other values for each seed."""
+    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
+    LAYOUT.write_header(buffer)
+    generator = torch.Generator().manual_seed(seed)
+    for name in LAYOUT.spans:
+        view = LAYOUT.view(buffer, name)
+        view.copy_(torch.randn(view.shape, generator=generator))
+    return buffer.numpy().tobytes()
+
+
+def entry_of(key: str, step: int, data: bytes) -> SegmentEntry:
+    """What a marker says of a segment of `LAYOUT`."""
+    return SegmentEntry(
+        step=step,
+        key=key,
+        nbytes=len(data),
+        digest=digest_of(data),
+        records=tuple(_record(name, data) for name in LAYOUT.spans),
+    )
+
+
+def _record(name: str, data: bytes) -> RecordEntry:
+    span = LAYOUT.spans[name]
+    return RecordEntry(
+        name=name, operator="blocks.0", kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
+        global_shape=span.shape, global_start=0, numel=span.nbytes // span.dtype.itemsize, offset=span.offset,
+        nbytes=span.nbytes, digest=digest_of(data[span.offset : span.offset + span.nbytes]),
+    )  # fmt: skip
