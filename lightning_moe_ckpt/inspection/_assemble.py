@@ -7,7 +7,7 @@ alone. Every element must come from exactly one record, or the tensor is refused
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,16 +54,20 @@ class _Tensor:
 
 
 class Assembler:
-    """Assembles the tensors of one dense generation.
+    """Assembles the tensors of one generation that holds, or borrows, the full state of everything.
 
     Args:
         backend: where its segments are.
         markers: of all ranks, in order; one segment each.
     """
 
-    def __init__(self, backend: Backend, markers: Iterable[RankMarker]) -> None:
+    def __init__(self, backend: Backend, markers: Sequence[RankMarker]) -> None:
         self._backend = backend
         self._segments: list[SegmentEntry] = [segment for marker in markers for segment in marker.segments]
+        borrowed = [each for marker in markers for each in marker.borrowed]
+        self._segments += [each.segment for each in borrowed]
+        self.borrowed = {record.operator: each.generation for each in borrowed for record in each.segment.records}
+        """Operators that are of older generations."""
         self.notes: list[str] = []
         """What a user should know about the result."""
 
@@ -97,8 +101,12 @@ class Assembler:
             raise Corrupt(f"{segment.key}: has no journal.")
         return self._part(segment.key, record)
 
-    def optimizer(self) -> dict[str, Tensor]:
-        """Optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter."""
+    def optimizer(self, shared: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """Optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter.
+
+        Args:
+            shared: scalars by parameter and key that the journal has, as they are of several experts at once.
+        """
         found: dict[str, _Tensor] = {}
         absent: set[str] = set()
         for segment in self._segments:
@@ -114,7 +122,11 @@ class Assembler:
             self.notes.append(f"no optimizer state yet in parts of {_few(partly)}: zeros there")
         if absent - found.keys():
             self.notes.append(f"no optimizer state yet: {_few(sorted(absent - found.keys()))} left out")
-        return {name: self._state(name, each, partial=name in absent) for name, each in found.items()}
+        told = {f"{fqn}/{key}": value for fqn, scalars in (shared or {}).items() for key, value in scalars.items()}
+        states = {
+            name: self._state(name, each, partial=name in absent) for name, each in found.items() if name not in told
+        }
+        return states | {name: value.view(()) for name, value in told.items()}
 
     def _state(self, name: str, tensor: _Tensor, *, partial: bool) -> Tensor:
         # Every writer of a part stores the scalars of its parameter.

@@ -18,6 +18,15 @@ from lightning_moe_ckpt.inspection._assemble import Assembler
 from lightning_moe_ckpt.session import decode_journal, read_extra
 from lightning_moe_ckpt.storage import Commit, ModuleEntry
 
+VERSIONS = "lightning_moe_ckpt_versions"
+"""Key under which an export says which operators are of an older step, by name."""
+
+
+def shared_scalars(journal: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
+    """What the optimizer keeps once for several experts, by parameter and key, as a partial generation stores it."""
+    scalars: Mapping[str, Mapping[str, Tensor]] = (journal.get("outcome") or {}).get("scalars") or {}
+    return scalars
+
 
 class LightningCheckpoint:
     """Builds the content of a `.ckpt` file.
@@ -46,6 +55,7 @@ class LightningCheckpoint:
             **self._plain("on_save_checkpoint", start.get("module") or {}),
             **self._hyper_parameters(extra),
             **self._datamodule(extra, start),
+            **self._versions(),
             "epoch": _epoch(start),
             "global_step": self._commit.generation.step,
             "pytorch-lightning_version": importlib.metadata.version("lightning"),
@@ -55,23 +65,25 @@ class LightningCheckpoint:
             progress = {key: value for key, value in start["loops"].items() if key != "settings"}
             content["loops"] = {"fit_loop": progress, **extra.get("loops", {})}
             if not weights_only:
-                content |= self._training(extra, start)
+                content |= self._training(extra, start, shared_scalars(journal))
         elif not weights_only:
             self.notes.append("without the journal there is no training state: as with --weights-only")
         return content
 
     # -- what training needs
 
-    def _training(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    def _training(
+        self, extra: Mapping[str, Any], start: Mapping[str, Any], shared: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, Any]:
         precision = {extra["precision"]: start["precision"]} if extra.get("precision") and start["precision"] else {}
         return {
             **precision,
             "callbacks": self._plain("callbacks", start["callbacks"]),
-            "optimizer_states": [self._optimizer(start["param_groups"])],
+            "optimizer_states": [self._optimizer(start["param_groups"], shared)],
             "lr_schedulers": [self._plain("a scheduler", each) for each in start["schedulers"]],
         }
 
-    def _optimizer(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    def _optimizer(self, groups: list[dict[str, Any]], shared: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
         """The optimizer's `state_dict`: parameters by number, in the order of its groups."""
         ordered = self._module.param_groups
         if len(groups) != len(ordered):
@@ -81,7 +93,7 @@ class LightningCheckpoint:
             )
         numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}
         state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in self._parts.optimizer().items():
+        for name, tensor in self._parts.optimizer(shared).items():
             parameter, _, key = name.rpartition("/")
             state.setdefault(numbers[parameter], {})[key] = tensor
         described = [
@@ -105,6 +117,11 @@ class LightningCheckpoint:
     def _datamodule(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
         state = start.get("datamodule")
         return {extra["datamodule"]: self._plain("the data module", state)} if state and "datamodule" in extra else {}
+
+    def _versions(self) -> dict[str, Any]:
+        """Of a generation that borrows: which operators are of which older step."""
+        older = {name: generation.step for name, generation in self._parts.borrowed.items()}
+        return {VERSIONS: older} if older else {}
 
     # -- what is stored
 

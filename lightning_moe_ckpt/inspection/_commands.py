@@ -43,24 +43,25 @@ _LS = """\
 List what is stored under URL, newest first, and say of each generation whether a restart would try it.
 
 Reads names, the log and manifests, no segments: `verify` reads those. KIND is dense if one step holds everything,
-sparse if a window of steps adds up to it. Works while the run goes on, and writes nothing.
+sparse if a window of steps adds up to it, partial if it borrows experts from older ones; NEEDS says from which. Works while the run goes on, and writes nothing.
 Exit status: 0 listed, 2 there is no run or it could not be read."""
 
 _INSPECT = """\
 Show one generation: how it was planned, which operator was captured at which step, and which rank wrote what.
 
-Reads the markers of all ranks, no segments. Sizes are without padding; `compute` is what forward and backward of
+Reads the markers of all ranks, no segments. What a partial generation borrows is shown with the step it is of. Sizes are without padding; `compute` is what forward and backward of
 replayed steps need of an operator whose full state comes later in the window.
 Exit status: 0 shown, 2 there is no such generation or its markers could not be read."""
 
 _VERIFY = """\
 Read every byte of committed generations, and the log, and compare all digests.
 
-Without --step and --all: each generation that a restart would try. Files stream past, so memory does not depend on
+Without --step and --all: each generation that a restart would try, and what it borrows. Files stream past, so memory does not depend on
 their size. Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
 
 _EXPORT = """\
-Write a dense generation as files that other programs read; experts of all ranks are put together.
+Write a generation as files that other programs read; experts of all ranks are put together. Those that a partial
+generation borrows are as old as they are; the file says which.
 
 OUT decides what is written:
   *.safetensors   parameters and buffers by name
@@ -82,7 +83,7 @@ def add_commands(commands: Commands) -> None:
     write = _declare(
         commands,
         "export",
-        "write a dense generation to safetensors, a .ckpt or a Hugging Face folder",
+        "write a dense or partial generation to safetensors, a .ckpt or a Hugging Face folder",
         _EXPORT,
         _export,
     )

@@ -1,11 +1,13 @@
-"""A dense generation as files that others read: safetensors, a Lightning checkpoint, or a Hugging Face folder.
+"""A generation as files that others read: safetensors, a Lightning checkpoint, or a Hugging Face folder.
 
 None of them has what an exact restart needs (random state, data position): that stays with the run.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +17,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
+from lightning_moe_ckpt.errors import CodecError, ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.inspection._assemble import Assembler
-from lightning_moe_ckpt.inspection._checkpoint import LightningCheckpoint
+from lightning_moe_ckpt.inspection._checkpoint import VERSIONS, LightningCheckpoint, shared_scalars
 from lightning_moe_ckpt.inspection._hugging_face import CONFIG, choose_model, model_names, write_folder
 from lightning_moe_ckpt.inspection._names import state_dict_names
 from lightning_moe_ckpt.inspection._select import kind_of, select
+from lightning_moe_ckpt.session import decode_journal
 from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
 
 ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
@@ -64,7 +67,7 @@ class ExportOptions:
 
 
 def export(backend: Backend, out: Path, options: ExportOptions | None = None, *, step: int | None = None) -> Export:
-    """Write a dense generation to `out`.
+    """Write a generation to `out`, with operators that it borrows as they were when they were stored last.
 
     Args:
         backend: from `open_backend`.
@@ -87,7 +90,7 @@ def export(backend: Backend, out: Path, options: ExportOptions | None = None, *,
     done = Export(step=commit.generation.step, epoch=commit.generation.epoch, format=chosen)
     files = {"safetensors": job.safetensors, "ckpt": job.checkpoint, "huggingface": job.folder}[chosen](done)
     done.files = {str(path): path.stat().st_size for path in files}
-    done.notes += job.parts.notes
+    done.notes += [*_age_note(commit, job.parts), *job.parts.notes]
     return done
 
 
@@ -110,11 +113,15 @@ class _Job:
     def safetensors(self, done: Export) -> list[Path]:
         tensors = {name: self.parts.read(stored) for name, stored in self.names.items()}
         self._count(done, len(tensors))
-        _write(self.out, lambda path: safetensors.torch.save_file(tensors, path, _metadata(self.commit)))
+        _write(self.out, lambda path: safetensors.torch.save_file(tensors, path, _metadata(self.commit, self.parts)))
         if not self.options.optimizer:
             return [self.out]
-        state, beside = self.parts.optimizer(), _optimizer_file(self.out)
-        _write(beside, lambda path: safetensors.torch.save_file(state, path, _metadata(self.commit)))
+        try:
+            shared = shared_scalars(decode_journal(self.parts.journal()))
+        except CodecError:  # an enum of the user's in it; without the journal, records have to agree
+            shared = {}
+        state, beside = self.parts.optimizer(shared), _optimizer_file(self.out)
+        _write(beside, lambda path: safetensors.torch.save_file(state, path, _metadata(self.commit, self.parts)))
         return [self.out, beside]
 
     def checkpoint(self, done: Export) -> list[Path]:
@@ -213,10 +220,10 @@ def _module_of(markers: Sequence[RankMarker]) -> ModuleEntry:
 
 
 def _dense_commit(view: RunView, step: int | None) -> Commit:
-    """The manifest of the generation that is meant, if one segment of each rank holds all of it."""
+    """The manifest of the generation that is meant, if every operator in it is of one step."""
     commit = select(view, step).commit
     assert commit is not None, "`select` chooses among those with a manifest"
-    if kind_of(commit) == "dense":
+    if _is_dense(commit):
         return commit
     wanted = commit.generation.step
     dense = [c.generation.step for each in view.generations() if each.usable and (c := each.commit) and _is_dense(c)]
@@ -234,12 +241,21 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
 
 
 def _is_dense(commit: Commit) -> bool:
-    return kind_of(commit) == "dense"
+    return kind_of(commit) != "sparse"
 
 
-def _metadata(commit: Commit) -> dict[str, str]:
+def _metadata(commit: Commit, parts: Assembler) -> dict[str, str]:
     generation = commit.generation
-    return {"format": "pt", "run_id": commit.run_id, "step": str(generation.step), "epoch": str(generation.epoch)}
+    told = {"format": "pt", "run_id": commit.run_id, "step": str(generation.step), "epoch": str(generation.epoch)}
+    older = {name: each.step for name, each in parts.borrowed.items()}
+    return {**told, VERSIONS: json.dumps(older, sort_keys=True)} if older else told
+
+
+def _age_note(commit: Commit, parts: Assembler) -> list[str]:
+    """What a user should know of a generation that borrows."""
+    numbers = Counter(generation.step for generation in parts.borrowed.values())
+    told = ", ".join(f"{number} of step {step}" for step, number in sorted(numbers.items(), reverse=True))
+    return [f"operators older than step {commit.generation.step}: {told}"] if told else []
 
 
 def _write(path: Path, save: Callable[[Path], None]) -> None:

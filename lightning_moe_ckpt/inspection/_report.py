@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from rich.console import RenderableType
@@ -13,7 +14,15 @@ from rich.table import Table
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.inspection._select import kind_of
-from lightning_moe_ckpt.storage import RankMarker, RecordEntry, RunView, SegmentEntry, StoredGeneration
+from lightning_moe_ckpt.storage import (
+    BorrowedEntry,
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    RunView,
+    SegmentEntry,
+    StoredGeneration,
+)
 
 Row = dict[str, Any]
 
@@ -32,6 +41,7 @@ def _generation_row(stored: StoredGeneration) -> Row:
         "window": None if commit is None else len(commit.steps),
         "first_step": None if commit is None else commit.steps[0],
         "ranks": len(stored.ranks) if commit is None else commit.world_size,
+        "needs": [_place(need) for need in stored.needs],
         "nbytes": stored.nbytes,
         "committed": stored.committed,
         "usable": stored.usable,
@@ -39,9 +49,15 @@ def _generation_row(stored: StoredGeneration) -> Row:
     }
 
 
+def _place(generation: GenerationId) -> Row:
+    return {"step": generation.step, "epoch": generation.epoch}
+
+
 def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
     """The rows as a table, with what is said once above it."""
-    table = Table(*("step", "epoch", "kind", "window", "steps", "ranks", "size", "committed", "usable"))
+    borrow = any(row["needs"] for row in rows)
+    titles = ("step", "epoch", "kind", "window", "steps", "ranks", "size", "committed", "usable")
+    table = Table(*titles, *(["needs"] if borrow else []))
     for column in table.columns[:2] + table.columns[3:7]:
         column.justify = "right"
     for row in rows:
@@ -50,7 +66,8 @@ def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
             window, steps = str(row["window"]), _steps(row["first_step"], row["step"])
         committed, usable = ("yes" if row["committed"] else "no"), row["why_not"] or "yes"
         places = [str(row["step"]), str(row["epoch"]), row["kind"] or "?", window, steps, str(row["ranks"])]
-        table.add_row(*places, decimal(row["nbytes"]), committed, usable)
+        needs = [_ranges([need["step"] for need in row["needs"]])] if borrow else []
+        table.add_row(*places, decimal(row["nbytes"]), committed, usable, *needs)
     num_usable = sum(row["usable"] for row in rows)
     history = view.history
     state = "its log cannot be read"
@@ -83,8 +100,9 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         "policy": {key: value for key, value in commit.policy.items() if key != "plan"},
         "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
         "kinds": _kinds(markers),
-        "operators": _operators(markers),
+        "operators": _operators(commit.generation, markers),
         "segments": [_segment_row(marker, segment) for marker in markers for segment in marker.segments],
+        "borrowed": [_borrowed_row(marker, each) for marker in markers for each in marker.borrowed],
     }
 
 
@@ -109,14 +127,17 @@ def _kinds(markers: Iterable[RankMarker]) -> Row:
     return dict(sorted(kinds.items()))
 
 
-def _operators(markers: Iterable[RankMarker]) -> list[Row]:
-    """What is stored of each operator, in the order of the segments."""
+def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[Row]:
+    """What is stored of each operator and where, in the order of the segments."""
     rows: dict[str, Row] = {}
-    for rank, step, record in _records(markers):
+    own = ((generation, *each) for each in _records(markers))
+    for supplier, rank, step, record in chain(own, _borrowed_records(markers)):
         if not record.operator:
             continue
         fresh: Row = {
             "operator": record.operator,
+            "supplied_by": _place(supplier),
+            "steps_old": generation.step - supplier.step,
             "kinds": {},
             "ranks": set(),
             "parameters": set(),
@@ -139,6 +160,27 @@ def _plain(row: Row) -> Row:
 
 def _records(markers: Iterable[RankMarker]) -> Iterable[tuple[int, int, RecordEntry]]:
     return ((m.rank, segment.step, record) for m in markers for segment in m.segments for record in segment.records)
+
+
+def _borrowed_records(markers: Iterable[RankMarker]) -> Iterable[tuple[GenerationId, int, int, RecordEntry]]:
+    return (
+        (each.generation, marker.rank, each.segment.step, record)
+        for marker in markers
+        for each in marker.borrowed
+        for record in each.segment.records
+    )
+
+
+def _borrowed_row(marker: RankMarker, borrowed: BorrowedEntry) -> Row:
+    records = borrowed.segment.records
+    return {
+        "rank": marker.rank,
+        **_place(borrowed.generation),
+        "nbytes": sum(record.nbytes for record in records),
+        "records": len(records),
+        "operators": len({record.operator for record in records}),
+        "key": borrowed.segment.key,
+    }
 
 
 def _segment_row(marker: RankMarker, segment: SegmentEntry) -> Row:
@@ -165,6 +207,9 @@ def _heading(document: Row) -> str:
     usable = document["why_not"] or "usable"
     steps = _steps(document["first_step"], document["step"])
     size = f"{document['window']} segments per rank, {document['ranks']} ranks, {decimal(document['nbytes'])}"
+    if document["needs"]:
+        borrowed = sum(row["nbytes"] for row in document["borrowed"])
+        size += f"; borrows {decimal(borrowed)} from steps {_ranges([need['step'] for need in document['needs']])}"
     lines = [
         f"{document['url']}",
         f"step {document['step']} (epoch {document['epoch']}) of run {document['run_id']}: {usable}",
@@ -183,13 +228,15 @@ def _kind_table(document: Row) -> Table:
 
 
 def _operator_table(document: Row) -> Table:
-    table = Table(
-        "operator", "full at", "size", "compute at", "size", "parameters", "written by ranks", title="Operators"
-    )
+    ages = ["steps old"] if document["needs"] else []
+    columns = ("operator", "full at", "size", "compute at", "size", "parameters", "written by ranks")
+    table = Table(*columns, *ages, title="Operators")
     for row in document["operators"]:
         full, compute = row["kinds"].get("full"), row["kinds"].get("compute")
         name = row["operator"] + (" (no optimizer state yet)" if row["no_state_yet"] else "")
-        table.add_row(name, *_kind_cells(full), *_kind_cells(compute), str(row["parameters"]), _ranges(row["ranks"]))
+        age = [str(row["steps_old"])] if ages else []
+        cells = (name, *_kind_cells(full), *_kind_cells(compute), str(row["parameters"]), _ranges(row["ranks"]))
+        table.add_row(*cells, *age)
     return table
 
 
@@ -217,4 +264,7 @@ def _segment_table(document: Row) -> Table:
             table.add_row(
                 str(row["rank"]), str(row["step"]), decimal(row["side_file"]["nbytes"]), "", "", row["side_file"]["key"]
             )
+    for row in document["borrowed"]:
+        figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
+        table.add_row(*map(str, figures))
     return table

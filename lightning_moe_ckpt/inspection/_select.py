@@ -7,7 +7,9 @@ from lightning_moe_ckpt.storage import Commit, RunView, StoredGeneration
 
 
 def kind_of(commit: Commit) -> str:
-    """`dense` if one segment per rank holds everything, whatever the callback; else `sparse`."""
+    """`dense` if one segment per rank holds everything, whatever the callback; `partial` if it borrows; else `sparse`."""
+    if commit.needs:
+        return "partial"
     return "dense" if len(commit.steps) == 1 else "sparse"
 
 

@@ -2,13 +2,15 @@
 
 Each digest is in the document above it: records and files in a rank's marker, markers in the manifest; markers,
 manifests and log entries carry their own. So a flipped bit or a missing end anywhere is found, and named.
+
+Files that a generation borrows from are read too, whether or not their own generation could be restored, and each once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import (
@@ -16,6 +18,7 @@ from lightning_moe_ckpt.storage import (
     Commit,
     OverflowEntry,
     RankMarker,
+    RecordEntry,
     RunView,
     SegmentEntry,
     StoredGeneration,
@@ -77,46 +80,96 @@ def verify(backend: Backend, *, step: int | None = None, everything: bool = Fals
     """
     view, verdict, started = RunView.open(backend), Verdict(), time.perf_counter()
     verdict.problems = [FileProblem("", reason) for reason in view.log_damage()]
-    for stored in view.generations():
-        if step not in {None, stored.generation.step}:
-            continue
-        if not stored.committed or (stored.dead is not None and not everything and view.history is not None):
-            verdict.skipped += 1
-            continue
-        reasons = list(_verify_generation(backend, view, stored, verdict, show))
-        if reasons and _was_retired(view, stored):
-            verdict.skipped += 1
-            continue
-        verdict.generations.append(str(stored.generation))
-        verdict.problems += [FileProblem(str(stored.generation), reason) for reason in reasons]
+    stored = view.generations()
+    readings = [_Reading(each) for each in stored if step in {None, each.generation.step}]
+    chosen = [each for each in readings if _is_chosen(each.stored, view, everything=everything)]
+    files = _Files(backend, {key: size for each in stored for key, size in each.sizes.items()}, verdict, show)
+    for reading in chosen:
+        reading.own_files(view, files)
+    _read_borrowed([each for each in chosen if each.stored.dead is None], files)
+    retired = [each for each in chosen if each.reasons and _was_retired(view, each.stored)]
+    for reading in [each for each in chosen if each not in retired]:
+        verdict.generations.append(str(reading.stored.generation))
+        verdict.problems += [FileProblem(str(reading.stored.generation), reason) for reason in reading.reasons]
+    verdict.skipped = len(readings) - len(verdict.generations)
     verdict.seconds = time.perf_counter() - started
     return verdict
 
 
-def _verify_generation(
-    backend: Backend, view: RunView, stored: StoredGeneration, verdict: Verdict, show: Show | None
-) -> Iterator[str]:
-    """What is wrong with one generation."""
-    if stored.damage is not None:
-        yield stored.damage
-    if stored.commit is None:
-        return
-    markers = []
-    for rank in range(stored.commit.world_size):
-        try:
-            markers.append(_read_marker(view, stored.commit, rank))
-        except CheckpointError as error:
-            yield str(error)
-            continue
-        for entry in _files(markers[-1]):
+def _is_chosen(stored: StoredGeneration, view: RunView, *, everything: bool) -> bool:
+    return stored.committed and (stored.dead is None or everything or view.history is None)
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """One generation while it is read."""
+
+    stored: StoredGeneration
+    markers: list[RankMarker] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """What is wrong with it."""
+
+    def own_files(self, view: RunView, files: _Files) -> None:
+        """Read the markers and whatever the generation wrote itself."""
+        if self.stored.damage is not None:
+            self.reasons.append(self.stored.damage)
+        commit = self.stored.commit
+        for rank in range(0 if commit is None else commit.world_size):
+            assert commit is not None
             try:
-                _verify_file(backend, stored, entry)
+                self.markers.append(_read_marker(view, commit, rank))
             except CheckpointError as error:
-                yield str(error)
-            verdict.num_files += 1
-            verdict.nbytes += entry.nbytes
-            if show is not None:
-                show(entry.nbytes)
+                self.reasons.append(str(error))
+                continue
+            self.reasons += [reason for entry in _files(self.markers[-1]) if (reason := files.read(entry))]
+
+
+def _read_borrowed(readings: Sequence[_Reading], files: _Files) -> None:
+    """Read the files that generations borrow from, each with all records that any of them borrows."""
+    wanted: dict[tuple[str, int, str], tuple[SegmentEntry, set[RecordEntry], dict[_Reading, str]]] = {}
+    for reading in readings:
+        for each in (each for marker in reading.markers for each in marker.borrowed):
+            file = each.segment
+            entry = wanted.setdefault((file.key, file.nbytes, file.digest), (file, set(), {}))
+            entry[1].update(file.records)
+            entry[2][reading] = str(each.generation)
+    for file, records, borrowers in wanted.values():
+        reason = files.read_again(replace(file, records=tuple(records)))
+        for reading, generation in borrowers.items() if reason is not None else ():
+            reading.reasons.append(f"needs {generation}: {reason}")
+
+
+@dataclass(slots=True)
+class _Files:
+    """Reads files, and remembers what was good in them."""
+
+    backend: Backend
+    sizes: Mapping[str, int]
+    """Bytes by key, as listed."""
+    verdict: Verdict
+    show: Show | None
+    good: dict[str, SegmentEntry] = field(default_factory=dict)
+
+    def read(self, entry: SegmentEntry | OverflowEntry) -> str | None:
+        """Read a file whole; what is wrong with it."""
+        self.verdict.num_files += 1
+        self.verdict.nbytes += entry.nbytes
+        if self.show is not None:
+            self.show(entry.nbytes)
+        try:
+            _verify_file(self.backend, self.sizes, entry)
+        except CheckpointError as error:
+            return str(error)
+        if isinstance(entry, SegmentEntry):
+            self.good[entry.key] = entry
+        return None
+
+    def read_again(self, entry: SegmentEntry) -> str | None:
+        """As `read`, unless all that is asked for was read and found good."""
+        known = self.good.get(entry.key)
+        if known is not None and known.digest == entry.digest and set(entry.records) <= set(known.records):
+            return None
+        return self.read(entry)
 
 
 def _was_retired(view: RunView, stored: StoredGeneration) -> bool:
@@ -139,8 +192,8 @@ def _files(marker: RankMarker) -> Iterator[SegmentEntry | OverflowEntry]:
             yield segment.side_file
 
 
-def _verify_file(backend: Backend, stored: StoredGeneration, entry: SegmentEntry | OverflowEntry) -> None:
-    if (nbytes := stored.sizes.get(entry.key)) != entry.nbytes:
+def _verify_file(backend: Backend, sizes: Mapping[str, int], entry: SegmentEntry | OverflowEntry) -> None:
+    if (nbytes := sizes.get(entry.key)) != entry.nbytes:
         raise Corrupt(f"{entry.key}: {'is gone' if nbytes is None else f'has {nbytes} bytes'}, {entry.nbytes} written.")
     if isinstance(entry, SegmentEntry):
         scrub_segment(backend, entry)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # servers and stored runs are shared with other folders
 
+from inspection._partial import borrow
 from inspection._runs import Small, SmallMoE, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.parallel import run_world
@@ -44,6 +45,13 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_partial_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the same run with a generation 5, which has half of generation 2 and borrows the other half from it."""
+    target = tmp_path_factory.mktemp("tiny-partial") / "run"
+    return Path(borrow(str(tiny_run), target, ["net.1"], older=2, newer=2))
+
+
+@pytest.fixture(scope="session")
 def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     """URL of a run of two ranks with two experts each, and what Lightning would save: weights, and `exp_avg` by name."""
     url = str(tmp_path_factory.mktemp("sharded") / "run")
@@ -61,3 +69,12 @@ def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str
 
     weights, averages = run_world(2, work, timeout=timedelta(seconds=90), process_group=False)[0]
     return url, weights, averages
+
+
+@pytest.fixture(scope="session")
+def partial_run(
+    sharded_run: tuple[str, dict[str, Tensor], dict[str, Tensor]], tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """URL of the same run with a generation 5: that of step 4, but experts 1 and 2 (one of each rank) as of step 2."""
+    target = tmp_path_factory.mktemp("partial") / "run"
+    return borrow(sharded_run[0], target, ["moe/expert.1", "moe/expert.2"], older=2, newer=4)

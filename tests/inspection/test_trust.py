@@ -21,6 +21,7 @@ from lightning_moe_ckpt.inspection._verify import _verify_file
 from lightning_moe_ckpt.storage import (
     Commit,
     Entry,
+    RunStore,
     RunView,
     SegmentEntry,
     digest_of,
@@ -73,13 +74,29 @@ class Held:
 
 
 @pytest.fixture
-def held(tiny_run: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Held]:
-    """The run, undamaged; what the log says of damaged entries is not collected a hundred thousand times."""
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What the log says of damaged entries is not collected a hundred thousand times."""
     caplog.set_level(logging.CRITICAL)
     logging.disable(logging.CRITICAL)
-    files = [path for path in tiny_run.rglob("*") if path.is_file()]
-    yield Held({path.relative_to(tiny_run).as_posix(): path.read_bytes() for path in sorted(files)})
+    yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def held(tiny_run: Path, quiet: None) -> Held:
+    """The run, undamaged."""
+    return hold(tiny_run)
+
+
+@pytest.fixture
+def borrowing(tiny_partial_run: Path, quiet: None) -> Held:
+    """The run with a generation that borrows, undamaged."""
+    return hold(tiny_partial_run)
+
+
+def hold(root: Path) -> Held:
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return Held({path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(files)})
 
 
 def noticed(held: Held) -> bool:
@@ -184,8 +201,7 @@ def test_every_truncation_is_noticed(held: Held) -> None:
         for nbytes in range(len(original)):
             held.objects[key] = original[:nbytes]
             if key == segment.key:
-                cut = dataclasses.replace(stored, sizes={**stored.sizes, key: nbytes})
-                seen = refused(partial(_verify_file, held, cut, segment))
+                seen = refused(partial(_verify_file, held, {**stored.sizes, key: nbytes}, segment))
             else:
                 seen = document_refused(held, key, commit)
             if not seen or (nbytes % 97 == 0 and not noticed(held)):
@@ -228,6 +244,76 @@ def test_two_files_swapped_are_noticed(held: Held) -> None:
     logs = sorted(key for key in held.objects if key.startswith("_log/"))
     held.objects[logs[0]], held.objects[logs[1]] = held.objects[logs[1]], held.objects[logs[0]]
     assert noticed(held)
+
+
+def borrowed_of(held: Held) -> SegmentEntry:
+    """The file that the newest generation borrows from, with the records that it borrows."""
+    (entry,) = RunView.open(held).read_marker(commit_of(held), 0).borrowed
+    assert {record.operator for record in entry.segment.records} == {"net.1"}
+    return entry.segment
+
+
+def test_every_flipped_bit_of_documents_that_borrow_is_noticed(borrowing: Held) -> None:
+    """Marker, with the line of borrowed records, and manifest: all bits by their reader, each 199th by `verify`."""
+    missed, commit = [], commit_of(borrowing)
+    assert commit.needs
+    for key in [key for key in borrowing.objects if key.startswith(commit.generation.prefix)]:
+        original = borrowing.objects[key]
+        for bit in range(8 * len(original) if not key.endswith(".safetensors") else 0):
+            damaged = bytearray(original)
+            damaged[bit // 8] ^= 1 << bit % 8
+            borrowing.objects[key] = bytes(damaged)
+            if not document_refused(borrowing, key, commit) or (bit % 199 == 0 and not noticed(borrowing)):
+                missed.append((key, bit))
+        borrowing.objects[key] = original
+    assert missed == []
+    assert not noticed(borrowing)
+
+
+def test_every_flipped_bit_of_a_file_that_is_borrowed_from_is_noticed_by_who_borrows(borrowing: Held) -> None:
+    """One bit of every byte, where the borrower reads the file; each 97th by `verify` of the borrower alone."""
+    entry = borrowed_of(borrowing)
+    data = bytearray(borrowing.objects[entry.key])
+    borrowing.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
+    missed = []
+    for position in range(len(data)):
+        data[position] ^= 1 << position % 8
+        alone = position % 97 == 0
+        if not refused(lambda: scrub_segment(borrowing, entry)) or (alone and verify(borrowing, step=5).sound):
+            missed.append(position)
+        data[position] ^= 1 << position % 8
+    assert missed == []
+    assert verify(borrowing, step=5).sound
+
+
+def test_every_flipped_bit_of_a_borrowed_record_is_noticed_when_it_is_restored(borrowing: Held) -> None:
+    """All bits of all records that are borrowed, read one by one as a restore reads them."""
+    entry = borrowed_of(borrowing)
+    data = bytearray(borrowing.objects[entry.key])
+    borrowing.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
+    store = RunStore.join(borrowing, run_id="")
+    for record in entry.records:
+        out = memoryview(bytearray(record.nbytes))
+        for bit in range(8 * record.offset, 8 * (record.offset + record.nbytes)):
+            data[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(Corrupt):
+                store.read_record(entry, record, out)
+            data[bit // 8] ^= 1 << bit % 8
+        store.read_record(entry, record, out)
+
+
+def test_every_truncation_of_a_file_that_is_borrowed_from_is_noticed_by_who_borrows(borrowing: Held) -> None:
+    """Cut at every length, each 97th by `verify` of the borrower alone; one byte too many; gone."""
+    entry = borrowed_of(borrowing)
+    original = borrowing.objects[entry.key]
+    for nbytes in range(len(original)):
+        borrowing.objects[entry.key] = original[:nbytes]
+        assert refused(partial(_verify_file, borrowing, {entry.key: nbytes}, entry))
+        assert nbytes % 97 or not verify(borrowing, step=5).sound
+    borrowing.objects[entry.key] = original + b"\0"
+    assert not verify(borrowing, step=5).sound
+    del borrowing.objects[entry.key]
+    assert not verify(borrowing, step=5).sound
 
 
 class Bomb:
