@@ -23,6 +23,7 @@ from lightning_moe_ckpt.benchmarks import (
     Machine,
     NativeBench,
     OverheadBench,
+    PartialBench,
     PersistBench,
     PlannerBench,
     RecoveryBench,
@@ -41,6 +42,7 @@ Run = Callable[[argparse.Namespace], int]
 _BENCHMARKS: tuple[Benchmark[Any], ...] = (
     ReductionBench(),
     PlannerBench(),
+    PartialBench(),
     RecoveryBench(),
     PersistBench(),
     ReplicationBench(),

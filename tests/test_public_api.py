@@ -25,8 +25,9 @@ PUBLIC: dict[str, str] = {
         MoELayer Routing balance_loss route
     """,
     "lightning_moe_ckpt.metrics": """
-        CapturedPerStep ExpertLoad Generations LoadSkew PersistedPerSecond StallPerStep StallShare TIERS
-        WindowPosition load_skew
+        CapturedPerStep ExpertLoad ExpertTokens ExpertsTaken Generations LoadSkew MoementaryLostTokens
+        PersistedPerSecond PortionOfLostTokens StallPerStep StallShare TIERS WindowPosition load_skew
+        moementary_lost_tokens portion_of_lost_tokens
     """,
     "lightning_moe_ckpt.operators": """
         AdapterFactory AttributeCapacity AttributeState AttributeTap BiasView Capacity CapacityTap
@@ -38,9 +39,9 @@ PUBLIC: dict[str, str] = {
     "lightning_moe_ckpt.policies": """
         Accounting Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS MEMORY NEVER Order
         PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
-        TierBook WindowPlan WrittenPart assign_positions assign_writers decayed_popularity expert_layouts
-        moementary_lost_tokens needs_split next_k order plan_for_window plan_window popularity_per_capacity
-        portion_of_lost_tokens positions should_reorder soft_popularity split_nbytes
+        TierBook WindowPlan WrittenPart assign_adaptively assign_positions assign_writers decayed_popularity expert_layouts
+        needs_split next_k order plan_for_window plan_window popularity_per_capacity
+        positions should_reorder soft_popularity split_nbytes
     """,
     "lightning_moe_ckpt.parallel": """
         ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode WorldFailed

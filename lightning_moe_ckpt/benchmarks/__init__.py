@@ -5,6 +5,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import Progress as Progress
 from lightning_moe_ckpt.benchmarks._machine import Machine as Machine
 from lightning_moe_ckpt.benchmarks._native import NativeBench as NativeBench
 from lightning_moe_ckpt.benchmarks._overhead import OverheadBench as OverheadBench
+from lightning_moe_ckpt.benchmarks._partial import PartialBench as PartialBench
 from lightning_moe_ckpt.benchmarks._persist import PersistBench as PersistBench
 from lightning_moe_ckpt.benchmarks._planner import PlannerBench as PlannerBench
 from lightning_moe_ckpt.benchmarks._recovery import RecoveryBench as RecoveryBench

@@ -1,8 +1,6 @@
 """Pure decisions: which record to take of which operator, at which step, for which tier."""
 
 from lightning_moe_ckpt.policies._accounting import Accounting as Accounting
-from lightning_moe_ckpt.policies._accounting import moementary_lost_tokens as moementary_lost_tokens
-from lightning_moe_ckpt.policies._accounting import portion_of_lost_tokens as portion_of_lost_tokens
 from lightning_moe_ckpt.policies._base import Decision as Decision
 from lightning_moe_ckpt.policies._base import Plan as Plan
 from lightning_moe_ckpt.policies._base import Policy as Policy
@@ -41,4 +39,5 @@ from lightning_moe_ckpt.policies._tier_book import Pending as Pending
 from lightning_moe_ckpt.policies._tier_book import TierBook as TierBook
 from lightning_moe_ckpt.policies._writers import RecordPiece as RecordPiece
 from lightning_moe_ckpt.policies._writers import WrittenPart as WrittenPart
+from lightning_moe_ckpt.policies._writers import assign_adaptively as assign_adaptively
 from lightning_moe_ckpt.policies._writers import assign_writers as assign_writers

@@ -9,8 +9,7 @@ Invariant: `processed == alive + lost`, for every expert.
 All of it is a function of counts summed over ranks and of what ranks agreed on: equal on all ranks. An accounting is
 never changed; methods return a new one.
 
-Sources: PEC (2024), Sec. 3.1, eq. 4 (PLT); MOETION (2024), Sec. 4.1, eq. 6 (MLT). We differ in the denominator: tokens that experts
-processed, not those that were routed to them before dropping.
+Sources: PEC (2024), Sec. 3.1; MOETION (2024), Sec. 4.1.
 
 Shape suffix: E experts of all layers, in the order of `OperatorSet.count_offsets`.
 """
@@ -25,31 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_tokens
 from lightning_moe_ckpt.policies._expert_tables import LEVELS, MEMORY, ExpertLayout, ExpertTable, Selection
 from lightning_moe_ckpt.policies._tier_book import NEVER, TierBook, counts
-
-
-def portion_of_lost_tokens(lost_E: Tensor, processed_E: Tensor) -> float:
-    """PLT: of all tokens that experts processed, the part whose updates were lost; 0 before the first token.
-
-    Source: PEC (2024), eq. 4.
-    """
-    processed = int(processed_E.sum())
-    return int(lost_E.sum()) / processed if processed else 0.0
-
-
-def moementary_lost_tokens(lost_E: Tensor, processed_E: Tensor, num_experts: Sequence[int]) -> float:
-    """MLT: the sum over layers of the part of their tokens that was lost, between 0 and the number of layers.
-
-    Args:
-        lost_E: tokens.
-        processed_E: tokens.
-        num_experts: by layer.
-
-    Source: MOETION (2024), eq. 6.
-    """
-    parts = zip(torch.split(lost_E, list(num_experts)), torch.split(processed_E, list(num_experts)), strict=True)
-    return sum(portion_of_lost_tokens(lost, processed) for lost, processed in parts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

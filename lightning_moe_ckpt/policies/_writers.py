@@ -2,12 +2,15 @@
 
 Replicated state is written once, not once per rank. The assignment is a pure function of its arguments, so every
 holder computes the same and a reader knows who wrote what.
+
+`assign_writers` shares everything alike. `assign_adaptively` gives more to ranks that have less else to write: of a lossy
+generation, some ranks write more experts than others. Source: PEC (2024), Sec. 3.2, Adaptive Data-Parallel Sharding.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -72,13 +75,79 @@ def assign_writers(
     return parts
 
 
+def assign_adaptively(
+    pieces: Sequence[RecordPiece[RecordId]],
+    holders: Sequence[int],
+    loads: Mapping[int, int],
+    *,
+    split_nbytes: int = SPLIT_NBYTES,
+) -> list[WrittenPart[RecordId]]:
+    """Assign so that ranks write equally much in all: largest first, each to the rank with least bytes so far.
+
+    Slices larger than a fraction of what a rank writes on average are cut into equal parts before. So the rank that
+    writes most does not exceed the average (or what it had to write anyway) by more than one such part; nor does it
+    write more than the busiest rank would with equal shares.
+
+    Args:
+        pieces: the same list in the same order on every holder.
+        holders: ranks that hold the same bits of all these slices, ascending.
+        loads: bytes that each holder writes besides; 0 for ranks that are left out.
+        split_nbytes: no part that is cut off is smaller.
+
+    Returns:
+        Parts in the order of `pieces`, those of one slice by ascending position; together they cover it once.
+
+    Raises:
+        ValueError: there are no holders.
+    """
+    if not holders:
+        raise ValueError("`assign_adaptively(holders=[])` must name at least one rank.")
+    equal = assign_writers(pieces, holders, split_nbytes=split_nbytes)
+    adaptive = _greedily(pieces, holders, loads, split_nbytes)
+    # Where ranks have equally much to write besides, equal shares fit to the element.
+    return min(equal, adaptive, key=lambda parts: _peak(pieces, parts, holders, loads))
+
+
+_PARTS_PER_RANK = 32
+"""What is cut is so small that it takes this many parts to make up what a rank writes."""
+
+
+def _greedily(
+    pieces: Sequence[RecordPiece[RecordId]], holders: Sequence[int], loads: Mapping[int, int], split_nbytes: int
+) -> list[WrittenPart[RecordId]]:
+    start = [loads.get(rank, 0) for rank in holders]
+    average = (sum(start) + sum(_nbytes(p) for p in pieces)) // len(holders)
+    largest = max(split_nbytes, average // _PARTS_PER_RANK, 1)
+    cuts = [_cut(p.piece, -(-_nbytes(p) // largest) if len(holders) > 1 else 1) for p in pieces]
+    sizes = [s.numel * p.nbytes_per_element for p, cut in zip(pieces, cuts, strict=True) for s in cut]
+    writers = iter(_balance(sizes, holders, start))
+    parts: list[WrittenPart[RecordId]] = []
+    for p, cut in zip(pieces, cuts, strict=True):
+        parts += _joined([WrittenPart(record=p.record, piece=s, writer=next(writers)) for s in cut])
+    return parts
+
+
+def _peak(
+    pieces: Sequence[RecordPiece[RecordId]],
+    parts: Sequence[WrittenPart[RecordId]],
+    holders: Sequence[int],
+    loads: Mapping[int, int],
+) -> int:
+    """Bytes of the rank that writes most."""
+    width = {(p.record, p.piece.fqn): p.nbytes_per_element for p in pieces}
+    totals = {rank: loads.get(rank, 0) for rank in holders}
+    for part in parts:
+        totals[part.writer] += part.piece.numel * width[part.record, part.piece.fqn]
+    return max(totals.values())
+
+
 def _nbytes(p: RecordPiece[RecordId]) -> int:
     return p.piece.numel * p.nbytes_per_element
 
 
-def _balance(sizes: Sequence[int], holders: Sequence[int]) -> list[int]:
+def _balance(sizes: Sequence[int], holders: Sequence[int], start: Sequence[int] | None = None) -> list[int]:
     """Largest first to the least loaded holder; ties go to the earlier item and the lower rank."""
-    loads = [(0, rank) for rank in holders]
+    loads = list(zip(start or [0] * len(holders), holders, strict=True))
     heapq.heapify(loads)
     writers = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -89,13 +158,33 @@ def _balance(sizes: Sequence[int], holders: Sequence[int]) -> list[int]:
 
 
 def _intervals(piece: ParamSlice, holders: Sequence[int]) -> list[tuple[ParamSlice, int]]:
-    """Equal flat intervals, the first ones longer by one element where the length does not divide."""
-    each, longer = divmod(piece.numel, len(holders))
+    """One interval for each holder, as far as there are elements."""
+    return list(zip(_cut(piece, len(holders)), holders, strict=False))
+
+
+def _cut(piece: ParamSlice, number: int) -> list[ParamSlice]:
+    """Equal flat intervals, the first ones longer by one element where the length does not divide; none is empty."""
+    number = max(1, min(number, piece.numel))
+    each, longer = divmod(piece.numel, number)
     found, start = [], piece.start
-    for i, rank in enumerate(holders):
+    for i in range(number):
         stop = start + each + (i < longer)
-        if stop > start:
-            moved = piece.global_start + start - piece.start
-            found.append((replace(piece, start=start, stop=stop, global_start=moved), rank))
+        found.append(_interval(piece, start, stop))
         start = stop
+    return found
+
+
+def _interval(piece: ParamSlice, start: int, stop: int) -> ParamSlice:
+    return replace(piece, start=start, stop=stop, global_start=piece.global_start + start - piece.start)
+
+
+def _joined(parts: Sequence[WrittenPart[RecordId]]) -> list[WrittenPart[RecordId]]:
+    """Neighbours with the same writer as one part."""
+    found: list[WrittenPart[RecordId]] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if last is not None and last.writer == part.writer:
+            found[-1] = replace(last, piece=replace(last.piece, stop=part.piece.stop))
+        else:
+            found.append(part)
     return found

@@ -19,6 +19,7 @@ from lightning_moe_ckpt.benchmarks import (
     Machine,
     NativeBench,
     OverheadBench,
+    PartialBench,
     PlannerBench,
     RecoveryBench,
     ReductionBench,
@@ -26,6 +27,7 @@ from lightning_moe_ckpt.benchmarks import (
 )
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
+from lightning_moe_ckpt.benchmarks._partial import PartialFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
@@ -41,6 +43,7 @@ TINY_FITS = [
 ]
 TINY = {
     "planner": ("--operators", "1300", "--runs", "2"),
+    "partial": ("--partial-experts", "8"),
     "reduction": ("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     "recovery": (
         *("--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"),
@@ -128,6 +131,17 @@ def test_planner_figures_are_those_of_the_design() -> None:
     assert all(f.largest_slot <= 1 for f in figures if f.planner == "packed")
     assert all(f.seconds > 0 for f in figures)
     assert "algorithm1" in _shown(PlannerBench().table(figures))
+
+
+def test_adaptive_sharding_lowers_the_peak() -> None:
+    """Of a partial generation, wherever ranks have different numbers of experts; and it never raises it."""
+    figures = [PartialFigure(**row) for row in _document("partial")["partial"]]
+    assert [figure.k for figure in figures] == [1, 2, 4, 8]
+    for figure in figures:
+        assert figure.average_nbytes <= figure.adaptive_nbytes <= figure.equal_nbytes
+        assert figure.adaptive_nbytes <= 1.04 * figure.average_nbytes
+    assert figures[0].saved > 0.05
+    assert "adaptive" in _shown(PartialBench().table(figures))
 
 
 def test_reduction_is_compared_with_all_reduce_and_ddp() -> None:

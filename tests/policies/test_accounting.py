@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_tokens
 from lightning_moe_ckpt.policies import (
     LEVELS,
     MEMORY,
@@ -21,9 +22,7 @@ from lightning_moe_ckpt.policies import (
     ExpertLayout,
     PartialPolicy,
     Selection,
-    moementary_lost_tokens,
     next_k,
-    portion_of_lost_tokens,
 )
 from lightning_moe_ckpt.session._codec import decode, encode
 

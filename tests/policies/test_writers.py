@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.operators import ParamSlice, RecordKind
-from lightning_moe_ckpt.policies import RecordPiece, WrittenPart, assign_writers
+from lightning_moe_ckpt.policies import RecordPiece, WrittenPart, assign_adaptively, assign_writers
 
 Record = tuple[str, RecordKind]
 
@@ -88,3 +90,54 @@ def test_someone_must_hold_it() -> None:
     """Else nobody would write it."""
     with pytest.raises(ValueError, match="holders"):
         assign_writers([], [])
+
+
+# -- adaptively
+
+load_lists = st.dictionaries(st.integers(0, 64), st.integers(0, 20_000), max_size=6)
+
+
+@given(piece_lists, rank_lists, load_lists, st.integers(1, 2000))
+def test_adaptive_parts_cover_each_slice_once(
+    pieces: list[RecordPiece[Record]], ranks: list[int], before: dict[int, int], threshold: int
+) -> None:
+    """In order, with their coordinates, written by holders only; neighbours of one writer are one part."""
+    parts = assign_adaptively(pieces, ranks, before, split_nbytes=threshold)
+    assert {p.writer for p in parts} <= set(ranks)
+    for original in pieces:
+        own = [p for p in parts if p.record == original.record]
+        assert [p.piece.start for p in own] == [original.piece.start, *(p.piece.stop for p in own[:-1])]
+        assert own[-1].piece.stop == original.piece.stop
+        assert all(p.piece.global_start - p.piece.start == 1000 for p in own)
+        assert all(a.writer != b.writer for a, b in pairwise(own))
+    assert parts == assign_adaptively(list(pieces), list(ranks), dict(before), split_nbytes=threshold)
+
+
+@given(piece_lists, rank_lists, load_lists, st.integers(1, 2000))
+def test_adaptive_loads_are_balanced_with_what_ranks_write_besides(
+    pieces: list[RecordPiece[Record]], ranks: list[int], before: dict[int, int], threshold: int
+) -> None:
+    """The peak is at most the average and one part, or what a rank had to write anyway, and never above equal shares'."""
+    parts = assign_adaptively(pieces, ranks, before, split_nbytes=threshold)
+    start = [before.get(rank, 0) for rank in ranks]
+    totals = [a + b for a, b in zip(start, loads(pieces, parts, ranks), strict=True)]
+    equal = loads(pieces, assign_writers(pieces, ranks, split_nbytes=threshold), ranks)
+    assert max(totals) <= max(a + b for a, b in zip(start, equal, strict=True))
+    average = sum(totals) / len(ranks)
+    width = max((p.nbytes_per_element for p in pieces), default=0)
+    part = max(threshold, average / 32, width) + width
+    assert max(totals) <= max(average + part, *start)
+
+
+def test_a_rank_with_experts_gets_less_of_the_rest() -> None:
+    """Two ranks, one with an expert as large as a third of the rest: all end with two thirds of it."""
+    parts = assign_adaptively([make(0, 300_000, 4)], [0, 1], {1: 400_000})
+    written = {rank: sum(4 * p.piece.numel for p in parts if p.writer == rank) for rank in (0, 1)}
+    assert written[0] == pytest.approx(800_000, abs=64 * 1024)
+    assert written[1] == pytest.approx(400_000, abs=64 * 1024)
+
+
+def test_someone_must_hold_it_adaptively_too() -> None:
+    """Else nobody would write it."""
+    with pytest.raises(ValueError, match="holders"):
+        assign_adaptively([], [], {})

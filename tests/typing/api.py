@@ -115,6 +115,15 @@ def measure(counts_E: Tensor, report: Mapping[str, int]) -> dict[str, Tensor]:
     generations, position = metrics.Generations(metrics.TIERS), metrics.WindowPosition()
     generations.update(10, report)
     position.update(6, 2)
+    assert_type(metrics.portion_of_lost_tokens(counts_E, counts_E), float)
+    assert_type(metrics.moementary_lost_tokens(counts_E, counts_E, [8, 8]), float)
+    plt, mlt = metrics.PortionOfLostTokens(16), metrics.MoementaryLostTokens([8, 8])
+    plt.update(counts_E, counts_E)
+    mlt.update(counts_E, counts_E)
+    tokens, taken = metrics.ExpertTokens(16), metrics.ExpertsTaken(("memory", "storage"))
+    tokens.update(counts_E, counts_E, counts_E)
+    taken.update(report)
+    assert_type(taken.compute(), dict[str, Tensor])
     assert_type(generations.compute(), dict[str, Tensor])
     return position.compute()
 
@@ -248,8 +257,7 @@ def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection
     assert_type(book, policies.TierBook)
     assert_type(book.pending, tuple[policies.Pending, ...])
     assert_type(accounting.plt, float)
-    assert_type(policies.portion_of_lost_tokens(lost_E, tokens_E), float)
-    assert_type(policies.moementary_lost_tokens(lost_E, tokens_E, [8, 8]), float)
+    assert_type(lost_E, Tensor)
     k = policies.next_k(1, plt=0.01, last_loss=0.01, plt_budget=0.05, num_experts=8)
     k = policies.DynamicK(plt_budget=0.05).after_fault(k, plt=0.01, last_loss=0.01, num_experts=8)
     by: policies.ExpertOrder = "load_aware"
@@ -260,7 +268,8 @@ def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection
 
 
 def spread(piece: operators.ParamSlice) -> list[policies.WrittenPart[str]]:
-    return policies.assign_writers([policies.RecordPiece(record="a", piece=piece, nbytes_per_element=4)], [0, 1])
+    pieces = [policies.RecordPiece(record="a", piece=piece, nbytes_per_element=4)]
+    return policies.assign_writers(pieces, [0, 1]) + policies.assign_adaptively(pieces, [0, 1], {0: 1024})
 
 
 # -- parallel

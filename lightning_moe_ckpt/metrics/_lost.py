@@ -1,0 +1,221 @@
+"""Tokens whose updates a lossy recovery gave up, and what is at risk now, as metrics of torchmetrics.
+
+All take totals of the run that are summed over ranks already (`policies.Accounting` has them, and the journal of every
+generation has an accounting), and show the newest. So nothing is counted twice over ranks, and a resumed run shows what
+the run before it would have shown.
+
+Sources: PEC (2024), Sec. 3.1, eq. 4; MOETION (2024), Sec. 4.1, eq. 6. We differ in the denominator: tokens that experts processed, not
+those that were routed to them before dropping.
+
+Shape suffix: E experts of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import ConfigurationError
+
+
+def portion_of_lost_tokens(lost_E: Tensor, processed_E: Tensor) -> float:
+    """PLT: of all tokens that experts processed, the part whose updates were lost; 0 before the first token.
+
+    Source: PEC (2024), eq. 4.
+    """
+    processed = int(processed_E.sum())
+    return int(lost_E.sum()) / processed if processed else 0.0
+
+
+def moementary_lost_tokens(lost_E: Tensor, processed_E: Tensor, num_experts: Sequence[int]) -> float:
+    """MLT: the sum over layers of the part of their tokens that was lost, between 0 and the number of layers.
+
+    Args:
+        lost_E: tokens.
+        processed_E: tokens.
+        num_experts: by layer.
+
+    Source: MOETION (2024), eq. 6.
+    """
+    parts = zip(torch.split(lost_E, list(num_experts)), torch.split(processed_E, list(num_experts)), strict=True)
+    return sum(portion_of_lost_tokens(lost, processed) for lost, processed in parts)
+
+
+class _Newest(Metric):
+    """Shows what it was last told; `forward` and `update` are one."""
+
+    is_differentiable = False
+    higher_is_better: bool | None = False
+    full_state_update = True
+
+    def _add_vectors(self, num_experts: int, *names: str) -> None:
+        for name in names:
+            zeros = torch.zeros(num_experts, dtype=torch.int64)
+            # Equal on all ranks: the largest is what each has.
+            self.add_state(name, zeros, dist_reduce_fx="max", persistent=True)
+
+    def _replace(self, **vectors: Tensor) -> None:
+        for name, vector in vectors.items():
+            state: Tensor = getattr(self, name)
+            if vector.shape != state.shape or vector.dtype != torch.int64:
+                raise ValueError(
+                    f"`{type(self).__name__}.update` takes `{name}` as int64 of shape {list(state.shape)}, "
+                    f"got {vector.dtype} of shape {list(vector.shape)}."
+                )
+            state.copy_(vector)
+
+
+class ExpertTokens(_Newest):
+    """Tokens of every expert: processed, not saved yet, and lost.
+
+    Args:
+        num_experts: of all layers.
+        kwargs: passed to `torchmetrics.Metric`.
+
+    Raises:
+        ConfigurationError: there is no expert.
+    """
+
+    higher_is_better = None
+    processed: Tensor
+    unsaved: Tensor
+    lost: Tensor
+
+    def __init__(self, num_experts: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if num_experts < 1:
+            raise ConfigurationError(f"`ExpertTokens(num_experts={num_experts})` must be 1 or more.")
+        self._add_vectors(num_experts, "processed", "unsaved", "lost")
+
+    @override
+    def update(self, processed_E: Tensor, unsaved_E: Tensor, lost_E: Tensor) -> None:
+        """Replace what was seen before.
+
+        Raises:
+            ValueError: not int64 with one entry per expert.
+        """
+        self._replace(processed=processed_E, unsaved=unsaved_E, lost=lost_E)
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """`processed`, `unsaved` and `lost`, int64 `[E]`."""
+        return {name: getattr(self, name).clone() for name in ("processed", "unsaved", "lost")}
+
+
+class PortionOfLostTokens(_Newest):
+    """PLT, see `portion_of_lost_tokens`.
+
+    Args:
+        num_experts: of all layers.
+        kwargs: passed to `torchmetrics.Metric`.
+
+    Raises:
+        ConfigurationError: there is no expert.
+    """
+
+    lost: Tensor
+    processed: Tensor
+
+    def __init__(self, num_experts: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if num_experts < 1:
+            raise ConfigurationError(f"`PortionOfLostTokens(num_experts={num_experts})` must be 1 or more.")
+        self._add_vectors(num_experts, "lost", "processed")
+
+    @override
+    def update(self, lost_E: Tensor, processed_E: Tensor) -> None:
+        """Replace what was seen before.
+
+        Raises:
+            ValueError: not int64 with one entry per expert.
+        """
+        self._replace(lost=lost_E, processed=processed_E)
+
+    @override
+    def compute(self) -> Tensor:
+        """Float64 scalar, 0 before the first token."""
+        return torch.tensor(portion_of_lost_tokens(self.lost, self.processed), dtype=torch.float64)
+
+
+class MoementaryLostTokens(_Newest):
+    """MLT, see `moementary_lost_tokens`.
+
+    Args:
+        num_experts: by layer.
+        kwargs: passed to `torchmetrics.Metric`.
+
+    Raises:
+        ConfigurationError: there is no layer, or one without experts.
+    """
+
+    lost: Tensor
+    processed: Tensor
+
+    def __init__(self, num_experts: Sequence[int], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not num_experts or min(num_experts) < 1:
+            raise ConfigurationError(
+                f"`MoementaryLostTokens(num_experts={list(num_experts)})` must have 1 or more for each layer."
+            )
+        self.num_experts = tuple(num_experts)
+        self._add_vectors(sum(num_experts), "lost", "processed")
+
+    @override
+    def update(self, lost_E: Tensor, processed_E: Tensor) -> None:
+        """Replace what was seen before.
+
+        Raises:
+            ValueError: not int64 with one entry per expert.
+        """
+        self._replace(lost=lost_E, processed=processed_E)
+
+    @override
+    def compute(self) -> Tensor:
+        """Float64 scalar, 0 before the first token."""
+        value = moementary_lost_tokens(self.lost, self.processed, self.num_experts)
+        return torch.tensor(value, dtype=torch.float64)
+
+
+class ExpertsTaken(_Newest):
+    """How many experts a generation takes: K of a partial policy, S of a selective one, by level.
+
+    Args:
+        levels: names of what generations go to.
+        kwargs: passed to `torchmetrics.Metric`.
+
+    Raises:
+        ConfigurationError: no level, or one named twice.
+    """
+
+    higher_is_better = None
+    number: Tensor
+
+    def __init__(self, levels: Sequence[str] = ("memory", "storage"), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not levels or len(set(levels)) != len(levels):
+            raise ConfigurationError(
+                f"`ExpertsTaken(levels={list(levels)})` must name each level once, and at least one."
+            )
+        self.levels = tuple(levels)
+        self._add_vectors(len(levels), "number")
+
+    @override
+    def update(self, experts: Mapping[str, int]) -> None:
+        """Replace what was seen before: experts of the newest generation, per layer or in all, by level.
+
+        Raises:
+            ValueError: not exactly the levels that were named.
+        """
+        if set(experts) != set(self.levels):
+            raise ValueError(f"`ExpertsTaken.update` got {sorted(experts)}, the levels are {list(self.levels)}.")
+        self._replace(number=torch.tensor([experts[level] for level in self.levels], dtype=torch.int64))
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Int64 scalars by level."""
+        return {level: self.number[i].clone() for i, level in enumerate(self.levels)}
