@@ -2,7 +2,7 @@
 
 A module that shards experts over ranks has `expert_parallel_parameters()`, an iterator of (name in the module,
 parameter) over those whose dim 0 runs over this rank's experts, consecutive by `ep_rank`. Everything else is
-replicated on all ranks.
+replicated on all ranks. Tutel's layers do the same under other names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 from torch import nn
+
+from lightning_moe_ckpt.parallel._tutel import TutelShards, is_tutel
 
 
 @runtime_checkable
@@ -30,6 +32,8 @@ def expert_parallel_modules(root: nn.Module) -> Iterator[tuple[str, ExpertParall
     for fqn, module in root.named_modules():
         if isinstance(module, ExpertParallelModule):
             yield fqn, module
+        elif is_tutel(module):
+            yield fqn, TutelShards(module)
 
 
 def expert_parallel_fqns(root: nn.Module) -> set[str]:

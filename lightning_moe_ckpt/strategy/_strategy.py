@@ -37,6 +37,7 @@ from lightning_moe_ckpt.parallel import (
     set_current_groups,
     shares_agent_store,
 )
+from lightning_moe_ckpt.parallel._tutel import refuse_tutel, zero_filled
 from lightning_moe_ckpt.strategy import _glue
 from lightning_moe_ckpt.strategy._buffers import BufferSync
 from lightning_moe_ckpt.strategy._state_dict import (
@@ -182,6 +183,9 @@ class MoEStrategy(DDPStrategy):
                     f"`expert_parallel={self.groups.ep_size}`. Build it in `LightningModule.configure_model`, "
                     "which runs once the strategy has set up its processes, not in `__init__`."
                 )
+        reason = refuse_tutel(module, _glue.ignored_names(module))
+        if reason is not None:
+            raise ConfigurationError(reason)
         if self.groups.ep_size > 1 and not module.automatic_optimization:
             raise ConfigurationError(
                 "Expert parallelism needs automatic optimization: every backward of manual optimization would divide "
@@ -284,6 +288,12 @@ class MoEStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a checkpoint with all experts."""
         state = checkpoint["state_dict"]
+        missing = zero_filled(self._module, state)
+        if missing:
+            raise ConfigurationError(
+                f"The checkpoint lacks {len(missing)} parameters of Tutel's experts, such as `{missing[0]}`, which Tutel "
+                "would load as zeros without an error. Take one that has all experts, or copy what it has by hand."
+            )
         if self._sharded_names:
             local = dict(self._module.named_parameters(remove_duplicate=False))
             state = shard_module_state(state, local, self._sharded_names, self.groups)

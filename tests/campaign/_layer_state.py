@@ -19,7 +19,7 @@ from campaign._training import Module, Setup
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.testing._lives import Life
 
-Kind = Literal["load", "capacity", "deepspeed"]
+Kind = Literal["load", "capacity", "deepspeed", "tutel", "tutel_flat", "tutel_list"]
 
 
 class LoadedMoE(ListMoE):
@@ -70,6 +70,52 @@ class DeepSpeedMoE(nn.Module):
         return out_TD, l_aux
 
 
+class ListedExperts(nn.Module):
+    """Custom experts of Tutel's layer that are modules of their own."""
+
+    def __init__(self, model_dim: int, num_experts_per_device: int, sharded_count: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(model_dim, model_dim) for _ in range(num_experts_per_device))
+
+    @override
+    def forward(self, x_eCD: Tensor, ctx: object) -> Tensor:
+        return torch.stack([expert(x_CD).tanh() for expert, x_CD in zip(self.each, x_eCD, strict=True)])
+
+
+class TutelMoE(nn.Module):
+    """The library's layer, with noise at its gate and tokens over capacity."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        from tutel.moe import moe_layer
+
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        hidden = {"hidden_size_per_expert": 2 * MODEL_DIM, "activation_fn": functional.gelu}
+        experts: dict[str, Any] = {
+            "tutel": {"type": "ffn", **hidden},
+            "tutel_flat": {"type": "llama_ffn", **hidden},
+            "tutel_list": {"type": "custom", "module": ListedExperts},
+        }[kind]
+        self.layer = moe_layer(
+            gate_type={"type": "top", "k": 2, "capacity_factor": 0.8, "gate_noise": 1.0},
+            model_dim=MODEL_DIM,
+            experts={**experts, "num_experts_per_device": NUM_EXPERTS // world_size},
+        )
+
+    @override
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        out_TD = self.layer(x_TD)
+        return out_TD, self.layer.l_aux
+
+
+@torch.no_grad()
+def tighten(layer: TutelMoE) -> None:
+    """Less capacity and less noise after each batch: each value follows from the one before."""
+    gate = layer.layer.gates[0]
+    gate.capacity_factor *= 0.97
+    gate.gate_noise *= 0.9
+
+
 @torch.no_grad()
 def squeeze(layer: MoELayer) -> None:
     """Take a tenth of the capacity of one expert after the other: each value follows from the one before."""
@@ -117,8 +163,12 @@ class LayerStateModule(Module):
                 each.balance()
             elif isinstance(each, MoELayer):
                 squeeze(each)
+            elif isinstance(each, TutelMoE):
+                tighten(each)
 
     def _make_layer(self) -> nn.Module:
         if self._kind == "deepspeed":
             return DeepSpeedMoE()
+        if self._kind.startswith("tutel"):
+            return TutelMoE(self._kind)
         return LoadedMoE() if self._kind == "load" else StackedMoE(gate_fp32=False, noisy=False, never_routed=False)

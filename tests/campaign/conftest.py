@@ -29,6 +29,7 @@ NEEDED_BY_LIVES = [
     "transformers.models.switch_transformers.modeling_switch_transformers",
     "torch.utils.tensorboard",
     *(["litgpt.model"] if find_spec("litgpt") else []),
+    *(["tutel.moe"] if find_spec("tutel") else []),
     *(["deepspeed.moe.layer"] if find_spec("deepspeed") else []),
 ]
 """What a fork should find imported; a life takes a tenth of the time that importing these does."""

@@ -42,13 +42,31 @@ def test_deepspeed_layers_are_exact_after_kills(campaigns: Campaigns, world_size
     assert [life.steps()[0] > 1 for life in lives] == [False, True, True], "it did not start over"
 
 
+@pytest.mark.tutel
+@pytest.mark.parametrize("kind", ["tutel", "tutel_flat", "tutel_list"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tutel_layers_are_exact_after_kills(campaigns: Campaigns, kind: Kind, world_size: int) -> None:
+    """Stacked, flat and listed experts, spread over ranks; capacity and noise that change with every step."""
+    require_tutel()
+    setup = setup_of(kind, world_size=world_size)
+    lives = campaigns.check(setup, *KILLS)
+    assert [life.steps()[0] > 1 for life in lives] == [False, True, True], "it did not start over"
+
+
+def require_tutel() -> None:
+    """Its kernels too: a layer without them cannot be imported."""
+    pytest.importorskip("tutel.moe", reason="Tutel is not installed: see its own instructions", exc_type=ImportError)
+
+
 def _keep(*args: object) -> None:
     """Leaves everything as it is."""
 
 
-@pytest.mark.parametrize("kind", ["load", "capacity"])
+@pytest.mark.parametrize("kind", ["load", "capacity", pytest.param("tutel", marks=pytest.mark.tutel)])
 def test_without_the_hooks_the_end_is_another(campaigns: Campaigns, kind: Kind) -> None:
     """Neither is in a `state_dict`: without what the journal has of it, a resumed run goes another way."""
+    if kind == "tutel":
+        require_tutel()
     seam = Seam(module="lightning_moe_ckpt.callbacks._layer_state", attribute="LayerState.restore", replacement=_keep)
     with pytest.raises(AssertionError, match="differ"):
         campaigns.check(setup_of(kind), KILLS[0], seams=[seam])

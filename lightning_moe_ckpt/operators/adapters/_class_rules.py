@@ -13,10 +13,12 @@ from torch import nn
 from lightning_moe_ckpt.operators.adapters._deepspeed import DEEPSPEED
 from lightning_moe_ckpt.operators.adapters._hugging_face import HUGGING_FACE
 from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory
+from lightning_moe_ckpt.operators.adapters._tutel import TUTEL
 
 _RULES: Mapping[str, Mapping[str, AdapterFactory]] = {
     "deepspeed": DEEPSPEED,
     "transformers": HUGGING_FACE,
+    "tutel": TUTEL,
 }
 """By the library's top package, then by the name of the MoE block's class."""
 
