@@ -68,7 +68,7 @@ PUBLIC: dict[str, str] = {
         explain measure_bandwidth replay_adam
     """,
     "lightning_moe_ckpt.testing": """
-        BackendContract Crashed CrashingBackend Fault FaultInjector FaultSummary FaultTally FaultyProxy Kill Life
+        AdapterContract BackendContract Crashed CrashingBackend Fault FaultInjector FaultSummary FaultTally FaultyProxy Kill Life
         LifeFailed LifeResult RandomFaults Seam Weather assert_same_end capture_end differences fail_at run_lives summarize_faults
     """,
     "lightning_moe_ckpt.errors": """

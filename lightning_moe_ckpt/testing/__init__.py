@@ -27,4 +27,5 @@ from lightning_moe_ckpt.testing._proxy import Weather as Weather
 from lightning_moe_ckpt.testing._seam import Seam as Seam
 
 if _find_spec("pytest") is not None:
+    from lightning_moe_ckpt.testing._adapter_contract import AdapterContract as AdapterContract
     from lightning_moe_ckpt.testing._backend_contract import BackendContract as BackendContract

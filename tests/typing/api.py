@@ -467,6 +467,17 @@ def watch(around: Callable[[storage.Backend], storage.Backend]) -> storage.Backe
         return storage.open_backend("memory://watched")
 
 
+class TestMyLayer(testing.AdapterContract):
+    @override
+    def make_model(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    @override
+    def loss(self, model: nn.Module, seed: int) -> Tensor:
+        loss: Tensor = model(torch.ones(2)).sum()
+        return loss
+
+
 class TestMyBackend(testing.BackendContract):
     @override
     def make_backend(self, tmp_path: Path) -> storage.Backend:

@@ -1,0 +1,212 @@
+"""What every description of a MoE layer promises, as tests: inherit, give a model and a loss, and run pytest.
+
+```python
+class TestMyLayer(AdapterContract):
+    def make_model(self) -> nn.Module:
+        return MyModel(...)
+
+    def loss(self, model: nn.Module, seed: int) -> Tensor:
+        return model(make_batch(seed)).square().mean()
+```
+
+Register your adapter first, for instance in a fixture. Which expert processed which token is found out by force: the
+layer is run again with other weights in one expert, and every row of its output that changes is a token of that expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, StateSchema, discover, prove_counts
+from lightning_moe_ckpt.testing._adapter_blocks import BlockCalls, OperatorCopies, equal, recomputing
+
+_SEEDS = (1, 2)
+"""Two micro-batches of one step."""
+
+
+class AdapterContract:
+    """Tests that operators and token counts of a model pass. Models are built anew for every test, on the same seed."""
+
+    def make_model(self) -> nn.Module:
+        """A small model with at least one MoE layer, as `discover` will find it."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, seed: int) -> Tensor:
+        """A scalar with a graph: forward on a batch that depends on `seed` alone."""
+        raise NotImplementedError
+
+    def processed(self, model: nn.Module, seeds: Sequence[int]) -> Mapping[str, Sequence[int]] | None:
+        """Tokens per expert by layer over these batches, if you know better; `None` to have them found out by force.
+
+        Needed where counts are those before drops, or where a layer's output does not have a row per token.
+        """
+        return None
+
+    # -- operators
+
+    def test_every_parameter_is_in_exactly_one_operator(self, model: nn.Module, operators: OperatorSet) -> None:
+        """Element by element, and there are experts and a router."""
+        covered = {fqn: torch.zeros(p.numel(), dtype=torch.int64) for fqn, p in model.named_parameters()}
+        for operator in operators:
+            for piece in operator.slices:
+                covered[piece.fqn][piece.start : piece.stop] += 1
+        wrong = [fqn for fqn, times in covered.items() if not torch.equal(times, torch.ones_like(times))]
+        assert not wrong, f"not in exactly one operator: {wrong}"
+        kinds = {operator.kind for operator in operators}
+        assert {"expert", "router"} <= kinds, f"only {kinds} were found"
+
+    def test_buffers_of_a_router_exist(self, model: nn.Module, operators: OperatorSet) -> None:
+        """What an operator names can be captured."""
+        named = {name for operator in operators for name in operator.buffers}
+        assert named <= {name for name, _ in model.named_buffers()}
+
+    def test_every_operator_comes_back_bit_for_bit(self, model: nn.Module, operators: OperatorSet) -> None:
+        """Weights and optimizer state; restoring one operator changes no other, and training goes on as it would have."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self._train(model, optimizer, steps=2)
+        taken = OperatorCopies(model, operators, StateSchema.of(optimizer))
+        self._train(model, optimizer, steps=2)
+        went_on = OperatorCopies(model, operators, StateSchema.of(optimizer))
+        for name in operators.names:
+            taken.restore(name)
+            assert taken.equal(name), f"`{name}` is not what was taken"
+            others = [other for other in operators.names if other != name and not went_on.equal(other, own=True)]
+            assert not others, f"restoring `{name}` changed {others}"
+            went_on.restore(name)
+        for name in operators.names:
+            taken.restore(name)
+        taken.restore_rest()
+        self._train(model, optimizer, steps=2)
+        differ = [name for name in operators.names if not went_on.equal(name)]
+        assert not differ, f"training from what was restored ends with others of {differ}"
+
+    def test_frozen_experts_leave_other_gradients_alone(self, model: nn.Module, operators: OperatorSet) -> None:
+        """Replay switches experts off; nobody else may notice."""
+        params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
+        for experts in self._frozen_sets(operators):
+            want, frozen = self._gradients(model), experts & params.keys()
+            for fqn in frozen:
+                params[fqn].requires_grad_(False)
+            got = self._gradients(model)
+            for fqn in frozen:
+                assert got.pop(fqn) is None, f"`{fqn}` is frozen and has a gradient"
+                params[fqn].requires_grad_(True)
+            differ = [fqn for fqn, grad in got.items() if not equal(grad, want[fqn])]
+            assert not differ, f"with experts frozen, others of {differ} have other gradients"
+
+    # -- counts
+
+    def test_counts_are_the_tokens_that_experts_process(self, model: nn.Module, operators: OperatorSet) -> None:
+        """Over two micro-batches, against those found by force or given by `processed`."""
+        calls = BlockCalls(model, operators.layers)
+        got = self._count(model, operators)
+        calls.remove()
+        known = self.processed(model, _SEEDS)
+        for layer in operators.layers:
+            want = known[layer.fqn] if known is not None else calls.processed(layer)
+            assert got[layer.fqn] == list(want), f"`{layer.fqn}` processed {list(want)}, {got[layer.fqn]} were counted"
+            assert sum(want), f"no token passed `{layer.fqn}`; give it some"
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_recomputation_is_not_counted_again(
+        self, model: nn.Module, operators: OperatorSet, use_reentrant: bool
+    ) -> None:
+        """Activation checkpointing around the layer runs its forward twice."""
+        want = self._count(model, operators)
+        with recomputing(model, operators.layers, use_reentrant=use_reentrant):
+            assert self._count(model, operators) == want
+
+    def test_evaluation_is_not_counted(self, model: nn.Module, operators: OperatorSet) -> None:
+        """What validation sends to experts trains none."""
+        model.eval()
+        got = self._count(model, operators, backward=False)
+        assert not any(sum(counts) for counts in got.values()), f"in evaluation {got} were counted"
+
+    def test_one_step_proves_the_counts(self, model: nn.Module, operators: OperatorSet) -> None:
+        """As the first step of a fit does."""
+        prove_counts(model, lambda: self._backward(model), operators)
+
+    def test_counting_changes_no_bit(self, model: nn.Module, operators: OperatorSet) -> None:
+        """Neither gradients nor random numbers."""
+        want, state = self._gradients(model), torch.get_rng_state()
+        counter = LoadCounter(operators, model)
+        counter.install()
+        got = self._gradients(model)
+        counter.remove()
+        differ = [fqn for fqn, grad in got.items() if not equal(grad, want[fqn])]
+        assert not differ, f"counting changed gradients of {differ}"
+        assert torch.equal(torch.get_rng_state(), state), "counting drew random numbers"
+
+    # -- capacity
+
+    def test_a_capacity_view_changes_the_live_capacity(self, model: nn.Module, operators: OperatorSet) -> None:
+        """Set to little, the layer's output is another; set back, it is the same again."""
+        layers = [layer for layer in operators.layers if layer.live_capacity is not None]
+        layers = [layer for layer in layers if layer.live_capacity is not None and layer.live_capacity.limited(model)]
+        if not layers:
+            pytest.skip("no layer has a live capacity")
+        calls = BlockCalls(model, layers)
+        self._backward(model)
+        calls.remove()
+        for layer in layers:
+            view = layer.live_capacity
+            assert view is not None
+            before, output = view.get(model), calls.output(layer)
+            view.set(model, view.scaled(before, [1e-3] * layer.num_experts))
+            assert not torch.equal(calls.output(layer), output), f"`{layer.fqn}` takes no notice of its capacity"
+            view.set(model, before)
+            assert view.get(model) == before
+            assert torch.equal(calls.output(layer), output), f"`{layer.fqn}` does not forget another capacity"
+
+    # -- private
+
+    @pytest.fixture
+    def model(self) -> nn.Module:
+        """The model under test, in training mode."""
+        torch.manual_seed(0)
+        return self.make_model().train()
+
+    @pytest.fixture
+    def operators(self, model: nn.Module) -> OperatorSet:
+        """What is found in it."""
+        return discover(model)
+
+    def _count(self, model: nn.Module, operators: OperatorSet, *, backward: bool = True) -> dict[str, list[int]]:
+        counter = LoadCounter(operators, model)
+        assert not counter.uncounted, f"nothing counts {counter.uncounted}"
+        counter.install()
+        if backward:
+            self._backward(model)
+        else:
+            self.loss(model, _SEEDS[0])
+        counts = counter.read_and_reset().tolist()
+        counter.remove()
+        starts = operators.count_offsets
+        return {each.fqn: counts[starts[each.fqn] : starts[each.fqn] + each.num_experts] for each in operators.layers}
+
+    def _backward(self, model: nn.Module) -> None:
+        for seed in _SEEDS:
+            torch.manual_seed(seed)
+            self.loss(model, seed).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def _gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        self._backward(model)
+        return {fqn: None if p.grad is None else p.grad.clone() for fqn, p in model.named_parameters()}
+
+    def _train(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            self._backward(model)
+            optimizer.step()
+
+    def _frozen_sets(self, operators: OperatorSet) -> Iterator[set[str]]:
+        """All experts; and every other expert, where experts do not share tensors."""
+        for step in (1, 2):
+            frozen = [op for op in operators if op.expert_idx is not None and op.expert_idx % step == 0]
+            active = {piece.fqn for op in operators if op not in frozen for piece in op.slices}
+            yield {piece.fqn for op in frozen for piece in op.slices} - active
