@@ -50,6 +50,17 @@ def _records() -> RecordRows:
     return RecordRows(entries)
 
 
+def fill(ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0) -> SealedSegment:
+    """The next segment of the window under way, sealed."""
+    slot = ring.acquire(name, step)
+    LAYOUT.write_header(slot.view)
+    for tensor in LAYOUT.spans:
+        LAYOUT.view(slot.view, tensor).fill_(value_of(name, rank, step))
+    ring.seal(slot)
+    view = as_memoryview(slot.view)[: LAYOUT.nbytes]
+    return SealedSegment(generation=name, rank=rank, step=step, view=view, records=_records())
+
+
 def seal(
     ring: SegmentRing,
     name: GenerationId,
@@ -61,16 +72,7 @@ def seal(
 ) -> RankMarker:
     """Fill and seal a window, without publishing it; the marker over it."""
     ring.begin_window(name)
-    entries = []
-    for step in steps:
-        slot = ring.acquire(name, step)
-        LAYOUT.write_header(slot.view)
-        for tensor in LAYOUT.spans:
-            LAYOUT.view(slot.view, tensor).fill_(value_of(name, rank, step))
-        ring.seal(slot)
-        view = as_memoryview(slot.view)[: LAYOUT.nbytes]
-        segment = SealedSegment(generation=name, rank=rank, step=step, view=view, records=_records())
-        entries.append(segment.digested())
+    entries = [fill(ring, name, step, rank=rank).digested() for step in steps]
     ring.finish_window(name)
     markers = Markers(run_id=run_id, rank=rank, world_size=world_size)
     return markers.of(name, entries, plan_hash="plan", plan_json="{}")

@@ -1,0 +1,135 @@
+"""Copies that are late hold training up only where the next generation would have no memory without theirs.
+
+The ring of a rank has room for what it captures, for what is complete, and for one generation that each slower tier
+still reads. What is complete in copies is kept besides. So it is full when a transfer and storage are both late.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from campaign._campaign import Campaigns
+from campaign._nodes import Nodes
+from campaign._training import Checkpointing, Setup, train
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.session import Report
+from lightning_moe_ckpt.session._peers import PeerWorker
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.session._worker import Job
+from lightning_moe_ckpt.storage import SegmentEntry
+from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.tiers._peer_pacing import Pacer
+
+SETUP = Setup(
+    model="stacked",
+    world_size=2,
+    batches=15,
+    validate_every=None,
+    checkpointing=Checkpointing(policy="sparse", window=3),
+)
+FIRST_COPIED, FIRST_UNSTORED = 5, 15
+"""Steps: copies of the first generation are awaited there; the one that storage is late with is at or after that."""
+PATIENCE = 30.0
+put, flush, begin, left = PersistWorker._put, PeerWorker.flush, Pacer.begin, Pacer._left
+
+
+class Late:
+    """From the second transfer on copies go only if somebody waits for them; storage may wait for that too."""
+
+    def __init__(self, *, storage: bool, flushes: bool) -> None:
+        self.storage, self.flushes = storage, flushes
+        self.num_transfers = self.num_flushes = 0
+        self.flushed = threading.Event()
+
+    def apply(self) -> None:
+        """In this process, for good."""
+        for module, attribute, replacement in (
+            (Pacer.__module__, "Pacer.begin", self._as_function(self.begin)),
+            (Pacer.__module__, "Pacer._left", lambda pacer: left(pacer) if self.num_transfers == 1 else 0),
+            (PersistWorker.__module__, "PersistWorker._put", self._as_function(self.put)),
+            (PeerWorker.__module__, "PeerWorker.flush", self._as_function(self.flush)),
+        ):
+            Seam(module=module, attribute=attribute, replacement=replacement).apply()
+
+    @staticmethod
+    def _as_function(method: Callable[..., Any]) -> Callable[..., Any]:
+        """What becomes a method of another class: bound methods do not."""
+        return lambda *args, **options: method(*args, **options)  # noqa: PLW0108
+
+    def begin(self, pacer: Pacer, **options: int) -> None:
+        self.num_transfers += 1
+        begin(pacer, **options)
+
+    def flush(self, worker: PeerWorker, timeout: float) -> None:
+        self.num_flushes += 1
+        if self.flushes:
+            flush(worker, timeout)
+        self.flushed.set()
+
+    def put(self, worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
+        if self.storage and job.generation.step >= FIRST_UNSTORED:
+            assert self.flushed.wait(PATIENCE), "nobody needed the memory of the copies"
+        return put(worker, job, segment)
+
+
+class Watch(Callback):
+    """Keeps the newest report; waits for the first copies, and for storage where it is not to be late."""
+
+    def __init__(self, *, storage: bool) -> None:
+        self.storage = storage
+        self.report: Report | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+        deadline = time.monotonic() + PATIENCE
+        while trainer.global_step == FIRST_COPIED and "peer" not in callback.report.generations:
+            assert time.monotonic() < deadline, "no generation has a copy"
+            time.sleep(0.005)
+        assert self.storage or callback.wait_committed(PATIENCE)
+        self.report = callback.report
+
+
+def train_late(nodes: Nodes, storage: bool, flushes: bool, life: Life) -> Mapping[str, Any]:
+    """Prints how often training waited for copies, how many windows it did without, and the newest copy."""
+    late, watch = Late(storage=storage, flushes=flushes), Watch(storage=storage)
+    late.apply()
+    Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [watch]).apply()
+    nodes.settle(life)
+    returned = train(SETUP, life)
+    assert watch.report is not None
+    copied = watch.report.generations["peer"]
+    print(f"{late.num_flushes} flushes, {watch.report.windows_skipped} windows skipped, copies up to step {copied}")
+    return returned
+
+
+@pytest.mark.parametrize(
+    ("storage", "flushes", "wanted"),
+    [
+        pytest.param(True, True, "1 flushes, 0 windows skipped, copies up to step [69]", id="no-memory-left"),
+        pytest.param(False, True, "0 flushes, 0 windows skipped, copies up to step 3", id="memory-left"),
+        pytest.param(True, False, "[1-9] flushes, [1-9] windows skipped", id="ablation", marks=pytest.mark.soak),
+    ],
+)
+def test_a_late_transfer_is_hurried_only_for_the_next_generation(
+    campaigns: Campaigns, folder: Path, storage: bool, flushes: bool, wanted: str
+) -> None:
+    """While there is memory nobody waits; then the transfer ends at once, and no generation is left out for it."""
+    nodes = Nodes(folder, (0, 1))
+    (life,) = campaigns.check(SETUP, fit=partial(train_late, nodes, storage, flushes), may_complain=True)
+    for rank in range(2):
+        (said,) = (line for line in life.log(rank).splitlines() if " flushes, " in line)
+        assert re.match(wanted, said), said
+    assert nodes.files() == []

@@ -1,0 +1,247 @@
+"""The worker of the peer tier by itself: two real processes on two nodes, each with a ring, keep each other's copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._peers import PeerWorker
+from lightning_moe_ckpt.session._sealed import Markers
+from lightning_moe_ckpt.session._worker import Announced
+from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers import SegmentRing, shared_name
+from lightning_moe_ckpt.tiers._peer import Replication
+
+from ._nodes import Cluster, Rank, cluster, run
+from ._segments import LAYOUT, RUN, fill, generation, readable
+
+WINDOW = 2
+SLOTS = 8
+G2, G4, G6 = (generation(step) for step in (2, 4, 6))
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Iterator[Cluster]:
+    """Two nodes of one rank."""
+    with cluster(tmp_path, [0, 1]) as nodes:
+        yield nodes
+
+
+class Bench:
+    """The worker of one rank, which keeps copies of the other one, and what it gave back."""
+
+    def __init__(self, rank: Rank, *, resumed: GenerationId | None = None) -> None:
+        self.rank = rank
+        self.released: list[GenerationId] = []
+        replication = Replication(
+            rank.group(),
+            run_id=RUN,
+            url="memory://peers",
+            holders=[1 - rank.rank],
+            owners=[1 - rank.rank],
+            max_chunk=1000,
+            resumed=resumed,
+        )
+        groups = ParallelGroups(rank=rank.rank, world_size=2, groups={"control": rank.group()})
+        self.worker = PeerWorker(replication, Markers(run_id=RUN, rank=rank.rank, world_size=2), resumed=resumed)
+        name = shared_name(RUN, rank.rank)
+        self.ring = SegmentRing.create(name, LAYOUT.nbytes, SLOTS, rank.cluster.shared_memory(rank.rank))
+        self.worker.planned(Exchange(groups), self.ring, WINDOW)
+
+    def begin(self, name: GenerationId) -> None:
+        self.ring.begin_window(name)
+        self.ring.pin(name)
+        self.worker.begin(
+            Announced(generation=name, plan_hash="plan", plan_json="{}", num_segments=WINDOW, on_released=self._release)
+        )
+
+    def add(self, name: GenerationId, step: int) -> None:
+        """Seal a segment, and hand it over."""
+        self.worker.add(name, fill(self.ring, name, step, rank=self.rank.rank))
+
+    def whole(self, name: GenerationId) -> None:
+        """A generation from beginning to end, though not its steps."""
+        self.begin(name)
+        for step in (name.step - 1, name.step):
+            self.add(name, step)
+        self.ring.finish_window(name)
+
+    def step_until(self, happened: Callable[[], bool]) -> None:
+        """Training takes steps."""
+
+        def stepped() -> bool:
+            self.worker.stepped(WINDOW)
+            return happened()
+
+        self.rank.wait_for(stepped)
+
+    def meet(self, where: str) -> None:
+        """Wait for the other rank."""
+        self.rank.tell(f"{where}-{self.rank.rank}")
+        self.rank.wait_for(f"{where}-{1 - self.rank.rank}")
+
+    def close(self, *, unlink: bool = False) -> None:
+        self.worker.close()
+        self.worker.release(unlink=unlink)
+        self.ring.close(unlink=True)
+
+    def _release(self, name: GenerationId) -> None:
+        self.ring.unpin(name)
+        self.released.append(name)
+
+
+def copies(nodes: Cluster, owner: int) -> list[int]:
+    """Steps of which the other node has a copy of `owner`, newest first; every byte is looked at."""
+    return [step for holder, step in readable(nodes.nodes[1 - owner]) if holder == owner]
+
+
+def test_generations_are_copied_at_the_pace_of_steps_and_keep_their_slots(two_ranks: Cluster) -> None:
+    """Nothing goes without steps; what is complete here is held until a newer one is complete on all ranks."""
+
+    def work(rank: Rank) -> tuple[bool, list[GenerationId], list[GenerationId], int]:
+        bench = Bench(rank)
+        bench.whole(G2)
+        sent = bench.worker._replication.stream
+        rank.wait_for(lambda: sent.nbytes_sent >= LAYOUT.nbytes)
+        before = bench.worker.holds(G2)  # its second half has no step yet
+        bench.step_until(lambda: bench.worker.holds(G2) and bench.worker.idle)
+        bench.whole(G4)
+        bench.step_until(lambda: bench.worker.holds(G4) and bench.worker.idle)
+        held = list(bench.released)
+        bench.meet("both")
+        bench.worker.complete_everywhere(G4)
+        given_back = list(bench.released)
+        assert bench.worker.take_failures() == []
+        assert bench.worker.nbytes_reserved > 2 * WINDOW * LAYOUT.nbytes
+        bench.meet("end")
+        bench.close()
+        return before, held, given_back, threading.active_count()
+
+    # G2 was complete here, but not known to be so everywhere, when G4 began: it was of no use.
+    assert run(two_ranks, work) == [(False, [G2], [G2], 1)] * 2
+    for owner in (0, 1):
+        assert copies(two_ranks, owner)[0] == 4
+
+
+def test_what_is_complete_everywhere_stays_while_the_next_one_travels(two_ranks: Cluster) -> None:
+    """Its slots here and its copy there: a node that dies meanwhile takes nothing that all need."""
+
+    def work(rank: Rank) -> tuple[list[GenerationId], list[GenerationId]]:
+        bench = Bench(rank)
+        bench.whole(G2)
+        bench.step_until(lambda: bench.worker.holds(G2) and bench.worker.idle)
+        bench.meet("first")
+        bench.worker.complete_everywhere(G2)
+        bench.whole(G4)
+        bench.step_until(lambda: bench.worker.holds(G4) and bench.worker.idle)
+        while_travelling = list(bench.released)
+        bench.meet("second")
+        assert copies(rank.cluster, rank.rank) == [4, 2]
+        bench.meet("looked")
+        bench.worker.complete_everywhere(G4)
+        bench.whole(G6)  # holders hear of it with the next one
+        bench.step_until(lambda: bench.worker.holds(G6))
+        bench.meet("end")
+        after = list(bench.released)
+        bench.close()
+        return while_travelling, after
+
+    assert run(two_ranks, work) == [([], [G2])] * 2
+    for owner in (0, 1):
+        assert copies(two_ranks, owner) == [6, 4]
+
+
+def test_flush_sends_what_no_step_would_have(two_ranks: Cluster) -> None:
+    """Somebody needs the slots: the transfer ends though no step comes any more."""
+
+    def work(rank: Rank) -> tuple[bool, bool]:
+        bench = Bench(rank)
+        bench.worker.stepped(1000)  # generations are so many steps apart
+        bench.whole(G2)
+        early = bench.worker.holds(G2)
+        bench.worker.flush(30)
+        flushed = bench.worker.holds(G2)
+        bench.meet("end")
+        bench.close()
+        return early, flushed
+
+    assert run(two_ranks, work) == [(False, True)] * 2
+
+
+def test_an_abandoned_generation_leaves_no_copy_and_its_slots(two_ranks: Cluster) -> None:
+    """In the middle of the transfer, and the next one is taken as if nothing had happened."""
+
+    def work(rank: Rank) -> list[GenerationId]:
+        bench = Bench(rank)
+        bench.begin(G2)
+        bench.add(G2, 1)
+        bench.step_until(lambda: bench.worker._replication.stream.nbytes_sent > 0)
+        bench.worker.abandon(G2)
+        bench.ring.abort_window(G2)
+        rank.wait_for(lambda: bench.worker.idle)
+        released = list(bench.released)
+        assert bench.ring.free_slots == SLOTS
+        bench.whole(G4)
+        bench.step_until(lambda: bench.worker.holds(G4))
+        assert not bench.worker.holds(G2)
+        assert bench.worker.take_failures() == []
+        bench.meet("end")
+        bench.close()
+        return released
+
+    assert run(two_ranks, work) == [[G2]] * 2
+    for owner in (0, 1):
+        assert copies(two_ranks, owner) == [4]
+
+
+def test_a_holder_that_dies_is_a_failure_and_nothing_else(two_ranks: Cluster) -> None:
+    """Training hears of it from `take_failures`; slots come back, the end does not hang, no thread is left."""
+
+    def work(rank: Rank) -> tuple[list[GenerationId], int]:
+        bench = Bench(rank)
+        bench.whole(G2)
+        bench.step_until(lambda: bench.worker.holds(G2) and bench.worker.idle)
+        bench.meet("first")
+        bench.worker.complete_everywhere(G2)
+        if rank.rank == 1:
+            rank.die()
+        rank.wait_for_death(1)
+        bench.whole(G4)
+        bench.step_until(lambda: bench.worker.idle)
+        (failure,) = bench.worker.take_failures()
+        assert failure.generation == G4
+        assert "rank 1 is gone" in failure.reason
+        assert not bench.worker.holds(G4)
+        released = list(bench.released)
+        bench.close()
+        return released, threading.active_count()
+
+    # What both had stays for the next life.
+    assert run(two_ranks, work) == [([G4], 1), -9]
+    assert copies(two_ranks, 0) == [2]
+
+
+def test_closing_in_the_middle_of_a_transfer_ends_it(two_ranks: Cluster) -> None:
+    """No step will come; nothing half is found, and what was whole stays for the next start."""
+
+    def work(rank: Rank) -> tuple[list[GenerationId], int]:
+        bench = Bench(rank)
+        bench.whole(G2)
+        bench.step_until(lambda: bench.worker.holds(G2) and bench.worker.idle)
+        bench.meet("first")
+        bench.worker.complete_everywhere(G2)
+        bench.begin(G4)
+        bench.add(G4, 3)
+        bench.step_until(lambda: bench.worker._replication.stream.nbytes_sent > WINDOW * LAYOUT.nbytes)
+        bench.meet("middle")
+        bench.close()
+        return bench.released, threading.active_count()
+
+    assert run(two_ranks, work) == [([G4], 1)] * 2
+    for owner in (0, 1):
+        assert copies(two_ranks, owner) == [2]
