@@ -192,7 +192,7 @@ class RankMemory:
             _remove(path)
 
     def _remove_dead(self) -> None:
-        """What a killed life of this rank left and no later one could use."""
+        """What a life of this rank left that ran beside this one and was killed."""
         for path, name in memory_files(self._directory):
             ring = _adopted(path) if self._is_own(name) else None
             if ring is not None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,7 @@ class SharedFile:
 
         Raises:
             FileNotFoundError: there is no such file, or it is another user's.
+            Corrupt: its owner died before it had reserved any memory.
         """
         descriptor = open_shared(path, os.O_RDWR)
         if _owned_here(descriptor) is not None:
@@ -115,7 +116,9 @@ class SharedFile:
         status = os.fstat(descriptor)
         if status.st_nlink == 0 or status.st_size == 0:
             os.close(descriptor)
-            raise FileNotFoundError(errno.ENOENT, "removed meanwhile, or never made", str(path))
+            if status.st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path))
+            raise Corrupt(f"{path}: is empty. Its process died while it reserved memory; it can be removed.")
         return cls._mapped(path, descriptor)
 
     @classmethod

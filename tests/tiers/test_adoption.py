@@ -517,18 +517,36 @@ def test_names_removed_while_a_statement_is_written_leave_none(node: Path, monke
     ring.close()
 
 
-def test_a_ring_torn_while_it_was_made_is_replaced(node: Path) -> None:
-    """Reserved but without a header, or not even reserved."""
+@pytest.mark.parametrize("content", [b"", bytes(8192), b"x" * 5000])
+def test_a_ring_torn_while_it_was_made_is_replaced(node: Path, content: bytes) -> None:
+    """Reserved but without a header, or not even reserved: nothing of it stays beside the new one."""
     path = node / shared_name(RUN, 0)
-    for content in (b"", bytes(8192), b"x" * 5000):
-        path.write_bytes(content)
-        assert readable(node) == []
-        own = memory(node)
-        own.claim(generation(3))
-        keep(own.make(SLOT, 9), generation(6), (5, 6))
-        assert readable(node) == [(0, 6)]
-        own.close(unlink=True)
-        path.unlink(missing_ok=True)
+    path.write_bytes(content)
+    assert readable(node) == []
+    own = memory(node)
+    own.claim(generation(3))
+    assert names(node) == []
+    keep(own.make(SLOT, 9), generation(6), (5, 6))
+    assert readable(node) == [(0, 6)]
+    assert names(node) == [path.name, marker_path(path, generation(6)).name]
+    own.close(unlink=True)
+    assert names(node) == []
+
+
+def test_a_process_killed_while_it_reserves_memory_leaves_nothing_to_the_next(node: Path) -> None:
+    """A name without memory, as the kernel takes back what it had reserved: the next life uses that name again."""
+    pid = os.fork()
+    if pid == 0:
+        os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        make_ring(node)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert names(node) == [shared_name(RUN, 0)]
+    own = memory(node)
+    own.claim(None)
+    assert names(node) == []
+    assert own.make(SLOT, 9).path.name == shared_name(RUN, 0)
+    own.close(unlink=True)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
