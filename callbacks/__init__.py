@@ -2,6 +2,7 @@
 
 from lightning_moe_ckpt.callbacks._dense import DenseCheckpoint as DenseCheckpoint
 from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor as ExpertLoadMonitor
+from lightning_moe_ckpt.callbacks._partial import PartialExpertCheckpoint as PartialExpertCheckpoint
 from lightning_moe_ckpt.callbacks._sparse import SparseCheckpoint as SparseCheckpoint
 from lightning_moe_ckpt.policies import Popularity as Popularity
 from lightning_moe_ckpt.storage import Retention as Retention

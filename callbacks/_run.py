@@ -72,7 +72,7 @@ class FitRun:
         self._files = _lightning_files.CheckpointFiles(trainer)
         _warn_if_short(trainer, self.life.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
-        self._batches = BatchLog(trainer, batches, keep=policy.kind != "dense", original=self._original_batches)
+        self._batches = BatchLog(trainer, batches, keep=policy.kind == "sparse", original=self._original_batches)
         self._layers = LayerState(module, self.life.layers)
         parts: dict[str, Part] = {
             "files": self._files,

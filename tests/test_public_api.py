@@ -16,7 +16,7 @@ PUBLIC: dict[str, str] = {
         MoEStrategy __version__
     """,
     "lightning_moe_ckpt.callbacks": """
-        DenseCheckpoint ExpertLoadMonitor Popularity Retention SparseCheckpoint
+        DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity Retention SparseCheckpoint
     """,
     "lightning_moe_ckpt.strategy": """
         MoEStrategy

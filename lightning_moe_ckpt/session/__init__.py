@@ -9,6 +9,8 @@ from lightning_moe_ckpt.session._description import read_extra as read_extra
 from lightning_moe_ckpt.session._journal import decode_journal as decode_journal
 from lightning_moe_ckpt.session._journal import differs as differs
 from lightning_moe_ckpt.session._life import Life as Life
+from lightning_moe_ckpt.session._lossy_windows import LossyWindows as LossyWindows
+from lightning_moe_ckpt.session._planners import WindowPolicy as WindowPolicy
 from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._rng import RngState as RngState
 from lightning_moe_ckpt.session._rng import capture_rng as capture_rng
@@ -19,4 +21,3 @@ from lightning_moe_ckpt.session._stop_signal import EXIT_STATUS as EXIT_STATUS
 from lightning_moe_ckpt.session._stop_signal import StopSignal as StopSignal
 from lightning_moe_ckpt.session._windows import DenseWindows as DenseWindows
 from lightning_moe_ckpt.session._windows import SparseWindows as SparseWindows
-from lightning_moe_ckpt.session._windows import WindowPolicy as WindowPolicy

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
-from lightning_moe_ckpt.session._reordering import Reordering
+from lightning_moe_ckpt.session._reordering import Succession
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers, Window
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
@@ -56,8 +56,8 @@ class CaptureSession:
         tiers: take sealed segments.
         stalls: where every wait is recorded.
         make_ring: allocates a ring for a slot size in bytes and a window length in steps.
-        relayout: the plan in force with a larger journal capacity, in bytes.
-        reordering: what the exchange at window boundaries carries for plans in another order; `None` without.
+        relayout: a plan with a larger journal capacity, in bytes.
+        reordering: what the exchange at window boundaries carries for plans that follow each other; `None` without.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class CaptureSession:
         tiers: Tiers,
         stalls: StallMeter,
         make_ring: Callable[[int, int], SegmentRing],
-        relayout: Callable[[int], WindowLayout],
-        reordering: Reordering | None = None,
+        relayout: Callable[[WindowLayout, int], WindowLayout],
+        reordering: Succession | None = None,
     ) -> None:
         self._epoch, self._exchange, self._engine = epoch, exchange, engine
         self._tiers, self._stalls = tiers, stalls
@@ -147,13 +147,15 @@ class CaptureSession:
             reordering.agreed([vote[behind:] for vote in votes])
         self._settle_last(spoiled=any(vote[2] for vote in votes))
         self._tiers.agreed([vote[_VOTES:behind] for vote in votes])
-        self._grow_journal(max(vote[1] for vote in votes))
+        following = self._grow_journal(max(vote[1] for vote in votes), following)
         if following is not None and use is not None:
             self._follow(following, use, fits=all(vote[3] for vote in votes))
         if not (all(vote[0] for vote in votes) or self._has_room_now() or self._has_room_after_flush()):
             self.windows_skipped += 1
             return False
         self._start(step)
+        if reordering is not None:
+            reordering.started(step, self._layout)
         return True
 
     def capture(self, step: int, outcome: Journal) -> None:
@@ -244,7 +246,7 @@ class CaptureSession:
 
     # -- private
 
-    def _following(self, reordering: Reordering | None) -> WindowLayout | None:
+    def _following(self, reordering: Succession | None) -> WindowLayout | None:
         """The plan in another order that holds from here on; the same on all ranks."""
         with self._stalls.measure("plan"):
             return reordering.take_next() if reordering is not None else None
@@ -270,7 +272,8 @@ class CaptureSession:
         generation = GenerationId(step=step + len(self._layout.slots) - 1, epoch=self._epoch)
         self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
         self._ring.begin_window(generation)
-        self._tiers.offer(self._complete)
+        if self._layout.persisted is None:
+            self._tiers.offer(self._complete)  # of lossy ones the next is newer and has what tiers lack most
         self._tiers.open(self._window)
 
     def _settle_last(self, *, spoiled: bool) -> None:
@@ -297,24 +300,31 @@ class CaptureSession:
             self._tiers.agreed(self._exchange.gather(self._tiers.votes()))
             return self._has_room_now()
 
-    def _grow_journal(self, nbytes: int) -> None:
-        """A journal outgrew its record on some rank: lay the plan out anew, in a larger ring if need be."""
+    def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> WindowLayout | None:
+        """A journal outgrew its record on some rank: lay plans out anew, in a larger ring if need be.
+
+        Returns:
+            The plan that follows, with room for it.
+        """
         if nbytes == 0:
-            return
+            return following
+        assert self._layout is not None
         self._journal_nbytes = 0
-        layout = self._relayout(nbytes)
+        layout = self._relayout(self._layout, nbytes)
+        following = None if following is None else self._relayout(following, nbytes)
         assert self._ring is not None
         if not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
             try:
                 ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
             except ConfigurationError as error:
                 self.failures.append(f"nothing can be taken any more: {error}")
-                return
+                return following
             # Storage may still read the old ring; its memory goes when the last segment of it does.
             self._ring, self._complete = ring, None
             self._writers.clear()
         self._layout = layout
         self._tiers.planned(self._exchange, self._ring, len(layout.slots))
+        return following
 
     def _spoil(self, reason: str) -> None:
         """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""

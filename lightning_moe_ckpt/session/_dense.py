@@ -5,6 +5,7 @@ It streams through a temporary buffer, since the ring is sized for windows, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,21 +50,21 @@ class DenseCapture:
         self._engine, self._worker, self._stalls = engine, worker, stalls
 
     def write(
-        self, generation: GenerationId, start: Journal, *, popularity: Any, journal_nbytes: int, timeout: float
+        self, generation: GenerationId, start: Journal, *, state: Mapping[str, Any], journal_nbytes: int, timeout: float
     ) -> bool:
         """Capture everything at once and wait until it is durable. Collective.
 
         Args:
             generation: named by the boundary it is of.
             start: the journal's start half.
-            popularity: what the journal keeps of it.
+            state: what the planner adds to the journal's outcome.
             journal_nbytes: capacity of the journal record, at least.
             timeout: seconds.
 
         Returns:
             Whether it is durable on all ranks.
         """
-        outcome = {"step": generation.step, "losses": [], "popularity": popularity}
+        outcome = {"step": generation.step, "losses": [], **state}
         journal = {"outcome": outcome, "start": start}
         with self._stalls.measure("dense"):
             # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.

@@ -29,7 +29,9 @@ _LAST_SECONDS = 2.0
 """How long the end of a life is held up for what is sealed and not digested yet."""
 
 
-def claim_memory(store: RunStore, markers: Markers, resumed: GenerationId | None, *, dense_nbytes: int) -> RankMemory:
+def claim_memory(
+    store: RunStore, markers: Markers, resumed: GenerationId | None, *, dense_nbytes: int, keep: int = 1
+) -> RankMemory:
     """This rank's shared memory, with what earlier lives left in it of the generation that is resumed from.
 
     Args:
@@ -37,18 +39,21 @@ def claim_memory(store: RunStore, markers: Markers, resumed: GenerationId | None
         markers: of this rank.
         resumed: `None` for a fresh start.
         dense_nbytes: bytes of a snapshot of everything on this rank.
+        keep: generations that memory keeps.
 
     Raises:
         ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
     """
     memory = RankMemory(store.run_id, markers.rank, url=store.url)
-    memory.claim(resumed)
+    memory.claim(resumed, older=keep > 1)
     # How large a ring must be exactly is known with the first plan.
     expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)
     return memory
 
 
-def make_ring(memory: RankMemory, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool) -> SegmentRing:
+def make_ring(
+    memory: RankMemory, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1
+) -> SegmentRing:
     """A ring for windows of `window` segments of up to `slot_nbytes`.
 
     Args:
@@ -57,13 +62,15 @@ def make_ring(memory: RankMemory, slot_nbytes: int, window: int, *, readers: int
         window: segments per generation.
         readers: tiers that read from it at their own pace.
         back_to_back: whether the next window begins as soon as one is full.
+        keep: generations that it keeps.
 
     Raises:
         ConfigurationError: there is no room; the message says how many bytes are missing.
     """
     # Later plans order operators differently, which packs a little differently.
     slot_nbytes += int(slot_nbytes * RING_HEADROOM)
-    return memory.make(slot_nbytes, slots_needed(window, readers=readers, lag=_LAG if back_to_back else 0))
+    lag = _LAG if back_to_back else 0
+    return memory.make(slot_nbytes, slots_needed(window, readers=readers, lag=lag, keep=keep), keep=keep)
 
 
 class HostWorker(TierWorker):

@@ -16,6 +16,8 @@ from lightning_moe_ckpt.session._codec import decode, encode, refusals
 
 Journal = dict[str, Any]
 
+_PAGE = 4096
+
 _LENGTH = struct.Struct("<Q")
 
 
@@ -31,6 +33,18 @@ class JournalOverflow(Exception):
             f"the step journal takes {nbytes} bytes, its record holds {capacity}; the next plan reserves more"
         )
         self.nbytes = nbytes
+
+
+class JournalCapacity:
+    """How much a journal record reserves: twice what was seen."""
+
+    def __init__(self) -> None:
+        self.nbytes = _PAGE
+        """Bytes of the record."""
+
+    def needs(self, nbytes: int) -> None:
+        """A journal of `nbytes` was seen."""
+        self.nbytes = max(self.nbytes, -(-2 * nbytes // _PAGE) * _PAGE)
 
 
 def encode_journal(journal: Journal, capacity: int) -> bytes:

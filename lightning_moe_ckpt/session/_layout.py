@@ -22,14 +22,21 @@ from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, Reco
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import RecordPiece, assign_writers
 from lightning_moe_ckpt.session._averages import Averages
-from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, TensorSpec, dtype_code
+from lightning_moe_ckpt.storage import (
+    PERSISTED_HEADER,
+    NestedLayout,
+    RecordEntry,
+    SegmentLayout,
+    TensorSpec,
+    dtype_code,
+)
 
 REGIONS = ("world", "expert_data")
 JOURNAL = "journal"
 PRESENT = "present"
 PARAM = "param"
-PERSISTED_HEADER = "persisted_header"
-"""Header of the file within a segment that goes to storage."""
+
+_METADATA = {"format": "lightning-moe-ckpt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +225,20 @@ class SlotLayout:
         self.view, self.groups, self.persisted = view, groups, persisted
         own = [part for region in REGIONS for part in parts[region] if part.writer == groups.rank]
         self.own = [field for part in own for field in view.fields(part)]
-        specs = [field.spec for field in self.own]
+        local = self._local_specs(journal_nbytes)
+        self._local = [spec.name for spec in local]
+        self._specs = [field.spec for field in self.own]
+        self._nested: NestedLayout | None = None
         if persisted is None:
             self.parts = {region: list(parts[region]) for region in REGIONS}
-            local = self._local_specs(journal_nbytes)
-            self._specs = specs + local
+            self._specs += local
+            self.segment = SegmentLayout(self._specs, metadata=_METADATA)
         else:
             self.parts = {region: [*persisted.parts[region], *parts[region]] for region in REGIONS}
             self.own = persisted.own + self.own
-            local = [TensorSpec(PERSISTED_HEADER, torch.uint8, (len(persisted.segment.header),))]
-            self._specs = [*local, *persisted._specs, *specs]  # noqa: SLF001  # of the same class
-            local += persisted._local_specs(journal_nbytes)  # noqa: SLF001
-        self._local = [spec.name for spec in local]
-        self.segment: SegmentLayout = SegmentLayout(self._specs, metadata={"format": "lightning-moe-ckpt"})
+            self._local.insert(0, PERSISTED_HEADER)
+            self._nested = NestedLayout(persisted._specs, self._specs, metadata=_METADATA)  # noqa: SLF001  # same class
+            self.segment = self._nested.outer
 
     @classmethod
     def of_records(
@@ -252,15 +260,13 @@ class SlotLayout:
 
     def write_headers(self, buffer: Tensor) -> None:
         """Write what stays the same from step to step into `buffer` (uint8, 1-D, at least the segment's bytes)."""
-        self.segment.write_header(buffer)
-        if self.persisted is not None:
-            self.persisted.segment.write_header(self.persisted_bytes(buffer))
+        layout = self.segment if self._nested is None else self._nested
+        layout.write_header(buffer)
 
     def persisted_bytes(self, buffer: Tensor) -> Tensor:
         """The file within a segment that goes to storage."""
-        assert self.persisted is not None
-        start = self.segment.spans[PERSISTED_HEADER].offset
-        return buffer[start : start + self.persisted.segment.nbytes]
+        assert self._nested is not None
+        return self._nested.persisted(buffer)
 
     def _local_specs(self, journal_nbytes: int) -> list[TensorSpec]:
         """Of what is this rank's alone."""
@@ -330,7 +336,9 @@ class WindowLayout:
     """What a later life needs to lay the window out again; JSON values, equal on all ranks."""
     slots: list[SlotLayout]
     persisted: WindowLayout | None = None
-    """The same as storage has it, where that is a part of every slot."""
+    """The same plan as storage has it, where that differs."""
+    lacking: frozenset[str] = frozenset()
+    """Names of operators on this rank that storage gets from older generations."""
     reserve_nbytes: int = 0
     """Bytes of the largest segment that plans after this one may have, where they differ."""
 

@@ -32,17 +32,19 @@ from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._leftovers import is_superseded
+from lightning_moe_ckpt.session._lossy_base import build_on_stored
+from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._peers import join_peers
 from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
-from lightning_moe_ckpt.session._planning import Planner, dense_nbytes, lay_out
+from lightning_moe_ckpt.session._planners import WindowPolicy, make_planner
+from lightning_moe_ckpt.session._planning import dense_nbytes, lay_out, log_plan
 from lightning_moe_ckpt.session._replay import Replay
-from lightning_moe_ckpt.session._report import Report
+from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures
 from lightning_moe_ckpt.session._restore import Found, Runs
 from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.session._search import Job
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers
-from lightning_moe_ckpt.session._windows import WindowPolicy
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import RankMemory, SegmentRing
 
@@ -84,7 +86,7 @@ class Life:
         self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._operators))
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
-        self._planner = Planner(
+        self._planner = make_planner(
             policy,
             view=self._view,
             groups=groups,
@@ -169,7 +171,8 @@ class Life:
         )
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.together():
-            self._memory = claim_memory(self._runs.store, markers, resumed, dense_nbytes=self._dense_nbytes)
+            keep = self._planner.generations_kept
+            self._memory = claim_memory(self._runs.store, markers, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
         self._storage = PersistWorker(
             self._runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
         )
@@ -182,9 +185,19 @@ class Life:
             stalls=self._stalls,
         )
         peers = join_peers(
-            self._config, markers, self._exchange, self._groups, dense_nbytes=self._dense_nbytes, resumed=resumed
+            self._config,
+            markers,
+            self._exchange,
+            self._groups,
+            dense_nbytes=self._dense_nbytes,
+            resumed=resumed,
+            keep=keep,
         )
-        return Tiers([HostWorker(self._memory, markers), self._storage, *peers])
+        workers = [HostWorker(self._memory, markers), self._storage, *peers]
+        tiers = Tiers(workers, watcher=self._planner)
+        if self._policy.kind == "partial" and resumed is not None:
+            build_on_stored(self._runs.store, self._exchange, tiers, self._storage)
+        return tiers
 
     def _load(self, found: Found) -> Journal:
         assert self._capture is not None
@@ -210,7 +223,7 @@ class Life:
             # The next windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
             self._capture.use_layout(layout)
-        self._planner.restore(replay.journals[0]["outcome"].get("popularity"))
+        self._planner.restore(replay.journals[0]["outcome"])
         start: Journal = replay.journals[0]["start"]
         return start
 
@@ -296,7 +309,7 @@ class Life:
             if capture.layout is None or not self._due(step) or not capture.open_window(step, use):
                 return
             self._last_window = step
-            outcome = {**outcome, "popularity": self._planner.state()}
+            outcome = {**outcome, **self._planner.state()}
         capture.capture(step, outcome)
 
     def _plan(self) -> None:
@@ -309,13 +322,7 @@ class Life:
         assert self._capture is not None
         if self._capture.use_layout(layout):
             self._planner.adopt(layout)
-            log.info(
-                "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
-                layout.plan_hash[:8],
-                len(layout.slots),
-                layout.slot_nbytes / 2**20,
-                self._dense_nbytes / 2**20,
-            )
+            log_plan(layout, self._dense_nbytes, again=is_lossy(layout.record) and not layout.reserve_nbytes)
 
     def _due(self, step: int) -> bool:
         assert self._capture is not None
@@ -336,7 +343,7 @@ class Life:
         fresh = self._found is None and self._began is None
         self._began = self._began or (time.perf_counter(), self.clock.seconds)
         if self._steps < 2:
-            outcome = {**self._outcome, "popularity": self._planner.state()}
+            outcome = {**self._outcome, **self._planner.state()}
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
         if fresh:
             self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
@@ -386,16 +393,17 @@ class Life:
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
         assert self._runs is not None
         assert self._dense is not None
+        self._planner.collect(self._exchange)
         generation = GenerationId(step=step, epoch=self._runs.epoch)
         durable = self._dense.write(
             generation,
             start,
-            popularity=self._planner.state(),
+            state=self._planner.state(),
             journal_nbytes=self._planner.journal_nbytes,
             timeout=timeout,
         )
         if durable:
-            self._tiers.everywhere[STORAGE] = generation
+            self._tiers.complete_everywhere(STORAGE, generation)
         return durable
 
     # -- end
@@ -432,32 +440,24 @@ class Life:
 
     def report(self) -> Report:
         """Figures so far."""
-        capture = self._capture
-        taken = capture.segments_captured if capture is not None else 0
-        found = self._found
+        storage = self._storage
         return Report(
             steps=self._steps,
-            window=len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
-            window_position=capture.window_position if capture is not None else 0,
-            nbytes_per_step=capture.nbytes_captured / taken if capture is not None and taken else 0.0,
-            nbytes_captured=capture.nbytes_captured if capture is not None else 0,
-            nbytes_persisted=self._storage.nbytes_complete if self._storage is not None else 0,
+            **captured_figures(self._capture),
+            nbytes_persisted=storage.nbytes_complete if storage is not None else 0,
             dense_nbytes=self._dense_nbytes,
             reserved_nbytes=self._tiers.reserved(),
             stall_seconds=self._stalls.totals(),
             overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
             seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
-            generations_complete=capture.generations_complete if capture is not None else 0,
-            generations_committed=self._storage.num_complete if self._storage is not None else 0,
-            generations=(found.tiers if found is not None else {}) | self._tiers.newest(),
+            generations_committed=storage.num_complete if storage is not None else 0,
+            generations=(self._found.tiers if self._found is not None else {}) | self._tiers.newest(),
             generations_skipped=self._tiers.skipped(),
-            windows_skipped=capture.windows_skipped if capture is not None else 0,
-            resumed_from=found.generation.step if found is not None else None,
-            restored_from=found.restored_from if found is not None else {},
+            **found_figures(self._found),
             replayed_steps=self._replayed,
-            replay_steps=len(found.segments) - 1 if found is not None else 0,
             replay_mismatches=self._mismatches,
             restore_seconds=self._restore_seconds,
+            lost=self._planner.loss_figures(),
         )
 
     # -- private
@@ -479,7 +479,8 @@ class Life:
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
         assert self._memory is not None
         readers = sum(not worker.takes_every for worker in self._tiers.workers)
-        ring = make_ring(self._memory, slot_nbytes, window, readers=readers, back_to_back=self.least_steps <= window)
+        busy, keep = self.least_steps <= window, self._planner.generations_kept
+        ring = make_ring(self._memory, slot_nbytes, window, readers=readers, back_to_back=busy, keep=keep)
         self._engine.register(ring.memory)
         sizes = [f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items()]
         journals = ring.num_slots * self._planner.journal_nbytes / 2**20

@@ -2,19 +2,18 @@
 
 An expert's pieces are cut between its holders whatever else is taken, so a rank's piece of an expert has the same
 coordinates in every generation, and a reader can put a state together from several. Dense operators and routers are
-whole in every generation, so their pieces may move: each goes to the rank with fewest bytes, its experts included.
+whole in every generation, so their pieces may move: they go to the ranks with fewest bytes, experts included.
 
 Source: PEC/MoC (2024), Sec. 3.2 (adaptive data-parallel sharding).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 
 from lightning_moe_ckpt.operators import Operator, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import RecordPiece, assign_writers
+from lightning_moe_ckpt.policies import RecordPiece, assign_adaptively, assign_writers
 from lightning_moe_ckpt.session._layout import REGIONS, Part, SlotLayout, StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy_plan import (
     Experts,
@@ -49,8 +48,10 @@ def lossy_layout(record: LossyRecord, view: StateView, groups: ParallelGroups, j
     dense = dense_parts(view, groups, expert_loads(view, groups, chosen))
     slot = SlotLayout(_merged(dense, expert_parts(view, groups, chosen)), view, groups, journal_nbytes)
     persisted = WindowLayout.of(storage_flavour(record), slot)
-    if record["level"] == "storage" or not has_two_levels(record):
+    if record["level"] == "storage":
         return persisted
+    if not has_two_levels(record):
+        return WindowLayout.of(record, slot, persisted=persisted)
     others = expert_parts(view, groups, _without(experts_of(record, "memory"), chosen))
     outer = SlotLayout(others, view, groups, journal_nbytes, persisted=slot)
     return WindowLayout.of(record, outer, persisted=persisted)
@@ -80,10 +81,9 @@ def dense_parts(view: StateView, groups: ParallelGroups, loads: Mapping[int, int
     for region in REGIONS:
         operators = [op for op in view.operators if op.kind != "expert" and op.holders == region]
         pieces = [piece for op in operators for piece in _pieces(op, view)]
-        writers = _least_loaded([_nbytes(each) for each in pieces], {r: loads[r] for r in _ranks(region, groups)})
         parts[region] = [
-            Part(operator=each.record, kind=RecordKind.FULL, piece=each.piece, writer=writer)
-            for each, writer in zip(pieces, writers, strict=True)
+            Part(operator=each.record, kind=RecordKind.FULL, piece=each.piece, writer=each.writer)
+            for each in assign_adaptively(pieces, _ranks(region, groups), loads)
         ]
     return parts
 
@@ -144,22 +144,6 @@ def _pieces(operator: Operator, view: StateView) -> list[RecordPiece[str]]:
         )
         for piece in operator.slices
     ]
-
-
-def _nbytes(piece: RecordPiece[str]) -> int:
-    return piece.piece.numel * piece.nbytes_per_element
-
-
-def _least_loaded(sizes: Sequence[int], loads: Mapping[int, int]) -> list[int]:
-    """Largest first to the least loaded rank; ties go to the earlier piece and the lower rank."""
-    heap = [(load, rank) for rank, load in loads.items()]
-    heapq.heapify(heap)
-    writers = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        load, rank = heap[0]
-        writers[i] = rank
-        heapq.heapreplace(heap, (load + sizes[i], rank))
-    return writers
 
 
 def _merged(one: Parts, other: Parts) -> Parts:

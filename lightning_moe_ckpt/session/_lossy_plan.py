@@ -1,7 +1,8 @@
 """The stored plan of a lossy generation: which experts it takes, as JSON that is equal on all ranks.
 
-A generation of two levels has two flavours, one in memory and one in storage, with the same plan but for `level`. They
-hold different bytes, so their hashes differ; `family` is the same, and either record gives the other.
+A generation has two flavours, one in memory and one in storage, with the same plan but for `level`. Their markers
+differ, since what is stored borrows the experts that it lacks from older generations, and so may their bytes; so their
+hashes differ too. `family` is the same, and either record gives the other.
 
 Source: PEC/MoC (2024), Sec. 3.2 (two-level PEC).
 """
@@ -51,8 +52,8 @@ def has_two_levels(record: LossyRecord) -> bool:
 
 
 def flavour(record: LossyRecord, level: Level) -> LossyRecord:
-    """The record of the same generation at a level; where both take the same experts there is one flavour."""
-    return {**record, "level": level if has_two_levels(record) else "memory"}
+    """The record of the same generation at a level."""
+    return {**record, "level": level}
 
 
 def storage_flavour(record: LossyRecord) -> LossyRecord:

@@ -202,6 +202,7 @@ def join_peers(
     *,
     dense_nbytes: int,
     resumed: GenerationId | None,
+    keep: int = 1,
 ) -> list[PeerWorker]:
     """The worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
 
@@ -212,6 +213,7 @@ def join_peers(
         groups: this rank's place.
         dense_nbytes: of a snapshot of everything on this rank.
         resumed: the generation that this life goes on from.
+        keep: generations that are kept of every rank.
 
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
@@ -233,6 +235,7 @@ def join_peers(
         run_id=markers.run_id,
         url=config.url,
         resumed=resumed,
+        keep=keep,
         holders=placement.sent_to[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -20,12 +20,16 @@ from typing_extensions import override
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Job, TierWorker
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, Retention, SegmentEntry
+from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, Retention, SegmentEntry, carry_forward
 
 log = logging.getLogger(__name__)
 
 STORAGE = "storage"
 """Name of the tier."""
+
+
+_BASES = 4
+"""Generations of which markers are kept; what ranks have agreed on is one of the two newest."""
 
 
 class GenerationSink(Protocol):
@@ -50,6 +54,8 @@ class GenerationSink(Protocol):
 class PersistWorker(TierWorker):
     """Takes sealed segments of one rank and makes their generations durable.
 
+    A generation with only some of the operators borrows the others: its markers say in which older files they are.
+
     Args:
         store: where to.
         markers: makes this rank's markers.
@@ -57,6 +63,8 @@ class PersistWorker(TierWorker):
         on_complete: see `TierWorker`.
         commit_timeout: how long the coordinator waits for the other ranks.
     """
+
+    level = "storage"
 
     def __init__(
         self,
@@ -71,6 +79,12 @@ class PersistWorker(TierWorker):
         self._store, self._rank = store, markers.rank
         self._retention = retention
         self._commit_timeout = commit_timeout
+        self._bases: dict[GenerationId, RankMarker] = {}
+        """This rank's markers of the newest generations that it stored: later ones take from them what they lack."""
+
+    def build_on(self, marker: RankMarker) -> None:
+        """A committed generation of an earlier life, of which `marker` is this rank's; later ones may be built on it."""
+        self._bases[marker.generation] = marker
 
     @override
     def _interrupt(self) -> None:
@@ -88,12 +102,27 @@ class PersistWorker(TierWorker):
         return segment.digested()
 
     @override
+    def _borrowed(self, job: Job) -> Sequence[BorrowedEntry]:
+        base = job.announced.base
+        if base is None:
+            return ()
+        marker = None if base.generation is None else self._bases.get(base.generation)
+        if marker is None:
+            raise CheckpointError(
+                "it has only some experts, and storage has no whole generation of this run to take the others from."
+            )
+        return carry_forward(marker, base.lacking)
+
+    @override
     def _finish(self, job: Job, marker: RankMarker) -> None:
         self._release(job)  # storage has the bytes; other ranks may take long
         self._store.put_marker(marker)
         if self._rank == 0:
             self._store.commit(marker, timeout=self._commit_timeout, cancelled=self._closing.is_set)
             self._retain(job.generation)
+        self._bases[job.generation] = marker
+        for oldest in sorted(self._bases)[:-_BASES]:
+            del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)
         log.info("%s is durable: %.1f MiB, read and written in %.2f s", job.generation, nbytes / 2**20, job.seconds)
 

@@ -8,6 +8,7 @@ each generation as a small JSON value.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,12 +30,16 @@ from lightning_moe_ckpt.policies import (
 )
 from lightning_moe_ckpt.session._count_proof import CountProof
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._journal import JournalCapacity
 from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy_layout import lossy_layout
 from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._popularity import PopularityMeter, sum_in_order
 from lightning_moe_ckpt.session._reordering import Reordering
-from lightning_moe_ckpt.session._windows import DenseWindows, SparseWindows, WindowPolicy
+from lightning_moe_ckpt.session._windows import DenseWindows, PlannedWindows, SparseWindows
+from lightning_moe_ckpt.storage import GenerationId
+
+log = logging.getLogger(__name__)
 
 PlanRecord = dict[str, Any]
 """JSON values, equal on all ranks: `config`, `order`, `plan`, `popularity`, `compute_dtypes`, `budget_nbytes`,
@@ -50,8 +55,6 @@ MAX_PIECES = 1024
 """Into which one operator is cut at most."""
 
 _BANDWIDTH_NBYTES = 16 * 2**20
-
-_PAGE = 4096
 
 
 def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
@@ -99,6 +102,24 @@ def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
     return sum(full for full, _ in _sizes(view, groups).values())
 
 
+def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
+    """Say what a plan comes to.
+
+    Args:
+        layout: in force from here on.
+        dense_nbytes: bytes of a snapshot of everything.
+        again: whether there is such a plan at each generation.
+    """
+    log.log(
+        logging.DEBUG if again else logging.INFO,
+        "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
+        layout.plan_hash[:8],
+        len(layout.slots),
+        layout.slot_nbytes / 2**20,
+        dense_nbytes / 2**20,
+    )
+
+
 class Planner:
     """Decides when a new plan is due and makes it.
 
@@ -113,7 +134,7 @@ class Planner:
 
     def __init__(
         self,
-        policy: WindowPolicy,
+        policy: PlannedWindows,
         *,
         view: StateView,
         groups: ParallelGroups,
@@ -128,10 +149,13 @@ class Planner:
         self._meter, self.reordering = self._popularity(module)
         counts_tokens = self._meter is not None and self._meter.counts_tokens
         self._proof = CountProof(view.operators, module, exchange, required=False) if counts_tokens else None
-        self._journal_nbytes = _PAGE
+        self._journal = JournalCapacity()
         self._steps = 0
         self._step_seconds: list[float] = []
         self._boundary_at: float | None = None
+
+    generations_kept = 1
+    """Generations that memory keeps."""
 
     @property
     def interval_steps(self) -> int:
@@ -152,12 +176,13 @@ class Planner:
         if self._meter is not None:
             self._meter.stepped(step)
 
-    def state(self) -> dict[str, Any] | None:
-        """What the journal keeps of popularity at a boundary."""
-        return None if self.reordering is None else self.reordering.state()
+    def state(self) -> dict[str, Any]:
+        """What the journal keeps at a boundary."""
+        return {"popularity": None if self.reordering is None else self.reordering.state()}
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
+    def restore(self, outcome: Mapping[str, Any]) -> None:
         """Go on from the state of the boundary that this life starts from; call after `adopt`."""
+        state = outcome.get("popularity")
         if self.reordering is not None and state is not None:
             in_force = None if self._current is None else self._current.record["popularity"]
             self.reordering.restore(state, in_force)
@@ -169,11 +194,11 @@ class Planner:
     @property
     def journal_nbytes(self) -> int:
         """Capacity of a journal record, from the journals seen so far."""
-        return self._journal_nbytes
+        return self._journal.nbytes
 
     def journal_needs(self, nbytes: int) -> None:
         """A journal of `nbytes` was seen; records reserve twice that."""
-        self._journal_nbytes = max(self._journal_nbytes, -(-2 * nbytes // _PAGE) * _PAGE)
+        self._journal.needs(nbytes)
 
     def forward_begins(self, *, replaying: bool) -> None:
         """A batch is about to run forward and backward."""
@@ -204,11 +229,22 @@ class Planner:
             popularity = self.reordering.first(popularity)
         return self._make(popularity, self._compute_dtypes(), self._budget())
 
-    def relayout(self, journal_nbytes: int) -> WindowLayout:
-        """The plan in force with room for a larger journal."""
-        assert self._current is not None
-        self._journal_nbytes = journal_nbytes
-        return lay_out(self._current.record, self._view, self._groups, journal_nbytes)
+    def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
+        """A plan with room for a larger journal."""
+        self._journal.nbytes = journal_nbytes
+        return lay_out(layout.record, self._view, self._groups, journal_nbytes)
+
+    def collect(self, exchange: Exchange) -> None:
+        """Nothing has to be agreed on before a generation outside of windows."""
+
+    def loss_figures(self) -> None:
+        """Restarts are exact."""
+
+    def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
+        """Plans do not depend on it."""
+
+    def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
+        """Plans do not depend on it."""
 
     def close(self) -> None:
         """Stop probing and measuring."""
@@ -250,7 +286,7 @@ class Planner:
         record = _record(
             config, order, plan, popularity=popularity, dtypes=names, budget=budget, limit=limit, averages=averages
         )
-        return lay_out(record, self._view, self._groups, self._journal_nbytes)
+        return lay_out(record, self._view, self._groups, self._journal.nbytes)
 
     def _global_popularity(self) -> list[float]:
         """Over all ranks, for the first plan of this life; zeros where nothing is measured."""

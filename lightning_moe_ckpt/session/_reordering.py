@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,22 @@ log = logging.getLogger(__name__)
 
 Replan = Callable[[list[float]], Callable[[], WindowLayout]]
 """Takes popularity by expert; what it returns makes the plan, on any thread."""
+
+
+class Succession(Protocol):
+    """Plans that follow each other, agreed on by the exchange that opens a window."""
+
+    def inputs(self) -> list[int]:
+        """What this rank adds to the exchange; equally many integers on all ranks."""
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """What every rank added, by rank."""
+
+    def take_next(self) -> WindowLayout | None:
+        """The plan that holds from this window on, the same on all ranks; `None` for the one in force."""
+
+    def started(self, step: int, layout: WindowLayout) -> None:
+        """A window of `layout` begins with boundary `step`."""
 
 
 class Reordering:
@@ -67,6 +83,9 @@ class Reordering:
         """The plan that was due to hold from this window on, if there is one; waits for it."""
         background, self._next = self._next, None
         return None if background is None else background.result()
+
+    def started(self, step: int, layout: WindowLayout) -> None:
+        """A window begins; plans change only with what is measured."""
 
     def state(self) -> dict[str, Any]:
         """See `PopularityMeter.state`."""

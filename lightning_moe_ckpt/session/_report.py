@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_moe_ckpt.session._capture import CaptureSession
+    from lightning_moe_ckpt.session._restore import Found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFigures:
+    """Tokens of experts in a run whose restarts are not exact, over all ranks and faults."""
+
+    k: int | None
+    """Experts per layer that each generation takes to storage now, where the policy counts them."""
+    plt: float
+    """Portion of lost tokens (PEC, eq. 4)."""
+    mlt: float
+    """Lost tokens by layer, added up (MOETION, eq. 6)."""
+    faults: int
+    """Recoveries that lost something."""
+    processed: int
+    """Tokens that experts processed, each as often as it was routed."""
+    lost: int
+    """Of them, those whose updates are in no weights any more."""
+    unsaved: dict[str, int]
+    """Of them, those whose updates only live weights have: what losing everything but `memory` or `storage` would cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +79,8 @@ class Report:
     replay_mismatches: int
     restore_seconds: float
     """From the start of `fit` to the first slot loaded."""
+    lost: LossFigures | None = None
+    """What restarts have cost, under a policy whose restarts are not exact; up to the newest window."""
 
     @property
     def stall_seconds_per_step(self) -> float:
@@ -82,3 +109,25 @@ class Report:
             f"checkpoints took {self.overhead_seconds_per_step * 1e3:.2f} ms of the training thread per step "
             f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited {self.stall_seconds_per_step * 1e3:.2f} ms"
         )
+
+
+def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
+    """What has been taken; `None` before anything can be."""
+    taken = capture.segments_captured if capture is not None else 0
+    return {
+        "window": len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
+        "window_position": capture.window_position if capture is not None else 0,
+        "nbytes_per_step": capture.nbytes_captured / taken if capture is not None and taken else 0.0,
+        "nbytes_captured": capture.nbytes_captured if capture is not None else 0,
+        "generations_complete": capture.generations_complete if capture is not None else 0,
+        "windows_skipped": capture.windows_skipped if capture is not None else 0,
+    }
+
+
+def found_figures(found: Found | None) -> dict[str, Any]:
+    """What this life began from; `None` for a fresh start."""
+    return {
+        "resumed_from": found.generation.step if found is not None else None,
+        "restored_from": found.restored_from if found is not None else {},
+        "replay_steps": len(found.segments) - 1 if found is not None else 0,
+    }

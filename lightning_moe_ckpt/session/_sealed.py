@@ -16,6 +16,7 @@ from typing import TypeVar
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.storage import (
+    BorrowedEntry,
     GenerationId,
     ModuleEntry,
     ModuleLine,
@@ -26,6 +27,7 @@ from lightning_moe_ckpt.storage import (
     segment_key,
 )
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _REMEMBERED = 4
@@ -46,6 +48,8 @@ class SealedSegment:
     records: RecordRows
     """What the marker says of its records, but for their digests."""
     ticket: Ticket | None = None
+    persisted: SealedSegment | None = None
+    """The file within it that goes to storage, where that is not all of it."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
 
@@ -105,11 +109,17 @@ class Markers:
         self._policy = dict(policy or {})
         self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
         self._lock = threading.Lock()
-        self._made: dict[GenerationId, RankMarker] = {}
+        self._made: dict[tuple[GenerationId, str], RankMarker] = {}
         self._times: dict[GenerationId, int] = {}
 
     def of(
-        self, generation: GenerationId, entries: Sequence[SegmentEntry], *, plan_hash: str, plan_json: str
+        self,
+        generation: GenerationId,
+        entries: Sequence[SegmentEntry],
+        *,
+        plan_hash: str,
+        plan_json: str,
+        borrowed: Sequence[BorrowedEntry] = (),
     ) -> RankMarker:
         """The marker of a generation whose segments are all digested; from any thread.
 
@@ -118,10 +128,11 @@ class Markers:
             entries: of all its segments, in any order.
             plan_hash: equal on all ranks, or the commit fails.
             plan_json: kept as `plan` in the marker's policy.
+            borrowed: what older generations hold of this rank's part.
         """
         segments = tuple(sorted(entries, key=lambda entry: entry.step))
         with self._lock:
-            known = self._made.get(generation)
+            known = self._made.get((generation, plan_hash))
             if known is not None and [e.digest for e in known.segments] == [e.digest for e in segments]:
                 return known
             marker = RankMarker(
@@ -134,14 +145,15 @@ class Markers:
                 policy={**self._policy, "plan": plan_json},
                 module=self._module,
                 unix_time=self._times.setdefault(generation, int(time.time())),
+                borrowed=tuple(borrowed),
             )
-            self._made[generation] = marker
+            self._made[generation, plan_hash] = marker
             _forget(self._made, _REMEMBERED)
             _forget(self._times, _REMEMBERED_TIMES)
             return marker
 
 
-def _forget(remembered: dict[GenerationId, T], limit: int) -> None:
+def _forget(remembered: dict[K, T], limit: int) -> None:
     """Leave the `limit` newest entries."""
     for oldest in list(remembered)[:-limit]:
         del remembered[oldest]

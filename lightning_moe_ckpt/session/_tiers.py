@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import WindowLayout
 from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
-from lightning_moe_ckpt.session._worker import Announced, Failure, TierWorker
+from lightning_moe_ckpt.session._worker import Announced, Base, Failure, TierWorker
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
 
@@ -44,6 +45,16 @@ class Window:
     """Names of the tiers it was given to."""
 
 
+class TierWatcher(Protocol):
+    """Whoever follows what tiers hold, on all ranks alike."""
+
+    def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
+        """A tier begins to take a generation."""
+
+    def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
+        """On every rank a tier has all of a generation."""
+
+
 @dataclass(kw_only=True, eq=False)
 class _Lane:
     """One worker, and what all ranks know of it."""
@@ -59,18 +70,15 @@ class _Lane:
         holds = sum(1 << index for index, each in enumerate(self.given) if self.worker.holds(each))
         return [int(self.worker.idle), holds]
 
-    def agreed(self, votes: Sequence[Sequence[int]]) -> GenerationId | None:
-        """Take every rank's votes; the generation that became complete everywhere, if one did."""
+    def agreed(self, votes: Sequence[Sequence[int]]) -> list[GenerationId]:
+        """Take every rank's votes; the generations that became complete everywhere, oldest first."""
         self.idle = all(idle for idle, _ in votes)
         common = -1
         for _, holds in votes:
             common &= holds
-        if not common:
-            return None
-        newest = common.bit_length() - 1
-        generation = self.given[newest]
-        del self.given[: newest + 1]
-        return generation
+        complete = [each for index, each in enumerate(self.given) if common >> index & 1]
+        del self.given[: common.bit_length()]
+        return complete
 
 
 class Tiers:
@@ -78,10 +86,11 @@ class Tiers:
 
     Args:
         workers: one per tier, in the same order on all ranks.
+        watcher: told on all ranks alike what tiers get, and what they have on all ranks.
     """
 
-    def __init__(self, workers: Sequence[TierWorker]) -> None:
-        self.workers = list(workers)
+    def __init__(self, workers: Sequence[TierWorker], *, watcher: TierWatcher | None = None) -> None:
+        self.workers, self._watcher = list(workers), watcher
         self._lanes = [_Lane(worker=worker, skips=Skips(worker.name)) for worker in workers]
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation that was found complete on all ranks, by tier."""
@@ -101,9 +110,16 @@ class Tiers:
         """Take the votes of all ranks: tiers hear what is complete everywhere and may recycle what is older."""
         for index, lane in enumerate(self._lanes):
             complete = lane.agreed([vote[2 * index : 2 * index + 2] for vote in votes])
-            if complete is not None:
-                self.everywhere[lane.worker.name] = complete
-                lane.worker.complete_everywhere(complete)
+            if complete:
+                self.complete_everywhere(lane.worker.name, *complete)
+                lane.worker.complete_everywhere(complete[-1])
+
+    def complete_everywhere(self, tier: str, *generations: GenerationId) -> None:
+        """All ranks know that a tier has all of these on every rank; oldest first."""
+        self.everywhere[tier] = generations[-1]
+        if self._watcher is not None:
+            for generation in generations:
+                self._watcher.complete_everywhere(tier, generation)
 
     @property
     def outstanding(self) -> bool:
@@ -138,21 +154,21 @@ class Tiers:
         for lane in self._lanes:
             if lane.idle and lane.worker.name not in newest.tiers:
                 lane.idle = False
-                _begin(lane, newest)
+                self._begin(lane, newest)
                 for segment in newest.segments:
-                    lane.worker.add(newest.generation, segment)
+                    _add(lane.worker, segment)
 
     def open(self, window: Window) -> None:
         """A window begins: tiers that take it get its segments as they are sealed."""
         for lane in self._lanes:
             if lane.worker.takes_every or lane.idle:
                 lane.idle = False
-                _begin(lane, window)
+                self._begin(lane, window)
 
     def add(self, window: Window, segment: SealedSegment) -> None:
         """Hand a sealed segment to every tier that takes its generation."""
         for worker in self._of(window):
-            worker.add(window.generation, segment)
+            _add(worker, segment)
 
     def abandon(self, window: Window) -> None:
         """Tell every tier that took a generation that it will not be whole."""
@@ -214,22 +230,33 @@ class Tiers:
 
     # -- private
 
+    def _begin(self, lane: _Lane, window: Window) -> None:
+        worker, layout = lane.worker, window.layout
+        window.tiers.add(worker.name)
+        if self._watcher is not None:
+            self._watcher.given(worker.name, window.generation, layout)
+        lane.given.append(window.generation)
+        del lane.given[:-_OUTSTANDING]
+        window.ring.pin(window.generation)
+        lane.skips.taken()
+        stored = layout.persisted if worker.level == "storage" else None
+        plan = layout if stored is None else stored
+        base = None if stored is None else Base(generation=self.everywhere.get(worker.name), lacking=layout.lacking)
+        worker.begin(
+            Announced(
+                generation=window.generation,
+                plan_hash=plan.plan_hash,
+                plan_json=plan.plan_json,
+                num_segments=len(plan.slots),
+                on_released=window.ring.unpin,
+                base=base,
+            )
+        )
+
     def _of(self, window: Window) -> list[TierWorker]:
         return [worker for worker in self.workers if worker.name in window.tiers]
 
 
-def _begin(lane: _Lane, window: Window) -> None:
-    window.tiers.add(lane.worker.name)
-    lane.given.append(window.generation)
-    del lane.given[:-_OUTSTANDING]
-    window.ring.pin(window.generation)
-    lane.skips.taken()
-    lane.worker.begin(
-        Announced(
-            generation=window.generation,
-            plan_hash=window.layout.plan_hash,
-            plan_json=window.layout.plan_json,
-            num_segments=len(window.layout.slots),
-            on_released=window.ring.unpin,
-        )
-    )
+def _add(worker: TierWorker, segment: SealedSegment) -> None:
+    inner = segment.persisted if worker.level == "storage" else None
+    worker.add(segment.generation, segment if inner is None else inner)

@@ -15,7 +15,7 @@ from lightning_moe_ckpt.policies import Plan, PlanItem, Popularity, WindowPlan, 
 log = logging.getLogger(__name__)
 
 
-class WindowPolicy(Protocol):
+class PlannedWindows(Protocol):
     """What is taken when, as far as whole windows go."""
 
     @property

@@ -15,15 +15,16 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Literal
 
 from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import SegmentRing
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,16 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What completes a generation that has only some operators."""
+
+    generation: GenerationId | None
+    """The newest one that is complete in the tier on all ranks; `None` if there is none, and this one cannot be whole."""
+    lacking: frozenset[str]
+    """Names of operators on this rank that are taken from it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Announced:
     """A generation whose segments are about to come."""
 
@@ -66,6 +77,8 @@ class Announced:
     """After so many the generation is finished."""
     on_released: Released | None = None
     """Called once, from the worker's thread, when the segments' memory is not read any more."""
+    base: Base | None = None
+    """What completes it, where it has only some operators."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,6 +121,8 @@ class TierWorker(ABC):
     """Whether every generation comes here; else the newest one that is there when no rank is busy."""
     paced = False
     """Whether what is under way goes on with the steps of training only."""
+    level: Literal["memory", "storage"] = "memory"
+    """What it gets of generations that storage has less of than memory."""
 
     def __init__(
         self, name: str, markers: Markers, *, on_complete: Callable[[GenerationId, float, int], None] | None = None
@@ -287,11 +302,20 @@ class TierWorker(ABC):
         if not self._wanted(job):
             self._end(job)
         elif len(job.entries) == job.announced.num_segments:
-            plan_hash, plan_json = job.announced.plan_hash, job.announced.plan_json
-            marker = self._markers.of(job.generation, job.entries, plan_hash=plan_hash, plan_json=plan_json)
-            self._finish(job, marker)
+            self._finish(job, self._marker(job, self._borrowed(job)))
             self._completed(job, time.perf_counter() - started)
             self._end(job)
+
+    def _marker(self, job: Job, borrowed: Sequence[BorrowedEntry]) -> RankMarker:
+        """What this rank says of a generation whose segments are all here."""
+        plan_hash, plan_json = job.announced.plan_hash, job.announced.plan_json
+        return self._markers.of(
+            job.generation, job.entries, plan_hash=plan_hash, plan_json=plan_json, borrowed=borrowed
+        )
+
+    def _borrowed(self, job: Job) -> Sequence[BorrowedEntry]:
+        """What older generations hold of this rank's part; memory has those too, and each says what it has."""
+        return ()
 
     def _wanted(self, job: Job) -> bool:
         return not (job.abandoned or self._closing.is_set())

@@ -44,6 +44,8 @@ class SegmentWriter:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._copies: CopyList | None = None
         self._records: RecordRows | None = None
+        self._persisted: RecordRows | None = None
+        """Of the file within that goes to storage."""
         self._versions: list[int] = []
 
     def start(self) -> Ticket:
@@ -92,9 +94,20 @@ class SegmentWriter:
         """What the tiers need of the segment that `generation` has of boundary `step`."""
         view = as_memoryview(self.view)[: self.layout.segment.nbytes]
         assert self._records is not None
-        rank = self.layout.groups.rank
+        rank, persisted = self.layout.groups.rank, None
+        if self._persisted is not None:
+            inner = as_memoryview(self.layout.persisted_bytes(self.view))
+            persisted = SealedSegment(
+                generation=generation, rank=rank, step=step, view=inner, records=self._persisted, ticket=ticket
+            )
         return SealedSegment(
-            generation=generation, rank=rank, step=step, view=view, records=self._records, ticket=ticket
+            generation=generation,
+            rank=rank,
+            step=step,
+            view=view,
+            records=self._records,
+            ticket=ticket,
+            persisted=persisted,
         )
 
     def _refresh(self) -> None:
@@ -121,6 +134,8 @@ class SegmentWriter:
                 self._owners.append(index[id(base)])
         self._copies = self._engine.prepare(self._pairs)
         self._records = RecordRows(layout.entries(self.view))
+        if layout.persisted is not None:
+            self._persisted = RecordRows(layout.persisted.entries(layout.persisted_bytes(self.view)))
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -39,6 +39,7 @@ class Replication:
         max_chunk: bytes of one message, the same on all ranks.
         url: of the run; what replaced runs left is found by it.
         resumed: the generation that this life goes on from; see `ReplicaStore`.
+        keep: generations that holders keep.
         directory: where copies are kept; default `shared_directory()`.
     """
 
@@ -52,13 +53,16 @@ class Replication:
         owners: Sequence[int],
         max_chunk: int = DEFAULT_MAX_CHUNK,
         resumed: GenerationId | None = None,
+        keep: int = 1,
         directory: Path | None = None,
     ) -> None:
         self._group, self.started = group, False
         self.pacer = Pacer()
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
         self.stores = {
-            owner: ReplicaStore(RankMemory(run_id, owner, url=url, directory=directory, kind="replica"), resumed)
+            owner: ReplicaStore(
+                RankMemory(run_id, owner, url=url, directory=directory, kind="replica"), resumed, keep=keep
+            )
             for owner in owners
         }
         self.receivers = [

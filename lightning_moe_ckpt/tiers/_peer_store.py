@@ -1,6 +1,6 @@
-"""Memory of this node for copies of one rank of another: segment rings with room for two generations.
+"""Memory of this node for copies of one rank of another: segment rings with room for one generation more than is kept.
 
-One is kept, the one that is whole on all ranks of the job; the other is being received. Which one is kept the owner
+Usually one is kept, the one that is whole on all ranks of the job; the other is being received. Which one is kept the owner
 says when it begins the next, because only then every rank knows of it: a holder that gave up the older copy as soon as
 it had a newer one would leave the job with nothing if a node died while others still had the older one only.
 
@@ -18,7 +18,7 @@ from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot
 
 COPIES = 2
-"""Generations there is room for."""
+"""Generations there is room for, where one is kept."""
 
 
 class ReplicaStore:
@@ -27,11 +27,12 @@ class ReplicaStore:
     Args:
         memory: of the owner's replicas on this node.
         resumed: the generation that this life goes on from; a copy that an earlier life left of it stays.
+        keep: generations that are kept besides the one that is received.
     """
 
-    def __init__(self, memory: RankMemory, resumed: GenerationId | None = None) -> None:
-        self._memory = memory
-        memory.claim(resumed)
+    def __init__(self, memory: RankMemory, resumed: GenerationId | None = None, *, keep: int = 1) -> None:
+        self._memory, self._keep = memory, keep
+        memory.claim(resumed, older=keep > 1)
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
 
@@ -44,12 +45,12 @@ class ReplicaStore:
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
         """
-        return self._memory.make(slot_nbytes, COPIES * num_segments).memory.numel()
+        return self._make(slot_nbytes, num_segments).memory.numel()
 
     def begin(
         self, generation: GenerationId, *, keep: GenerationId | None, num_segments: int, slot_nbytes: int
     ) -> None:
-        """Make room for a generation by giving up every other but `keep`.
+        """Make room for a generation by giving up every other but `keep`, and those before it that are kept with it.
 
         Raises:
             ConfigurationError: the generation needs more memory than there is.
@@ -57,16 +58,16 @@ class ReplicaStore:
         self.reclaim(keep=keep)
         ring = self._ring
         if ring.slot_nbytes < slot_nbytes or not ring.has_room(num_segments):
-            ring = self._memory.make(slot_nbytes, COPIES * num_segments)
+            ring = self._make(slot_nbytes, num_segments)
         ring.begin_window(generation)
         self._generation = generation
 
     def reclaim(self, *, keep: GenerationId | None) -> None:
-        """Give up every whole copy but one."""
+        """Give up every whole copy but one, and as many before it as are kept with it."""
         if keep is not None:
             self._memory.complete_everywhere(keep)
         for each in self._ring.published:
-            if each != keep:
+            if keep is None or each > keep or (each < keep and self._keep == 1):
                 self._ring.discard(each)
 
     def segment(self, step: int, nbytes: int) -> Tensor:
@@ -117,6 +118,9 @@ class ReplicaStore:
         self._memory.close(unlink=unlink)
 
     # -- private
+
+    def _make(self, slot_nbytes: int, num_segments: int) -> SegmentRing:
+        return self._memory.make(slot_nbytes, (1 + self._keep) * num_segments, keep=self._keep)
 
     def _seal(self) -> None:
         slot, self._slot = self._slot, None

@@ -7,7 +7,7 @@ larger one has replaced, is kept too. All of these go once a generation is compl
 a life that is killed before that, in the middle of replay, finds them again.
 
 Of what a claimed ring holds, only the generation that was resumed from is kept: the others are older, or belong to a
-time line that the new life has left.
+time line that the new life has left. Older ones are kept too where several generations together have all of the state.
 """
 
 from __future__ import annotations
@@ -72,22 +72,28 @@ class RankMemory:
 
     # -- start
 
-    def claim(self, resumed: GenerationId | None) -> None:
+    def claim(self, resumed: GenerationId | None, *, older: bool = False) -> None:
         """Take over what earlier lives of this rank left, once it is known what this life resumes from.
 
         Args:
             resumed: kept until something newer is complete; everything else goes, all of it for `None`.
+            older: whether generations before that are kept too, since it has not all of the state.
         """
         self._remove_replaced_runs()
         for path, name in memory_files(self._directory):
             if self._is_own(name):
-                self._claim(path, resumed)
+                self._claim(path, resumed, older=older)
         for path, name in orphaned_markers(self._directory):
             if self._is_own(name):
                 path.unlink(missing_ok=True)
 
-    def make(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
+    def make(self, slot_nbytes: int, num_slots: int, *, keep: int = 1) -> SegmentRing:
         """The ring to use from here on: one that was claimed, if it fits, or a new one.
+
+        Args:
+            slot_nbytes: of the largest segment.
+            num_slots: see `slots_needed`.
+            keep: generations to keep that are complete on all ranks.
 
         Raises:
             ConfigurationError: there is no room; the message says how many bytes are missing.
@@ -100,6 +106,7 @@ class RankMemory:
             log.info("ring %s of an earlier life goes on being used", claimed.path)
         self._close([ring for ring in self._kept if not ring.complete])
         self._ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
+        self._ring.keep = keep
         return self._ring
 
     # -- completion
@@ -109,7 +116,7 @@ class RankMemory:
         for ring in self._all():
             if generation in ring.complete:
                 ring.complete_everywhere(generation)
-                if ring is self._ring:
+                if ring is self._ring and len(ring.complete) >= ring.keep:
                     self._forget_others()
 
     # -- the end
@@ -143,7 +150,7 @@ class RankMemory:
     def _is_own(self, name: MemoryName) -> bool:
         return (name.run_id, name.owner, name.kind) == (self._run_id, self._rank, self._kind)
 
-    def _claim(self, path: Path, resumed: GenerationId | None) -> None:
+    def _claim(self, path: Path, resumed: GenerationId | None, *, older: bool) -> None:
         try:
             ring = SegmentRing.adopt(path)
         except FileNotFoundError:
@@ -156,7 +163,7 @@ class RankMemory:
             self._foreign.append(path)
             return
         for generation in ring.published:
-            if generation != resumed:
+            if resumed is None or generation > resumed or (generation < resumed and not older):
                 ring.discard(generation)
         self._kept.append(ring)
 

@@ -4,15 +4,15 @@ A slot is FREE, FILLING or SEALED. A *generation* owns the slots its segments we
 
 * *snapshot*: its window is open; slots are acquired, filled and sealed.
 * *persist*: pinned by somebody who reads it; its sealed segments may travel while the window is still open.
-* *recovery*: complete, and no newer one is complete on all ranks.
+* *recovery*: complete, and fewer than `keep` newer ones are complete on all ranks.
 
 ::
 
-    begin_window -> acquire, seal, ... -> finish_window -> publish -> a newer one is complete everywhere -> slots FREE
+    begin_window -> acquire, seal, ... -> finish_window -> publish -> `keep` newer ones are complete everywhere -> slots FREE
                                       `-> abort_window ----------------------------------------------------> slots FREE
 
 Invariants: a slot belongs to one generation at most; a pinned generation keeps its slots; a complete generation keeps
-its slots until a newer one is complete on all ranks. So a slow reader costs slots, never somebody's bytes. When no
+its slots until `keep` newer ones, usually one, are complete on all ranks. So a slow reader costs slots, never somebody's bytes. When no
 slot is left `acquire` raises `RingFull`, and the session skips the window.
 
 A generation is *published* by a small file beside the ring, which names its slots and carries every digest. The file
@@ -92,15 +92,16 @@ class _Generation:
     """Once it is published."""
 
 
-def slots_needed(window: int, *, readers: int = 0, lag: int = 0) -> int:
+def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) -> int:
     """Slots for windows of `window` segments.
 
     Args:
-        window: one complete generation is kept while the next is filled.
+        window: `keep` complete generations are kept while the next is filled.
         readers: tiers that may each still be reading a generation older than that.
         lag: slots that may be filled before all ranks know that the newer one is complete.
+        keep: generations that are kept once they are complete on all ranks.
     """
-    return (2 + readers) * window + lag
+    return (1 + keep + readers) * window + lag
 
 
 class SegmentRing:
@@ -118,6 +119,8 @@ class SegmentRing:
         self._unlinked = False
         self._free = list(range(self.num_slots))
         self._generations: dict[Hashable, _Generation] = {}  # in the order in which their windows began
+        self.keep = 1
+        """Generations that stay once they are complete on all ranks: the newest ones."""
 
     @classmethod
     def create(
@@ -202,12 +205,12 @@ class SegmentRing:
         """
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
-            going = sum(len(entry.slots) for entry in complete[:-1] if entry.pins == 0)
+            going = sum(len(entry.slots) for entry in complete[: -self.keep] if entry.pins == 0)
             return bool(self._free) and len(self._free) + going >= window
 
     def fits(self, slot_nbytes: int, window: int) -> bool:
         """Whether windows of `window` segments of `slot_nbytes` can follow each other in this memory."""
-        return slot_nbytes <= self.slot_nbytes and slots_needed(window) <= self.num_slots
+        return slot_nbytes <= self.slot_nbytes and slots_needed(window, keep=self.keep) <= self.num_slots
 
     # -- the window being filled
 
@@ -305,12 +308,18 @@ class SegmentRing:
         return [name for name in held if isinstance(name, GenerationId)]
 
     def complete_everywhere(self, generation: Hashable) -> None:
-        """All ranks have completed `generation`: nobody will fall back to an older one. Repeating this is allowed."""
+        """All ranks have completed `generation`: nobody will need more than the `keep` newest ones up to it.
+
+        Repeating this is allowed.
+        """
         with self._lock:
             self._entry(generation, GenerationState.COMPLETE)
             names = list(self._generations)
-            for older in names[: names.index(generation)]:
-                self._drop(older, self._generations[older])
+            settled = names[: names.index(generation) + 1]
+            kept = [each for each in settled if self._generations[each].state is GenerationState.COMPLETE][-self.keep :]
+            for older in settled:
+                if older not in kept:
+                    self._drop(older, self._generations[older])
 
     def pin(self, generation: Hashable) -> None:
         """Keep the slots of an open or complete generation until `unpin`; pins are counted."""

@@ -28,6 +28,7 @@ from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.session import Report
+from lightning_moe_ckpt.session._planning import Planner
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 D, E, TOKENS = 4, 6, 6
@@ -217,7 +218,9 @@ def planned(folder: Path, *others: Callback) -> list[float]:
     class Peek(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
             if trainer.global_step == 5 and own._run is not None:
-                meter = own._run.life._planner._meter
+                planner = own._run.life._planner
+                assert isinstance(planner, Planner)
+                meter = planner._meter
                 assert meter is not None
                 seen.extend(meter.value().tolist())
 

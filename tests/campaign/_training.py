@@ -35,13 +35,17 @@ Schedule = tuple[tuple[str, ...], ...]
 class Checkpointing:
     """Which callback protects the run, and its arguments."""
 
-    policy: Literal["dense", "sparse"]
+    policy: Literal["dense", "sparse", "partial"]
     every_n_steps: int = 1
     window: int | Literal["auto"] = 3
     budget_nbytes: int | None = None
     order: Literal["popularity", "fixed", "back_to_front"] = "fixed"
     popularity: Popularity | None = None
     schedule: Schedule | None = None
+    k: int = 1
+    snapshot_k: int | None = None
+    select: Literal["sequential", "load_aware"] = "sequential"
+    plt_budget: float | None = None
     keep: int = 2
     batches: Literal["reposition", "log"] = "reposition"
     url: str | None = None
@@ -59,6 +63,17 @@ class Checkpointing:
         url = self.url or url
         if self.policy == "dense":
             return callbacks.DenseCheckpoint(url, every_n_steps=self.every_n_steps, keep=self.keep, **common)
+        if self.policy == "partial":
+            return callbacks.PartialExpertCheckpoint(
+                url,
+                every_n_steps=self.every_n_steps,
+                k=self.k,
+                snapshot_k=self.snapshot_k,
+                select=self.select,
+                plt_budget=self.plt_budget,
+                keep=self.keep,
+                **common,
+            )
         options = {"window": self.window, "budget_nbytes": self.budget_nbytes, "order": self.order, **common}
         if self.popularity is not None:
             options["popularity"] = self.popularity

@@ -1,0 +1,312 @@
+"""From one lossy generation to the next: which experts it takes, what is known of their tokens, where its bytes lie.
+
+Every window is of one boundary and has a plan of its own. The exchange that opens a window carries the tokens that
+each rank has counted since the last one, so all ranks have the same accounting and choose alike. While a window is
+being taken, the next one is planned on a thread from what is known then: a choice is one generation old when it is
+carried out.
+
+Source: PEC/MoC (2024), Sec. 3.1 and Algorithm 1; we differ in the exchange, which is that of the windows and not one per step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
+from lightning_moe_ckpt.operators import LoadCounter, RecordKind
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, Accounting, PartialPolicy, Selection, expert_layouts
+from lightning_moe_ckpt.session._count_proof import CountProof
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._host import HOST
+from lightning_moe_ckpt.session._journal import JournalCapacity
+from lightning_moe_ckpt.session._layout import StateView, WindowLayout
+from lightning_moe_ckpt.session._lossy_layout import local_experts, lossy_layout
+from lightning_moe_ckpt.session._lossy_plan import lossy_record
+from lightning_moe_ckpt.session._lossy_windows import MAX_GENERATIONS, LossyWindows
+from lightning_moe_ckpt.session._persist import STORAGE as STORAGE_TIER
+from lightning_moe_ckpt.session._popularity import sum_in_order
+from lightning_moe_ckpt.session._reordering import Background
+from lightning_moe_ckpt.session._report import LossFigures
+from lightning_moe_ckpt.storage import GenerationId
+
+log = logging.getLogger(__name__)
+
+LEVEL_OF_TIER = {HOST: MEMORY, STORAGE_TIER: STORAGE}
+"""Whose completion the book follows; copies on other nodes come and go with those in memory."""
+
+_REMEMBERED_LAYOUTS = 64
+
+_PENDING_NBYTES = 64
+"""In a journal, per expert of a generation that is under way, both levels together, roughly."""
+
+
+class LossyPlanner:
+    """Plans lossy windows, and keeps the accounting of tokens.
+
+    Args:
+        policy: what is taken when.
+        view: live state, operators not split.
+        groups: this rank's place.
+        exchange: control exchange.
+        module: the model, whose tokens are counted.
+
+    Raises:
+        ConfigurationError: the model has no experts, or more are asked for than the policy allows.
+    """
+
+    def __init__(
+        self,
+        policy: LossyWindows,
+        *,
+        view: StateView,
+        groups: ParallelGroups,
+        exchange: Exchange,
+        module: torch.nn.Module,
+    ) -> None:
+        if not view.operators.layers:
+            raise ConfigurationError(
+                f"`{policy.callback}` takes some experts of every layer, and no Mixture-of-Experts layer was found in the "
+                "model. Use DenseCheckpoint, or `register_adapter` if it has layers of a class of its own."
+            )
+        self._policy, self._view, self._groups = policy, view, groups
+        nbytes = {op.name: view.record_nbytes(op, RecordKind.FULL) for op in view.operators}
+        self._experts = expert_layouts(view.operators, nbytes)
+        self._counter = LoadCounter(view.operators, module)
+        self._proof = CountProof(view.operators, module, exchange, required=True)
+        self.accounting = Accounting.start([each.num_experts for each in self._experts], k=policy.experts.k)
+        self._journal = JournalCapacity()
+        self._layouts: OrderedDict[tuple[Selection, int], WindowLayout] = OrderedDict()
+        self._reserve_nbytes = 0
+        self._current: WindowLayout | None = None
+        self._next: Background | None = None
+
+    # -- as Planner has it
+
+    @property
+    def reordering(self) -> LossyPlanner:
+        """What the exchange at window boundaries carries."""
+        return self
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps from one window to the next."""
+        return self._policy.every_n_steps
+
+    @property
+    def generations_kept(self) -> int:
+        """Generations that memory keeps: together they hold every expert."""
+        tables = self.accounting.tables(self._experts)
+        return min(self._chooser(self.accounting).max_age(tables, {}), MAX_GENERATIONS)
+
+    @property
+    def journal_nbytes(self) -> int:
+        """Capacity of a journal record."""
+        return self._journal.nbytes
+
+    def journal_needs(self, nbytes: int) -> None:
+        """A journal of `nbytes` was seen, maybe before there was a generation under way."""
+        taken = self._chooser(self.accounting).memory_k * len(self._experts) * self.generations_kept
+        self._journal.needs(nbytes + taken * _PENDING_NBYTES)
+
+    def adopt(self, layout: WindowLayout) -> None:
+        """`layout` is in force."""
+        self._current = layout
+
+    def accepts(self, layout: WindowLayout) -> bool:
+        """A restored plan is never gone on with: its experts have just been taken."""
+        return False
+
+    def begin(self) -> None:
+        """Start counting tokens."""
+        self._counter.install()
+
+    def stepped(self, step: int) -> None:
+        """Counts pile up until a window needs them."""
+
+    def forward_begins(self, *, replaying: bool) -> None:
+        """A batch is about to run forward and backward."""
+        self._proof.batch_begins()
+
+    def forward_ends(self) -> None:
+        """The optimizer is about to step, with whole gradients.
+
+        Raises:
+            WrongCounts: tokens are not counted as experts process them.
+        """
+        self._proof.before_step()
+
+    def first_layout(self) -> WindowLayout | None:
+        """The first plan of this life, once."""
+        if self._current is not None:
+            return None
+        # One round of turns: ranks give equally many then, and each has given most of all once.
+        turns = len({rank for each in self._experts for rank in each.rank_of})
+        first = self.accounting.generations
+        layouts = [self._plan(self.accounting, index) for index in range(first, first + turns)]
+        self._reserve_nbytes = max(layout.slot_nbytes for layout in layouts)
+        layouts[0].reserve_nbytes = self._reserve_nbytes
+        return layouts[0]
+
+    def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
+        """A plan with room for a larger journal."""
+        self._journal.nbytes = journal_nbytes
+        self._layouts.clear()
+        following, self._next = self._next, None
+        if following is not None:
+            self._next = Background(lambda: self._lay_out(Selection.from_record(following.result().record)))
+        larger = self._lay_out(Selection.from_record(layout.record))
+        self._reserve_nbytes += max(0, larger.slot_nbytes - layout.slot_nbytes)
+        larger.reserve_nbytes = self._reserve_nbytes
+        return larger
+
+    def state(self) -> dict[str, Any]:
+        """What the journal keeps at a boundary; call before the next optimizer step."""
+        return {"popularity": None, "accounting": self.accounting.to_journal(), "scalars": self._scalars()}
+
+    def restore(self, outcome: Mapping[str, Any]) -> None:
+        """Go on from the accounting of the boundary that this life starts from."""
+        stored = outcome.get("accounting")
+        if stored is None:
+            log.info("the generation that is resumed from was not counted: tokens are counted from here on")
+            return
+        accounting = Accounting.from_journal(stored)
+        if accounting.num_experts != tuple(each.num_experts for each in self._experts):
+            raise IdentityMismatch(
+                f"The generation counted tokens of {accounting.num_experts} experts by layer, the model has "
+                f"{tuple(each.num_experts for each in self._experts)}. Resume with the code that wrote it."
+            )
+        lost_E: Tensor | None = outcome.get("lost")
+        if lost_E is None:  # it has everything, and is in storage
+            whole = torch.ones_like(accounting.alive, dtype=torch.bool)
+            at = torch.full_like(accounting.alive, outcome["step"])
+            accounting, _ = accounting.restore(accounting.alive, at, {STORAGE: whole})
+        self.accounting = self._with_enough(accounting, lost_E)
+
+    def loss_figures(self) -> LossFigures:
+        """See `Report`."""
+        now = self.accounting
+        return LossFigures(
+            k=now.k,
+            plt=now.plt,
+            mlt=now.mlt,
+            faults=now.faults,
+            processed=int(now.processed.sum()),
+            lost=int(now.lost.sum()),
+            unsaved={level: int(now.unsaved(level).sum()) for level in LEVELS},
+        )
+
+    def collect(self, exchange: Exchange) -> None:
+        """Take in what was counted since the last window. Collective."""
+        rows = exchange.gather(self.inputs())
+        self.agreed(rows)
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._counter.remove()
+        self._proof.remove()
+
+    # -- at window boundaries
+
+    def inputs(self) -> list[int]:
+        """Tokens of this rank since the last window, by expert."""
+        counted: list[int] = self._counter.read_and_reset().tolist()
+        return counted
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """Tokens of every rank, by rank."""
+        tokens_E = sum_in_order([torch.tensor(list(row), dtype=torch.int64) for row in rows])
+        self.accounting = self.accounting.add(tokens_E)
+
+    def take_next(self) -> WindowLayout | None:
+        """The plan of the window that may begin now; waits for it. `None` for the first one, and after one that did not begin."""
+        following, self._next = self._next, None
+        return None if following is None else following.result()
+
+    def started(self, step: int, layout: WindowLayout) -> None:
+        """A window begins; the one after it is planned from what is known now."""
+        selection = Selection.from_record(layout.record)
+        self.accounting = now = self.accounting.take(step, selection, levels=())  # what levels get, they are told of
+        self._next = Background(lambda: self._plan(now, now.generations))
+
+    def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
+        """A tier begins to take the generation of the boundary at hand."""
+        level = LEVEL_OF_TIER.get(tier)
+        if level is not None:
+            experts = Selection.from_record(layout.record).flat(level, self._experts)
+            book = self.accounting.saved[level].take(generation.step, experts, self.accounting.alive)
+            self.accounting = replace(self.accounting, saved={**self.accounting.saved, level: book})
+
+    def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
+        """On every rank a tier has all of a generation."""
+        if tier in LEVEL_OF_TIER:
+            self.accounting = self.accounting.complete(LEVEL_OF_TIER[tier], generation.step)
+
+    # -- private
+
+    def _with_enough(self, accounting: Accounting, lost_E: Tensor | None) -> Accounting:
+        """More experts per generation, if what was lost asks for it; the user's own number is the least there is."""
+        before = max(accounting.k or 0, self._policy.experts.k)
+        share = 0.0 if lost_E is None else accounting.share(lost_E.clamp(min=0))
+        after = before
+        if share:
+            largest = max(accounting.num_experts)
+            after = self._policy.dynamic_k.after_fault(before, plt=accounting.plt, last_loss=share, num_experts=largest)
+        if after != before:
+            log.info("PLT is %.4f after a fault: %d experts per layer instead of %d", accounting.plt, after, before)
+        return accounting.with_k(after)
+
+    def _plan(self, accounting: Accounting, index: int) -> WindowLayout:
+        return self._lay_out(self._chooser(accounting).select(index, accounting.tables(self._experts), {}))
+
+    def _chooser(self, accounting: Accounting) -> PartialPolicy:
+        return self._policy.experts.with_k(accounting.k) if accounting.k is not None else self._policy.experts
+
+    def _lay_out(self, selection: Selection) -> WindowLayout:
+        """A layout of the plan, made once while plans come round again."""
+        key = (selection, self._journal.nbytes)
+        layout = self._layouts.get(key)
+        if layout is None:
+            record = lossy_record(self._policy.config(), selection.memory, selection.storage)
+            layout = lossy_layout(record, self._view, self._groups, self._journal.nbytes)
+            layout.lacking = self._lacking(selection)
+            self._layouts[key] = layout
+            while len(self._layouts) > _REMEMBERED_LAYOUTS:
+                self._layouts.popitem(last=False)
+        return layout
+
+    def _lacking(self, selection: Selection) -> frozenset[str]:
+        """Names of the experts on this rank that storage does not get."""
+        stored = {
+            (layer.fqn, expert)
+            for layer, experts in zip(self._view.operators.layers, selection.storage, strict=True)
+            for expert in experts
+        }
+        return frozenset(op.name for key, op in local_experts(self._view).items() if key not in stored)
+
+    def _scalars(self) -> dict[str, dict[str, Tensor]]:
+        """Optimizer state that is one value for several experts, as of now: no record of one of them can have it."""
+        shared = {fqn for fqn, number in self._experts_of().items() if number > 1}
+        found: dict[str, dict[str, Tensor]] = {}
+        for fqn in sorted(shared):
+            param, schema = self._view.params[fqn], self._view.schema
+            for entry in schema.entries(param):
+                value = None if entry.per_element else schema.get_state(param, entry.key)
+                if value is not None:
+                    found.setdefault(fqn, {})[entry.key] = value
+        return found
+
+    def _experts_of(self) -> dict[str, int]:
+        """How many experts share each parameter."""
+        numbers: dict[str, int] = {}
+        for op in local_experts(self._view).values():
+            for fqn in {piece.fqn for piece in op.slices}:
+                numbers[fqn] = numbers.get(fqn, 0) + 1
+        return numbers

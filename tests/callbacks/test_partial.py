@@ -1,0 +1,90 @@
+"""PartialExpertCheckpoint as users meet it: what it refuses, and what it reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoint
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.moe import MoELayer
+
+FEATURES, NUM_EXPERTS = 32, 8
+
+
+class Net(LightningModule):
+    """One layer of experts, which have most of the parameters."""
+
+    def __init__(self, *, experts: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = MoELayer(FEATURES, 64, NUM_EXPERTS) if experts else nn.Linear(FEATURES, FEATURES)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.second(self.first(batch[0])).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit(checkpoint: Any, *, experts: bool = True) -> None:
+    torch.manual_seed(1)
+    data = DataLoader(TensorDataset(torch.arange(4.0 * 12 * FEATURES).view(-1, FEATURES).sin()), batch_size=4)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[checkpoint],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Net(experts=experts), data)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"k": 0}, r"k=0.*1 or more experts per layer"),
+        ({"k": 3, "snapshot_k": 2}, r"k=3, snapshot_k=2.*`snapshot_k` of `k` or more"),
+        ({"select": "random"}, r"select='random'.*'sequential' or 'load_aware'"),
+        ({"plt_budget": 1.5}, r"plt_budget=1.5.*portion from 0 to 1"),
+        ({"every_n_steps": 0}, r"every_n_steps=0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    """Each error shows the call, and what it may be."""
+    with pytest.raises(ConfigurationError, match=said):
+        PartialExpertCheckpoint("/ckpt", **options)
+
+
+def test_a_model_without_experts_is_refused_when_training_starts(tmp_path: Path) -> None:
+    """It would store everything at each generation and call it partial."""
+    with pytest.raises(
+        ConfigurationError, match=r"`PartialExpertCheckpoint` takes some experts.*no Mixture-of-Experts"
+    ):
+        fit(PartialExpertCheckpoint(tmp_path / "run"), experts=False)
+
+
+def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> None:
+    """The dense part, an expert in eight, and the journal; the report says what losing a level would cost."""
+    partial, dense = (
+        PartialExpertCheckpoint(tmp_path / "partial", keep=3),
+        DenseCheckpoint(tmp_path / "dense", every_n_steps=1),
+    )
+    fit(partial)
+    fit(dense)
+    report, lost = partial.report, partial.report.lost
+    print(f"bytes per step: {report.nbytes_per_step:.0f}, dense: {dense.report.nbytes_per_step:.0f}")
+    assert report.nbytes_per_step < 0.4 * dense.report.nbytes_per_step
+    assert lost is not None
+    assert (lost.k, lost.plt, lost.faults, lost.lost) == (1, 0.0, 0, 0)
+    assert lost.processed == 12 * 4 * 2, "12 batches of 4, each token to two experts"
+    assert 0 < lost.unsaved["memory"] <= lost.unsaved["storage"] <= lost.processed
+    assert dense.report.lost is None

@@ -1,0 +1,105 @@
+"""What partial generations hold: the dense part and the chosen experts as they were, in turns, with their tokens counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from campaign._campaign import Campaigns
+from campaign._states import Taken, in_memory, in_storage, recorded, require_recorded, states, tokens
+from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.policies import Accounting
+
+WORLDS = [(1, 1), (3, 1), (3, 3), (4, 2)]
+"""Ranks, and over how many of them the experts are spread."""
+NUM_EXPERTS = 6
+
+
+def partial_setup(world_size: int = 1, expert_parallel: int = 1, **options: object) -> Setup:
+    """Twelve steps with a generation after each, all of which stay."""
+    checkpointing = Checkpointing(policy="partial", keep=100, **options)  # type: ignore[arg-type]
+    num_experts = 8 if world_size == 4 else NUM_EXPERTS
+    return Setup(
+        model="stacked",
+        options=(("num_experts", num_experts),),
+        world_size=world_size,
+        expert_parallel=expert_parallel,
+        batches=12,
+        epochs=1,
+        validate_every=None,
+        checkpointing=checkpointing,
+    )
+
+
+def run(campaigns: Campaigns, setup: Setup, *, wait: bool = True) -> Path:
+    """The folder of one run to its end."""
+    (life,) = campaigns.run(setup, fit=recorded(setup, wait=wait))
+    assert life.outcome == "finished", life.log()
+    return life.workdir
+
+
+@pytest.mark.parametrize(("world_size", "expert_parallel"), WORLDS)
+@pytest.mark.parametrize("snapshot_k", [None, 3])
+def test_generations_hold_what_the_state_was(
+    campaigns: Campaigns, world_size: int, expert_parallel: int, snapshot_k: int | None
+) -> None:
+    """In storage and in memory, on every rank; what they take adds up to the plan, and borrowing completes it."""
+    setup = partial_setup(world_size, expert_parallel, snapshot_k=snapshot_k)
+    folder = run(campaigns, setup)
+    known, counted = [states(folder, rank) for rank in range(world_size)], tokens(folder, world_size)
+    stored = in_storage(folder)
+    assert [commit.generation.step for commit, _ in stored] == list(range(setup.steps + 1))
+    everything = {name for name, *_ in known[0][0]} | {name for state in known for name, *_ in state[0]}
+    experts = {name for name in everything if "/expert." in name}
+    for commit, parts in stored:
+        for part in parts:
+            require_recorded(part, known[part.rank][part.step])
+            accounting = Accounting.from_journal(part.journal["outcome"]["accounting"])
+            assert torch.equal(accounting.alive, counted[part.step])
+            assert torch.equal(accounting.processed, counted[part.step])
+        taken = {record.operator for part in parts for record, _ in part.records}
+        borrowed = {r.operator for part in parts for b in part.marker.borrowed for r in b.segment.records}
+        assert taken | borrowed == everything
+        assert not taken & borrowed
+        assert set(commit.needs) == {b.generation for part in parts for b in part.marker.borrowed}
+        if 0 < commit.generation.step < setup.steps:
+            assert everything - experts <= taken
+            assert {name for part in parts for name in part.experts} == named(parts[0], "storage")
+            require_newest(parts, stored, commit.generation.step)
+    held = [list(in_memory(folder, rank)) for rank in range(world_size)]
+    for rank, generations in enumerate(held):
+        assert {name for each in generations for name in each.experts} >= experts & {n for n, *_ in known[rank][0]}
+        for each in generations:
+            require_recorded(each, known[rank][each.step])
+            assert each.experts == named(each, "memory") & {name for name, *_ in known[rank][0]}
+
+
+def named(part: Taken, level: str) -> set[str]:
+    """Operators of the experts that a plan names."""
+    (layer,) = part.plan[level]
+    return {f"model.moe.layer/expert.{expert}" for expert in layer}
+
+
+def require_newest(parts: Sequence[Taken], stored: Sequence[tuple[object, Sequence[Taken]]], step: int) -> None:
+    """Each borrowed expert is from the newest older generation that has it."""
+    for part in parts:
+        for borrowed in part.marker.borrowed:
+            for name in {record.operator for record in borrowed.segment.records}:
+                having = [s for s, (_, each) in enumerate(stored[:step]) if any(name in p.experts for p in each)]
+                assert borrowed.generation.step == having[-1]
+
+
+def test_without_skips_experts_come_in_turns(campaigns: Campaigns) -> None:
+    """PEC's sequential schedule: K experts after the other, each ranks' own in turn."""
+    folder = run(campaigns, partial_setup(3, 3))
+    chosen = [parts[0].plan["storage"][0] for _, parts in in_storage(folder)[1:-1]]
+    assert all(len(each) == 1 for each in chosen)
+    firsts = [each[0] for each in chosen[:NUM_EXPERTS]]
+    assert sorted(firsts) == list(range(NUM_EXPERTS))
+    assert chosen[NUM_EXPERTS:] == chosen[: len(chosen) - NUM_EXPERTS]
+    ranks = [expert // 2 for expert in firsts]
+    assert ranks[:3] == ranks[3:]
+    assert len(set(ranks[:3])) == 3, "ranks take turns"

@@ -1,0 +1,203 @@
+"""Which experts lossy generations take, as tiers keep up or do not, and what is counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from session._lossy_model import NUM_EXPERTS, rank_of_world
+from torch import nn
+
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
+from lightning_moe_ckpt.operators import StateSchema, discover
+from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
+from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Selection
+from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._layout import StateView, WindowLayout
+from lightning_moe_ckpt.session._lossy import LossyPlanner
+from lightning_moe_ckpt.session._lossy_windows import LossyWindows
+from lightning_moe_ckpt.storage import GenerationId
+
+
+@pytest.fixture(autouse=True)
+def _groups() -> Iterator[None]:
+    yield
+    set_current_groups(None)
+
+
+def planner(rank: int = 0, world_size: int = 1, ep_size: int = 1, **options: Any) -> LossyPlanner:
+    """Of one rank."""
+    view, groups = rank_of_world(rank, world_size, ep_size)
+    policy = LossyWindows(
+        every_n_steps=1,
+        experts=PartialPolicy(**options),
+        dynamic_k=DynamicK(plt_budget=0.05),
+    )
+    return LossyPlanner(policy, view=view, groups=groups, exchange=Exchange(ParallelGroups()), module=view.module)
+
+
+class Run:
+    """Windows one after the other, with a storage that is busy for as many of them as `draw` says."""
+
+    def __init__(self, planner: LossyPlanner, draw: random.Random, longest: int) -> None:
+        self._planner, self._draw, self._longest = planner, draw, longest
+        layout = planner.first_layout()
+        assert layout is not None
+        self._layout = layout
+        planner.adopt(layout)
+        self._storing: GenerationId | None = None
+        self._busy = self.step = 0
+        self.taken: list[Selection] = []
+        self.stored: list[Selection] = []
+
+    def window(self, tokens_E: list[int]) -> None:
+        """One more, in the order in which a capture session does it."""
+        self.step += 1
+        following = self._planner.take_next()
+        self._planner.agreed([tokens_E])
+        self._settle()
+        self._layout = following if following is not None else self._layout
+        newest = (GenerationId(step=self.step, epoch=1), self._layout)
+        self._planner.given("host", *newest)
+        if self._storing is None:
+            self._store(*newest)
+        self._planner.started(self.step, self._layout)
+        self.taken.append(Selection.from_record(self._layout.record))
+
+    def _settle(self) -> None:
+        if self.step > 1:
+            self._planner.complete_everywhere("host", GenerationId(step=self.step - 1, epoch=1))
+        self._busy -= 1
+        if self._storing is not None and self._busy <= 0:
+            self._planner.complete_everywhere("storage", self._storing)
+            self._storing = None
+
+    def _store(self, generation: GenerationId, layout: WindowLayout) -> None:
+        self._planner.given("storage", generation, layout)
+        self._storing, self._busy = generation, self._draw.randint(1, self._longest)
+        self.stored.append(Selection.from_record(layout.record))
+
+
+@pytest.mark.parametrize("order", ["sequential", "load_aware"])
+@pytest.mark.parametrize("longest", [1, 2, 5])
+def test_storage_that_skips_generations_still_gets_every_expert(order: str, longest: int) -> None:
+    """What it skipped comes next: one round of generations that it took has everything, two where it is slower."""
+    for seed in range(3):
+        run = Run(planner(k=3, order=order), random.Random(seed), longest)
+        for _ in range(60):
+            run.window([1] * (2 * NUM_EXPERTS))
+        # While it is busy memory has to take others, which come in between.
+        rounds = NUM_EXPERTS // 3 if longest == 1 else 2 * NUM_EXPERTS // 3
+        for start in range(len(run.stored) - rounds):
+            recent = run.stored[start : start + rounds]
+            for layer in range(2):
+                assert {e for each in recent for e in each.storage[layer]} == set(range(NUM_EXPERTS)), (seed, start)
+
+
+@pytest.mark.parametrize("order", ["sequential", "load_aware"])
+@pytest.mark.parametrize("longest", [1, 5])
+@pytest.mark.parametrize(("k", "snapshot_k"), [(1, None), (2, 5), (4, None)])
+def test_what_memory_keeps_has_every_expert(order: str, longest: int, k: int, snapshot_k: int | None) -> None:
+    """However slow storage is and however skewed the router: the newest generations together are the whole model."""
+    here = planner(k=k, snapshot_k=snapshot_k, order=order)
+    run = Run(here, random.Random(k), longest)
+    kept = PartialPolicy(k=k, snapshot_k=snapshot_k, order=order).max_age(  # type: ignore[arg-type]
+        here.accounting.tables(here._experts), {}
+    )
+    for step in range(4 * kept):
+        run.window([1000 if e % NUM_EXPERTS == 0 else 1 for e in range(2 * NUM_EXPERTS)])
+        if step >= kept:
+            for layer in range(2):
+                assert {e for each in run.taken[-kept:] for e in each.memory[layer]} == set(range(NUM_EXPERTS))
+
+
+def test_all_ranks_choose_alike() -> None:
+    """From the same votes, though each holds other experts and counts other tokens."""
+    chosen = []
+    for rank in range(4):
+        run = Run(planner(rank, 4, 2, k=2, snapshot_k=4, order="load_aware"), random.Random(7), 3)
+        for step in range(12):
+            run.window([(step * e) % 5 for e in range(2 * NUM_EXPERTS)])
+        chosen.append([each.to_record() for each in run.taken])
+    assert all(each == chosen[0] for each in chosen)
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (3, 3), (4, 4)])
+def test_no_generation_needs_more_than_was_reserved(world_size: int, ep_size: int) -> None:
+    """The ring is made once, for the largest slot that turns of the ranks give."""
+    for rank in {0, world_size - 1}:
+        run = Run(planner(rank, world_size, ep_size, k=1, snapshot_k=3), random.Random(3), 4)
+        reserved = run._layout.slot_nbytes
+        for step in range(NUM_EXPERTS):
+            run.window([step % 3] * (2 * NUM_EXPERTS))
+            assert run._layout.slots[0].segment.nbytes <= reserved * 1.25
+
+
+def test_tokens_of_all_ranks_are_counted_and_survive_a_journal() -> None:
+    """Sums over ranks; what is unsaved goes down with what tiers complete."""
+    here = planner(k=NUM_EXPERTS)
+    run = Run(here, random.Random(0), 1)
+    for _ in range(3):
+        run.window(list(range(2 * NUM_EXPERTS)))
+    total = 3 * sum(range(2 * NUM_EXPERTS))
+    figures = here.loss_figures()
+    assert (figures.processed, figures.lost, figures.plt) == (total, 0, 0.0)
+    assert figures.unsaved == {"memory": 0, "storage": 0}, "what is under way counts as saved"
+    other = planner(k=NUM_EXPERTS)
+    other.restore({"step": 3, "accounting": here.accounting.to_journal(), "lost": torch.zeros(24, dtype=torch.int64)})
+    assert other.loss_figures() == figures
+
+
+def test_k_doubles_when_a_fault_costs_too_much() -> None:
+    """And the next life reserves memory, and keeps generations, for that K."""
+    here = planner(k=1)
+    run = Run(here, random.Random(0), 1)
+    for _ in range(4):
+        run.window([10] * (2 * NUM_EXPERTS))
+    lost_E = torch.full((2 * NUM_EXPERTS,), 2, dtype=torch.int64)
+    before = here.accounting
+    after, _ = before.restore(before.alive - lost_E, torch.full_like(lost_E, 4))
+    later = planner(k=1)
+    kept = later.generations_kept
+    later.restore({"step": 4, "accounting": after.to_journal(), "lost": lost_E})
+    figures = later.loss_figures()
+    assert figures.plt == pytest.approx(0.05)
+    assert figures.k == NUM_EXPERTS
+    assert later.generations_kept < kept
+    first = later.first_layout()
+    assert first is not None
+    assert Selection.from_record(first.record).storage == (tuple(range(NUM_EXPERTS)),) * 2
+
+
+def test_the_journal_that_grows_makes_room_in_the_plan_that_follows() -> None:
+    """Also in the one that is being planned on a thread."""
+    here = planner(k=2)
+    run = Run(here, random.Random(0), 1)
+    run.window([0] * (2 * NUM_EXPERTS))
+    larger = here.relayout(run._layout, 64 * 4096)
+    assert larger.record == run._layout.record
+    assert larger.slots[0].segment.spans["journal"].nbytes == 64 * 4096
+    following = here.take_next()
+    assert following is not None
+    assert following.slots[0].segment.spans["journal"].nbytes == 64 * 4096
+    assert following.slots[0].segment.nbytes <= larger.slot_nbytes * 1.25
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    """With what to do instead."""
+    model = nn.Linear(3, 3)
+    view = StateView(model, discover(model), StateSchema.of(torch.optim.SGD(model.parameters())), {})
+    policy = LossyWindows(every_n_steps=1, experts=PartialPolicy())
+    with pytest.raises(ConfigurationError, match=r"no Mixture-of-Experts layer was found.*DenseCheckpoint"):
+        LossyPlanner(policy, view=view, groups=ParallelGroups(), exchange=Exchange(ParallelGroups()), module=model)
+
+
+def test_counts_of_another_model_are_refused() -> None:
+    """They are of other experts."""
+    here = planner(k=1)
+    stored = {**here.accounting.to_journal(), "num_experts": [2 * NUM_EXPERTS]}
+    with pytest.raises(IdentityMismatch, match="counted tokens of"):
+        here.restore({"step": 1, "accounting": stored})
