@@ -202,9 +202,11 @@ class _LayerProbe:
     def judge(self, seen: Tensor, totals: Tensor, params: Mapping[str, Tensor]) -> str | None:
         """What is wrong, or `None`; `seen` is what `take` returned, `totals` the sum over ranks."""
         counts_E, (tokens, dropped, outside, silent) = seen[:-4], seen[-4:].tolist()
-        if not self.pending or not int(totals[-4]):
+        if not self.pending or not (int(totals[-4]) or totals[:-4].any()):
             return None
         self.pending = False
+        if not int(totals[-4]):  # counted, but the block is never called: a LightningModule that is one itself
+            return self._wrong_gradients(counts_E, totals[:-4], params, strict=False)
         return self._wrong_sum(int(counts_E.sum()), tokens, dropped, outside) or self._wrong_gradients(
             counts_E, totals[:-4], params, strict=silent == 0
         )

@@ -27,9 +27,18 @@ class CountProof:
         module: the model.
         exchange: control exchange between the ranks.
         required: whether wrong counts end the fit, rather than being left out.
+
+    Raises:
+        WrongCounts: counts are required, and of some layer there is none.
     """
 
     def __init__(self, operators: OperatorSet, module: torch.nn.Module, exchange: Exchange, *, required: bool) -> None:
+        uncounted = [layer.fqn or "root" for layer in operators.layers if layer.count is None]
+        if required and uncounted:
+            raise WrongCounts(
+                f"Nothing counts the tokens of {uncounted}, and what may be lost is decided by them. Describe the layers with "
+                "`register_adapter` and a `MoELayerSpec(count=...)`."
+            )
         self._probe = CountProbe(operators, module)
         self._exchange, self._required = exchange, required
         self._watching = False

@@ -271,6 +271,28 @@ def test_where_counts_decide_training_does_not_go_on() -> None:
         watching.before_step()
 
 
+def test_counts_that_decide_have_to_be_there() -> None:
+    """Before the first step."""
+    with counted_by(None), pytest.raises(WrongCounts, match=r"Nothing counts the tokens of \['moe'\]"):
+        proof(Model(Block()), required=True)
+
+
+class Inside(Block):
+    """A block whose parts are called by its owner, past its own forward."""
+
+    def step(self, rows: int = T) -> None:
+        loss: Any = self.forward(torch.randn(rows, D)).square().sum()
+        loss.backward()
+
+
+def test_a_block_that_is_never_called_is_judged_by_its_gradients() -> None:
+    """A LightningModule that is one: its `training_step` does the routing."""
+    right, wrong = Inside(), Inside(shift=1)
+    prove_counts(right, right.step)
+    with pytest.raises(WrongCounts, match=r"`root` \(Inside\).*experts \[3\] have a gradient"):
+        prove_counts(wrong, wrong.step)
+
+
 def two_ranks(rank: int) -> str:
     groups = build_groups()
     torch.manual_seed(rank)
