@@ -99,18 +99,12 @@ class CausalAttention(nn.Module):
 class Block(nn.Module):
     """Attention, then experts, each on a normalised residual stream."""
 
-    def __init__(self, wanted: Architecture) -> None:
+    def __init__(self, wanted: Architecture, moe: nn.Module) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(wanted.model_dim)
         self.attention = CausalAttention(wanted)
         self.norm_moe = nn.LayerNorm(wanted.model_dim)
-        self.moe = MoELayer(
-            wanted.model_dim,
-            wanted.expert_dim,
-            wanted.num_experts,
-            top_k=wanted.top_k,
-            capacity_factor=wanted.capacity_factor,
-        )
+        self.moe = moe
         self.dropout = nn.Dropout(wanted.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -146,10 +140,20 @@ class MoEGPT(LightningModule):
             torch.manual_seed(self.init_seed)
             self.embed = _normal(nn.Embedding(VOCABULARY, wanted.model_dim), std=0.5)
             self.position = _normal(nn.Embedding(wanted.context, wanted.model_dim), std=0.5)
-            self.blocks.extend(Block(wanted) for _ in range(wanted.num_blocks))
+            self.blocks.extend(Block(wanted, self.make_moe(wanted, i)) for i in range(wanted.num_blocks))
             self.norm = nn.LayerNorm(wanted.model_dim)
             # Close to zero: the first guess is uniform, 8 bits per byte.
             self.head = _normal(nn.Linear(wanted.model_dim, VOCABULARY, bias=False), std=0.02)
+
+    def make_moe(self, wanted: Architecture, block: int) -> nn.Module:
+        """The experts of block number `block`: a layer that leaves its balancing loss in `l_aux`."""
+        return MoELayer(
+            wanted.model_dim,
+            wanted.expert_dim,
+            wanted.num_experts,
+            top_k=wanted.top_k,
+            capacity_factor=wanted.capacity_factor,
+        )
 
     def moe_layers(self) -> list[MoELayer]:
         """The layers with experts, first block first."""
@@ -167,7 +171,7 @@ class MoEGPT(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
         self.log("train/loss", loss, prog_bar=True)
-        balance = torch.stack([layer.l_aux for layer in self.moe_layers() if layer.l_aux is not None])
+        balance = torch.stack([block.moe.l_aux for block in self.blocks])  # type: ignore[union-attr, misc]
         return loss + self.recipe.aux_weight * balance.sum()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

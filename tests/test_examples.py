@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -269,3 +271,33 @@ def test_digits_are_learned_from_the_configuration_file(tmp_path: Path) -> None:
     assert float(built.trainer.callback_metrics["val/accuracy"]) > 0.6
     (checkpoint,) = (c for c in built.trainer.callbacks if isinstance(c, SparseCheckpoint))  # type: ignore[attr-defined]
     assert checkpoint.report.generations["storage"] == 132
+
+
+@pytest.mark.tutel
+def test_tutel_layers_train_from_the_configuration_file_and_go_on(tmp_path: Path) -> None:
+    """Two processes, twelve steps, and the same command again for twelve more: no step is logged twice, none is missing."""
+    pytest.importorskip("tutel.moe", reason="Tutel is not installed: see its own instructions", exc_type=ImportError)
+    command = [
+        *(sys.executable, str(ROOT / "examples" / "tutel_gpt.py"), "fit"),
+        *("--config", str(ROOT / "examples" / "tutel.yaml"), "--trainer.log_every_n_steps=1"),
+        *("--model.architecture.num_blocks=1", "--model.architecture.model_dim=16", "--model.architecture.context=16"),
+        *("--data.train_crops=400", "--data.context=16", "--trainer.limit_val_batches=1"),
+        *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
+    ]
+    for steps in (12, 24):
+        done = subprocess.run(
+            [*command, f"--trainer.max_steps={steps}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=140,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    steps_logged = [
+        int(row["step"])
+        for file in sorted((tmp_path / "out" / "tutel").rglob("metrics.csv"))
+        for row in csv.DictReader(file.read_text().splitlines())
+        if row["train/loss"]
+    ]
+    assert sorted(steps_logged) == list(range(24))
