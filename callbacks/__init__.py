@@ -1,5 +1,6 @@
 """Lightning callbacks: one per checkpoint policy, and a monitor."""
 
+from lightning_moe_ckpt.callbacks._capacity_boost import CapacityBoost as CapacityBoost
 from lightning_moe_ckpt.callbacks._dense import DenseCheckpoint as DenseCheckpoint
 from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor as ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._partial import PartialExpertCheckpoint as PartialExpertCheckpoint

@@ -25,6 +25,7 @@ from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.parallel import restart_is_likely
+from lightning_moe_ckpt.policies import Accounting
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
 from lightning_moe_ckpt.storage import Resume, Retention, checked_url
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
@@ -145,6 +146,11 @@ class CheckpointCallback(Checkpoint):
     def replaying(self) -> bool:
         """Whether a resumed fit is still re-running steps that the run before it had taken."""
         return self._run is not None and self._run.life.replaying
+
+    @property
+    def accounting(self) -> Accounting | None:
+        """Tokens of every expert, saved and lost, under a lossy policy and in `fit`; `None` under policies that are exact."""
+        return None
 
     def wait_committed(self, timeout: float = 60.0) -> bool:
         """Block until everything handed to storage so far is durable.

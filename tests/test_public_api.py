@@ -16,7 +16,7 @@ PUBLIC: dict[str, str] = {
         MoEStrategy __version__
     """,
     "lightning_moe_ckpt.callbacks": """
-        DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity Retention SparseCheckpoint
+        CapacityBoost DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity Retention SparseCheckpoint
     """,
     "lightning_moe_ckpt.strategy": """
         MoEStrategy
@@ -37,9 +37,9 @@ PUBLIC: dict[str, str] = {
         register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
-        Accounting Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS MEMORY NEVER Order
+        Accounting Debts Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS MEMORY NEVER Order
         PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
-        TierBook WindowPlan WrittenPart assign_adaptively assign_positions assign_writers decayed_popularity expert_layouts
+        TierBook WindowPlan WrittenPart assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts
         needs_split next_k order plan_for_window plan_window popularity_per_capacity
         positions should_reorder soft_popularity split_nbytes
     """,
@@ -126,6 +126,7 @@ def test_arguments_of_constructors_are_documented() -> None:
     for path in (
         "callbacks.SparseCheckpoint",
         "callbacks.DenseCheckpoint",
+        "callbacks.CapacityBoost",
         "callbacks.ExpertLoadMonitor",
         "MoEStrategy",
         "testing.FaultInjector",

@@ -4,6 +4,8 @@ from lightning_moe_ckpt.policies._accounting import Accounting as Accounting
 from lightning_moe_ckpt.policies._base import Decision as Decision
 from lightning_moe_ckpt.policies._base import Plan as Plan
 from lightning_moe_ckpt.policies._base import Policy as Policy
+from lightning_moe_ckpt.policies._boost import Debts as Debts
+from lightning_moe_ckpt.policies._boost import boost_factors as boost_factors
 from lightning_moe_ckpt.policies._dense import DensePolicy as DensePolicy
 from lightning_moe_ckpt.policies._dynamic_k import DynamicK as DynamicK
 from lightning_moe_ckpt.policies._dynamic_k import next_k as next_k

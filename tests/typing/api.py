@@ -58,6 +58,8 @@ def train(model: LightningModule) -> None:
         freeze_heap=False,
     )
     monitor = callbacks.ExpertLoadMonitor(every_n_steps=10)
+    assert_type(callbacks.CapacityBoost(boost=0.1).debts, dict[str, tuple[int, ...]])
+    assert_type(sparse.accounting, policies.Accounting | None)
     plan = MoEStrategy(expert_parallel=2, gradient_reduction="allreduce", timeout=timedelta(minutes=1))
     assert_type(plan.groups, parallel.ParallelGroups)
     assert_type(plan.reducer, parallel.GradientReducer | None)
@@ -265,6 +267,8 @@ def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection
     assert_type(lost_E, Tensor)
     k = policies.next_k(1, plt=0.01, last_loss=0.01, plt_budget=0.05, num_experts=8)
     k = policies.DynamicK(plt_budget=0.05).after_fault(k, plt=0.01, last_loss=0.01, num_experts=8)
+    debts = policies.Debts.none(8).with_lost([1] * 8)
+    assert_type(policies.boost_factors(debts.open, 0.1), list[float])
     by: policies.ExpertOrder = "load_aware"
     rules: list[policies.ExpertPolicy] = [policies.PartialPolicy(k=k, order=by), policies.SelectivePolicy()]
     tables: list[policies.ExpertTable] = accounting.with_k(k).tables(layouts)

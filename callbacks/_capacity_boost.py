@@ -1,0 +1,244 @@
+"""Gives experts that a lossy recovery has put back more tokens for a while, so that they make up for what was lost.
+
+Invariant: without a loss nothing is touched, counted or sent; and once every debt is repaid, capacity is what it was, in
+bits. All ranks set the same capacity at the same boundary, since debts and counts are summed over all of them.
+
+Source: MOETION (2024), Sec. 6.
+
+Shape suffix: E experts of one layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from typing_extensions import override
+
+from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._boost_meters import Measured, Meter, meter_of
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import Accounting, Debts, boost_factors
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Boost:
+    """One layer with a capacity."""
+
+    layer: MoELayerSpec
+    view: CapacityView
+    debts: Debts
+    base: Capacity = None
+    """Capacity without boost, while there is one."""
+    meter: Meter | None = None
+    factors: Sequence[float] = (1.0,)
+    """In force."""
+
+
+class CapacityBoost(Callback):
+    """Raises the capacity of experts whose tokens a lossy recovery gave up, until they have processed as many more.
+
+    Stands beside a lossy checkpoint callback. After a recovery that lost tokens, each expert in debt gets a tenth more
+    capacity, taken from what others leave unused in the step before; a debt is paid with the tokens that the expert
+    would have dropped without that. So only experts that overflow repay, and one that does not stays in debt. Where a
+    layer has one capacity for all experts, or a model one for all layers, that one is raised, and the log says so.
+    Layers that drop nothing have no capacity to raise; the log names them.
+
+    Debts are part of the callback's state and survive further crashes, as the raised capacity does. While there are
+    debts, each step has one small collective and `moe/boost_debt` is logged: tokens still to make up for.
+
+    Args:
+        boost: how much more capacity, 0.1 for a tenth.
+
+    Raises:
+        ConfigurationError: `boost` is not above 0.
+
+    Source: MOETION (2024), Sec. 6.
+    """
+
+    def __init__(self, boost: float = 0.1) -> None:
+        if not 0 < boost <= 10:
+            raise ConfigurationError(
+                f"`CapacityBoost(boost={boost})` must be above 0, such as 0.1, and no more than 10."
+            )
+        self.boost = boost
+        self._boosts: dict[str, _Boost] = {}
+        self._stored: Mapping[str, Any] = {}
+        self._step = 0
+
+    @property
+    def debts(self) -> dict[str, tuple[int, ...]]:
+        """Tokens that each expert has to make up for, by layer with debts."""
+        return {fqn: each.debts.open for fqn, each in self._boosts.items() if each.debts.any}
+
+    # -- hooks
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if not self._boosts:
+            return dict(self._stored)
+        known = {fqn: each for fqn, each in self._boosts.items() if any(each.debts.lost)}
+        return {
+            fqn: {**each.debts.to_state(), "base": each.base, "factors": list(each.factors)}
+            for fqn, each in known.items()
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._stored = dict(state_dict)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = trainer.global_step
+        found = _layers_of(trainer, pl_module)
+        accounting = _accounting_of(trainer)
+        self._boosts = {}
+        unlimited = []
+        for layer, lost_E in zip(found.layers, _lost_by_layer(accounting, found), strict=True):
+            if layer.live_capacity is None or not (layer.live_capacity.limited(pl_module)):
+                unlimited += [layer.prefix] if any(lost_E) else []
+                continue
+            self._boosts[layer.fqn] = self._resume(layer, lost_E)
+        self._stored = {}
+        if unlimited:
+            log.warning("%s drop no tokens: what their experts have lost is not made up for", unlimited)
+        self._begin(found, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:
+            return  # accumulated only
+        self._step = trainer.global_step
+        active = [each for each in self._boosts.values() if each.meter is not None]
+        if not active:
+            return
+        measured = _sum_over_ranks([each.meter.take(max(each.factors)) for each in active if each.meter], trainer)
+        kept, room = {}, {}
+        for each, (extra_E, kept_E, room_E) in zip(active, measured, strict=True):
+            each.debts = each.debts.repay(extra_E)
+            kept[each.layer.fqn], room[each.layer.fqn] = kept_E, room_E if any(room_E) else None
+            if not each.debts.any:
+                self._end(each, pl_module)
+        self._set(pl_module, kept, room)
+        self._log(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._remove()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._remove()
+
+    # -- private
+
+    def _resume(self, layer: MoELayerSpec, lost_E: Sequence[int]) -> _Boost:
+        assert layer.live_capacity is not None
+        stored = self._stored.get(layer.fqn)
+        if stored is None:
+            return _Boost(layer, layer.live_capacity, Debts.none(layer.num_experts).with_lost(lost_E))
+        debts = Debts.from_state(stored).with_lost(lost_E)
+        return _Boost(layer, layer.live_capacity, debts, _as_capacity(stored["base"]), factors=stored["factors"])
+
+    def _begin(self, found: OperatorSet, module: nn.Module) -> None:
+        """Count from now on where there are debts. The capacity changes when a step has shown who has room."""
+        for each in self._boosts.values():
+            if not each.debts.any:
+                if each.base is not None:
+                    self._end(each, module)
+                continue
+            if each.base is None:
+                each.base = each.view.get(module)
+            each.meter = meter_of(found, each.layer, module, each.base)
+            num_tokens, num_experts = sum(each.debts.open), sum(map(bool, each.debts.open))
+            log.info(
+                "%s: %d experts have %d tokens to make up for, and get %.0f%% more capacity%s%s",
+                each.layer.prefix,
+                num_experts,
+                num_tokens,
+                100 * self.boost,
+                "" if each.view.scope == "expert" else f", as all of the {each.view.scope}: it has one for all",
+                "" if each.meter.exact else "; what they process more can only be estimated",
+            )
+
+    def _end(self, each: _Boost, module: nn.Module) -> None:
+        """Everything is repaid."""
+        each.view.set(module, each.base)
+        each.base, each.factors = None, (1.0,)
+        if each.meter is not None:
+            each.meter.remove()
+            each.meter = None
+        log.info("%s: all lost tokens are made up for; capacity is what it was", each.layer.prefix)
+
+    def _set(
+        self, module: nn.Module, kept: Mapping[str, Sequence[int]], room: Mapping[str, Sequence[int] | None]
+    ) -> None:
+        owners: dict[int, list[_Boost]] = {}
+        for each in self._boosts.values():
+            if each.meter is not None:
+                owners.setdefault(id(each.view.owner(module)), []).append(each)
+        for sharing in owners.values():
+            for each in sharing:
+                fqn = each.layer.fqn
+                each.factors = boost_factors(each.debts.open, self.boost, kept_E=kept[fqn], room_E=room[fqn])
+            most = max(sharing, key=lambda each: max(each.factors))
+            most.view.set(module, most.view.scaled(most.base, most.factors))
+
+    def _log(self, trainer: Trainer) -> None:
+        every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if every and self._step % every == 0 and trainer.is_global_zero:
+            debt = float(sum(sum(each.debts.open) for each in self._boosts.values()))
+            for logger in trainer.loggers:
+                logger.log_metrics({"moe/boost_debt": debt}, step=_lightning.logging_step(trainer))
+
+    def _remove(self) -> None:
+        for each in self._boosts.values():
+            if each.meter is not None:
+                each.meter.remove()
+                each.meter = None
+
+
+def _layers_of(trainer: Trainer, module: LightningModule) -> OperatorSet:
+    groups = getattr(trainer.strategy, "groups", None)
+    return discover(module, ep_size=groups.ep_size if isinstance(groups, ParallelGroups) else 1)
+
+
+def _accounting_of(trainer: Trainer) -> Accounting | None:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    checkpoint = next((c for c in callbacks if isinstance(c, CheckpointCallback)), None)
+    return None if checkpoint is None else checkpoint.accounting
+
+
+def _lost_by_layer(accounting: Accounting | None, found: OperatorSet) -> list[tuple[int, ...]]:
+    sizes = [layer.num_experts for layer in found.layers]
+    lost_E = torch.zeros(sum(sizes), dtype=torch.int64) if accounting is None else accounting.lost
+    return [tuple(max(lost, 0) for lost in part.tolist()) for part in torch.split(lost_E, sizes)]
+
+
+def _sum_over_ranks(measured: Sequence[Measured], trainer: Trainer) -> list[tuple[list[int], list[int], list[int]]]:
+    """The same on all ranks; one collective."""
+    device = trainer.strategy.root_device
+    flat = torch.cat([part.to(device) for each in measured for part in each])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(flat)
+    sizes = [part.numel() for each in measured for part in each]
+    rows = [part.tolist() for part in torch.split(flat.cpu(), sizes)]
+    return [(rows[i], rows[i + 1], rows[i + 2]) for i in range(0, len(rows), 3)]
+
+
+def _as_capacity(value: Any) -> Capacity:
+    """What `Lightning` may have made lists of, as tuples again."""
+    return tuple(map(_as_capacity, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,92 @@
+"""How much more capacity experts get that a lossy recovery has put back, and who gives it.
+
+An expert in debt gets a part more than its share until it has processed as many tokens beyond that share as were lost.
+What it gets is taken from experts that do not fill theirs, as far as these have room; so the cost of a step stays what it was.
+
+Source: MOETION (2024), Sec. 6; we differ in paying a debt only with tokens that an expert would not have processed without
+more capacity: of ordinary tokens it would be paid in a few steps.
+
+Shape suffix: E experts of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_moe_ckpt.errors import Corrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Debts:
+    """Of one layer; entries by global expert index."""
+
+    lost: tuple[int, ...]
+    """Tokens lost over all faults, as the accounting has them."""
+    repaid: tuple[int, ...]
+    """Tokens processed beyond what the capacity without boost takes."""
+
+    @classmethod
+    def none(cls, num_experts: int) -> Debts:
+        """Nothing lost."""
+        return cls((0,) * num_experts, (0,) * num_experts)
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """Tokens still to make up for."""
+        return tuple(max(lost - repaid, 0) for lost, repaid in zip(self.lost, self.repaid, strict=True))
+
+    @property
+    def any(self) -> bool:
+        """Whether some expert is in debt."""
+        return any(self.open)
+
+    def with_lost(self, lost_E: Sequence[int]) -> Debts:
+        """The accounting's numbers now; what was repaid stays repaid."""
+        return replace(self, lost=tuple(lost_E))
+
+    def repay(self, extra_E: Sequence[int]) -> Debts:
+        """Experts in debt have processed so many tokens more than they would have; others owe nothing."""
+        paid = (a + b if owed else a for a, b, owed in zip(self.repaid, extra_E, self.open, strict=True))
+        return replace(self, repaid=tuple(paid))
+
+    def to_state(self) -> dict[str, list[int]]:
+        """Plain values."""
+        return {"lost": list(self.lost), "repaid": list(self.repaid)}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Debts:
+        """Read what `to_state` wrote. Raises `Corrupt`."""
+        try:
+            found = cls(tuple(map(int, state["lost"])), tuple(map(int, state["repaid"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corrupt(f"The state of a capacity boost cannot be read: {error}.") from error
+        if len(found.lost) != len(found.repaid):
+            raise Corrupt("The state of a capacity boost has debts of other experts than repayments.")
+        return found
+
+
+def boost_factors(
+    debt_E: Sequence[int], boost: float, *, kept_E: Sequence[int] | None = None, room_E: Sequence[int] | None = None
+) -> list[float]:
+    """The factor of each expert's capacity.
+
+    Args:
+        debt_E: tokens to make up for.
+        boost: how much more an expert in debt gets, 0.1 for a tenth.
+        kept_E: tokens that each expert processed in the last step; `None` if that is not known, then nobody gives.
+        room_E: tokens that each could have processed in it with the capacity that it has without boost.
+
+    Returns:
+        `1 + boost` for experts in debt; for others 1, less what they give: in proportion to what they left unused, and
+        no more than that, so that none drops a token for it if it has as many as in the last step.
+    """
+    factors = [1 + boost if debt else 1.0 for debt in debt_E]
+    if kept_E is None or room_E is None:
+        return factors
+    wanted = boost * sum(room for room, debt in zip(room_E, debt_E, strict=True) if debt)
+    unused = [0 if debt else max(r - k, 0) for r, k, debt in zip(room_E, kept_E, debt_E, strict=True)]
+    part = min(1.0, wanted / sum(unused)) if sum(unused) else 0.0
+    # An expert that had no token keeps a part: no library takes a capacity of zero.
+    return [f - min(part * u / r, 0.5) if u else f for f, u, r in zip(factors, unused, room_E, strict=True)]

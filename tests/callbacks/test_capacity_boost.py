@@ -1,0 +1,317 @@
+"""Experts that lost tokens get more capacity until they have made up for them, and then everything is as before."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_moe_ckpt.callbacks import CapacityBoost, DenseCheckpoint
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.parallel import run_world
+from lightning_moe_ckpt.policies import Accounting, Debts, boost_factors
+from lightning_moe_ckpt.strategy import MoEStrategy
+
+# Shape suffixes: B sequences, S tokens of one, T tokens, E experts, D model dim.
+
+D, E, TOKENS = 4, 4, 40
+FACTOR = 0.5
+BASE = round(FACTOR * TOKENS / E)
+"""Slots of an expert in one forward, top-1."""
+
+
+class Lossy(DenseCheckpoint):
+    """Says that tokens were lost, as a lossy recovery does; what is stored and restored is real."""
+
+    def __init__(self, url: str, lost: tuple[int, ...]) -> None:
+        super().__init__(url, every_n_steps=1, freeze_heap=False)
+        self.lost = torch.tensor(lost)
+
+    @property
+    @override
+    def accounting(self) -> Accounting | None:
+        return replace(Accounting.start((E,)), lost=self.lost)
+
+
+class Model(LightningModule):
+    """One layer; most tokens want expert 0, some expert 1, few the others."""
+
+    def __init__(self, factor: float = FACTOR, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.factor, self.fail_at = factor, fail_at
+        self.moe: MoELayer | None = None
+        self.routed: list[list[int]] = []
+        self.live: list[Any] = []
+
+    @override
+    def configure_model(self) -> None:
+        if self.moe is None:
+            self.moe = MoELayer(D, 8, E, top_k=1, capacity_factor=self.factor)
+            with torch.no_grad():
+                self.moe.gate.weight.copy_(torch.tensor([3.0, 2.5, -4.0, -4.0])[:, None].expand(E, D))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.moe is not None
+        if self.fail_at == self.global_step:
+            raise RuntimeError("crash")
+        before_E = self.moe.tokens_per_expert + self.moe.drops_per_expert
+        self.live.append(self.moe.capacity_factor)
+        loss: Tensor = (self.moe(batch[0]) - batch[0]).square().mean()
+        self.routed.append((self.moe.tokens_per_expert + self.moe.drops_per_expert - before_E).tolist())
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(module: LightningModule, *callbacks: Callback, steps: int = 12, **options: Any) -> Trainer:
+    seed_everything(0, verbose=False)
+    data = torch.randn(steps * TOKENS, D, generator=torch.Generator().manual_seed(2)) + 0.3
+    loader = DataLoader(TensorDataset(data), batch_size=TOKENS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+            **{"logger": False, **options},
+        )
+        trainer.fit(module, loader)
+    return trainer
+
+
+def weights(module: LightningModule) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- our own layer
+
+
+def test_debts_are_repaid_with_extra_tokens_and_capacity_goes_back(tmp_path: Path) -> None:
+    """A tenth more from the second step on; paid is only what would have been dropped; then the value is the old one."""
+    module, boost = Model(), CapacityBoost()
+    fit(module, Lossy(str(tmp_path), (3, 0, 0, 0)), boost)
+    assert module.live[0] == FACTOR
+    boosted = [i for i, live in enumerate(module.live) if live != FACTOR]
+    assert boosted, "the live capacity changed"
+    debt = 3
+    for step in boosted:
+        assert module.live[step][0] == pytest.approx(1.1 * FACTOR)
+        assert debt > 0
+        routed = module.routed[step][0]
+        debt -= min(routed, -(-round(1.1 * FACTOR * TOKENS * 1e6) // (E * 10**6))) - min(routed, BASE)
+    assert debt <= 0
+    assert module.live[-1] == FACTOR
+    assert isinstance(module.live[-1], float)
+    assert boosted == list(range(1, 1 + len(boosted)))
+    assert boost.debts == {}
+    assert boost.state_dict()["moe"]["repaid"][0] == 3 - debt
+
+
+def test_what_experts_in_debt_get_is_taken_from_unused_capacity(tmp_path: Path) -> None:
+    """As much as they get; experts that have no room give nothing, and nobody drops a token for it."""
+    module = Model()
+    fit(module, Lossy(str(tmp_path), (1000, 0, 0, 0)), CapacityBoost(0.2))
+    for step in range(1, len(module.live)):
+        live, before = module.live[step], module.routed[step - 1]
+        assert sum(live) == pytest.approx(E * FACTOR)
+        for expert in range(1, E):
+            assert live[expert] <= FACTOR
+            assert min(before[expert], BASE) <= live[expert] * TOKENS / E + 1e-9
+        assert live[0] == pytest.approx(1.2 * FACTOR)
+
+
+def test_without_a_loss_nothing_is_different(tmp_path: Path) -> None:
+    """Bit for bit with and without the callback, and beside a callback that has no accounting."""
+    runs = []
+    for name, lost in (("none", None), ("boost", (0, 0, 0, 0))):
+        module = Model()
+        callbacks = [] if lost is None else [CapacityBoost()]
+        fit(module, Lossy(str(tmp_path / name), (0, 0, 0, 0)), *callbacks)
+        runs.append((weights(module), module.live, module.routed))
+        assert set(module.live) == {FACTOR}
+    exact, boost = Model(), CapacityBoost()
+    fit(exact, DenseCheckpoint(str(tmp_path / "exact"), freeze_heap=False), boost)
+    runs.append((weights(exact), exact.live, exact.routed))
+    assert boost.state_dict() == {}
+    assert all(same(runs[0][0], run[0]) and runs[0][1:] == run[1:] for run in runs[1:])
+
+
+def test_a_loss_makes_a_difference(tmp_path: Path) -> None:
+    """The comparison above can fail: with debts the same run ends elsewhere."""
+    with_debts, without = Model(), Model()
+    fit(with_debts, Lossy(str(tmp_path / "a"), (5, 0, 0, 0)), CapacityBoost())
+    fit(without, Lossy(str(tmp_path / "b"), (5, 0, 0, 0)))
+    assert not same(weights(with_debts), weights(without))
+
+
+def test_debts_survive_a_further_crash(tmp_path: Path) -> None:
+    """In the middle of repaying: debts, raised capacity and the end are those of a run that was not interrupted."""
+    whole, boost = Model(), CapacityBoost()
+    fit(whole, Lossy(str(tmp_path / "whole"), (4, 0, 0, 0)), boost)
+    first = CapacityBoost()
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(Model(fail_at=3), Lossy(str(tmp_path / "run"), (4, 0, 0, 0)), first)
+    second, again = Model(), CapacityBoost()
+    fit(second, checkpoint := Lossy(str(tmp_path / "run"), (4, 0, 0, 0)), again)
+    assert checkpoint.report.resumed_from in (2, 3)
+    assert second.live == whole.live[-len(second.live) :]
+    assert second.live[0] != FACTOR, "it resumed while capacity was raised"
+    assert same(weights(second), weights(whole))
+    assert again.state_dict() == boost.state_dict()
+
+
+def test_another_loss_adds_to_the_debts(tmp_path: Path) -> None:
+    """What is repaid stays repaid, what the accounting has lost in all is owed less that."""
+    fit(Model(), Lossy(str(tmp_path), (3, 0, 0, 0)), first := CapacityBoost(), steps=8)
+    repaid = first.state_dict()["moe"]["repaid"][0]
+    assert repaid >= 3
+    seen: list[dict[str, tuple[int, ...]]] = []
+
+    class Look(Callback):
+        @override
+        def on_train_batch_start(self, *args: object) -> None:
+            seen.append(second.debts)
+
+    fit(Model(), Lossy(str(tmp_path), (900, 0, 7, 0)), second := CapacityBoost(), Look(), steps=10)
+    assert seen[0] == {"moe": (900 - repaid, 0, 7, 0)}
+
+
+def test_what_is_owed_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a line at the start and at the end, and as a column of the logs."""
+    logger = CSVLogger(str(tmp_path / "logs"))
+    with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt"):
+        fit(
+            Model(),
+            Lossy(str(tmp_path / "run"), (3, 0, 0, 0)),
+            CapacityBoost(),
+            logger=logger,
+            log_every_n_steps=1,
+        )
+    assert "moe: 1 experts have 3 tokens to make up for, and get 10% more capacity" in caplog.text
+    assert "moe: all lost tokens are made up for; capacity is what it was" in caplog.text
+    assert "moe/boost_debt" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+def test_layers_that_drop_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There is no capacity to raise."""
+    fit(module := Model(factor=0.0), Lossy(str(tmp_path), (3, 0, 0, 0)), CapacityBoost(), steps=2)
+    assert module.live == [0.0, 0.0]
+    assert "['moe'] drop no tokens: what their experts have lost is not made up for" in caplog.text
+
+
+@pytest.mark.parametrize("boost", [0.0, -0.1, 11.0])
+def test_a_boost_out_of_range_is_refused(boost: float) -> None:
+    """As the caller wrote it."""
+    with pytest.raises(ConfigurationError, match=rf"CapacityBoost\(boost={boost}\)"):
+        CapacityBoost(boost)
+
+
+# -- expert parallel
+
+
+def test_expert_parallel_ranks_agree(tmp_path: Path) -> None:
+    """Two ranks with different tokens set the same capacities at the same steps, and repay together."""
+
+    def work(rank: int) -> tuple[list[Any], dict[str, Any]]:
+        module, boost = Model(), CapacityBoost()
+        strategy = MoEStrategy(expert_parallel=2)
+        fit(module, Lossy(str(tmp_path), (9, 0, 0, 0)), boost, strategy=strategy, devices=2, steps=6)
+        return module.live, boost.state_dict()
+
+    first, second = run_world(2, work, process_group=False, timeout=timedelta(seconds=120))
+    assert first == second
+    assert any(live != FACTOR for live in first[0])
+    assert first[1]["moe"]["repaid"][0] > 0
+
+
+# -- Hugging Face Switch
+
+
+class Switch(LightningModule):
+    """Its router counts per sequence, and compares with one capacity or with one per expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import SwitchTransformersConfig
+        from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+        config = SwitchTransformersConfig(
+            d_model=D, d_ff=8, num_experts=E, expert_capacity=4, router_jitter_noise=0.0, router_dtype="float32"
+        )
+        self.moe = SwitchTransformersSparseMLP(config)
+        with torch.no_grad():
+            self.moe.router.classifier.weight.copy_(torch.tensor([3.0, 2.5, -4.0, -4.0])[:, None].expand(E, D))
+        self.kept: list[list[list[int]]] = []
+        self.live: list[Any] = []
+        self.moe.router.register_forward_hook(lambda _m, _a, out: self.kept.append(out[0].sum(-2).tolist()))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        capacity = self.moe.router.expert_capacity
+        self.live.append(torch.as_tensor(capacity).tolist())
+        x_BSD = batch[0].view(2, -1, D)
+        loss: Tensor = (self.moe(x_BSD) - x_BSD).square().mean()
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_switch_gets_one_more_place_per_sequence_until_it_has_repaid(tmp_path: Path) -> None:
+    """A tenth more of 4 is 5; paid are the tokens beyond 4 in each sequence; then the capacity is 4 again."""
+    module, boost = Switch(), CapacityBoost()
+    fit(module, Lossy(str(tmp_path), (3, 0, 0, 0)), boost)
+    boosted = [i for i, live in enumerate(module.live) if live != 4]
+    assert boosted
+    assert all(module.live[step][0] == 5 for step in boosted)
+    paid = sum(max(sequence[0] - 4, 0) for sequences in module.kept for sequence in sequences)
+    assert paid >= 3
+    assert module.live[-1] == 4
+    assert boost.state_dict()["moe"] == {
+        "lost": [3, 0, 0, 0],
+        "repaid": [paid, 0, 0, 0],
+        "base": None,
+        "factors": [1.0],
+    }
+
+
+# -- arithmetic
+
+
+def test_factors() -> None:
+    """Debtors get the boost; who has room gives in proportion, and no more than it has."""
+    assert boost_factors([5, 0, 0, 0], 0.1) == [1.1, 1.0, 1.0, 1.0]
+    given = boost_factors([5, 0, 0, 0], 0.1, kept_E=[100, 100, 80, 40], room_E=[100] * 4)
+    assert given == [1.1, 1.0, pytest.approx(1 - 0.1 / 4), pytest.approx(1 - 0.3 / 4)]
+    scarce = boost_factors([5, 5, 5, 0], 0.1, kept_E=[100, 100, 100, 90], room_E=[100] * 4)
+    assert scarce == [1.1, 1.1, 1.1, pytest.approx(0.9)]
+
+
+def test_only_experts_in_debt_repay() -> None:
+    """Extra tokens of others are not credit for a later loss."""
+    debts = Debts.none(3).with_lost([5, 0, 2]).repay([3, 4, 2])
+    assert (debts.repaid, debts.open) == ((3, 0, 2), (2, 0, 0))
+    assert Debts.from_state(debts.to_state()) == debts
+    assert debts.with_lost([5, 6, 2]).open == (2, 6, 0)
