@@ -150,7 +150,8 @@ class CheckpointCallback(Checkpoint):
     @property
     def accounting(self) -> Accounting | None:
         """Tokens of every expert, saved and lost, under a lossy policy and in `fit`; `None` under policies that are exact."""
-        return None
+        figures = self._run.life.report().lost if self._run is not None else None
+        return None if figures is None else figures.accounting
 
     def wait_committed(self, timeout: float = 60.0) -> bool:
         """Block until everything handed to storage so far is durable.

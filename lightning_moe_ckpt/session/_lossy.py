@@ -201,6 +201,7 @@ class LossyPlanner:
             processed=int(now.processed.sum()),
             lost=int(now.lost.sum()),
             unsaved={level: int(now.unsaved(level).sum()) for level in LEVELS},
+            accounting=now,
         )
 
     def collect(self, exchange: Exchange) -> None:

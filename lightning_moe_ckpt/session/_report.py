@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from lightning_moe_ckpt.policies import Accounting
 
 if TYPE_CHECKING:
     from lightning_moe_ckpt.session._capture import CaptureSession
@@ -28,6 +30,8 @@ class LossFigures:
     """Of them, those whose updates are in no weights any more."""
     unsaved: dict[str, int]
     """Of them, those whose updates only live weights have: what losing everything but `memory` or `storage` would cost."""
+    accounting: Accounting = field(repr=False, compare=False)
+    """What all of these are taken from, by expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
