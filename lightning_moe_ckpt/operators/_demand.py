@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_moe_ckpt.operators._taps import TokenCounts, in_backward
+from lightning_moe_ckpt.operators._taps import TokenCounts, find_indices, in_backward
 
 Share = Literal["processed", "dropped", "capacity"]
 
@@ -54,6 +54,42 @@ class DemandTap:
                 add_share(counts, self.share, self.read(out))
 
         return [module.get_submodule(self.gate).register_forward_hook(after, with_kwargs=True)]
+
+    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
+        """Nothing: the hook has counted."""
+
+
+@dataclass(frozen=True)
+class ChoiceTap:
+    """Counts the expert indices that a router emits; one outside `[0, E)` marks a dropped token."""
+
+    router: str
+    """Name of the module."""
+    limit: str | None = None
+    """Name of a module whose `expert_capacity(num_tokens)` says what an expert takes, zero for all."""
+    share: Share = "processed"
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook the router's forward."""
+        limiting: Any = None if self.limit is None else module.get_submodule(self.limit)
+
+        def after(router: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any], out: Any) -> None:
+            if not router.training or in_backward():
+                return
+            idx_TK = find_indices(out)
+            if idx_TK is None:
+                counts.missed(self.router, "emits no expert indices")
+            elif limiting is None:
+                with torch.no_grad():
+                    counts.add_indices(idx_TK)
+            else:
+                idx_S = idx_TK.detach().reshape(-1).to(torch.int64)
+                demand_E = torch.zeros(counts.num_experts, dtype=torch.int64, device=idx_S.device)
+                demand_E.scatter_add_(0, idx_S, torch.ones_like(idx_S))
+                capacity = int(limiting.expert_capacity(idx_TK.shape[0]))
+                add_share(counts, self.share, (demand_E, capacity or None))
+
+        return [module.get_submodule(self.router).register_forward_hook(after, with_kwargs=True)]
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
         """Nothing: the hook has counted."""

@@ -11,12 +11,20 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_moe_ckpt.operators.adapters._deepspeed import DEEPSPEED
+from lightning_moe_ckpt.operators.adapters._fastmoe import FASTMOE
 from lightning_moe_ckpt.operators.adapters._hugging_face import HUGGING_FACE
+from lightning_moe_ckpt.operators.adapters._megablocks import MEGABLOCKS
+from lightning_moe_ckpt.operators.adapters._megatron import MEGATRON
 from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory
+from lightning_moe_ckpt.operators.adapters._torchtitan import TORCHTITAN
 from lightning_moe_ckpt.operators.adapters._tutel import TUTEL
 
 _RULES: Mapping[str, Mapping[str, AdapterFactory]] = {
     "deepspeed": DEEPSPEED,
+    "fmoe": FASTMOE,
+    "megablocks": MEGABLOCKS,
+    "megatron": MEGATRON,
+    "torchtitan": TORCHTITAN,
     "transformers": HUGGING_FACE,
     "tutel": TUTEL,
 }

@@ -32,6 +32,7 @@ from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._popularity_taps import ProbabilityTap
 from lightning_moe_ckpt.operators._taps import TokenCounts, in_backward
 from lightning_moe_ckpt.operators._types import ParamSlice
+from lightning_moe_ckpt.operators.adapters._pieces import piece
 from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory
 from lightning_moe_ckpt.parallel._tutel import tutel_refusal
 
@@ -139,28 +140,16 @@ def _cut(
     for name, param in index.under(prefix).items():
         local = next((i for i, path in enumerate(modules) if name.startswith(f"{prefix}.{path}.")), None)
         if local is not None:
-            slices[ids[local]].append(_piece(name, param, 0, ids[local] // len(ids), num_experts // len(ids)))
+            slices[ids[local]].append(piece(name, param, 0, ids[local] // len(ids), num_experts // len(ids)))
         elif len(ids) == 1 or param.shape[0] == len(ids) or _is_flat(layer, name, param):
             for i, expert in enumerate(ids):
-                slices[expert].append(_piece(name, param, i, expert, num_experts, among=len(ids)))
+                slices[expert].append(piece(name, param, i, expert, num_experts, among=len(ids)))
         else:
             raise UnknownLayout(
                 f"`{name}` {tuple(param.shape)} of Tutel layer `{fqn}` does not show which of its elements belong to "
                 f"which of {len(ids)} experts. Stack experts in dimension 0, or hold them in a ModuleList."
             )
     return {expert: tuple(pieces) for expert, pieces in slices.items()}
-
-
-def _piece(fqn: str, param: nn.Parameter, place: int, global_place: int, places: int, *, among: int = 1) -> ParamSlice:
-    """The part at `place` of `among` equal ones in a parameter, which is at `global_place` of `places` over all ranks."""
-    numel, shape = param.numel() // among, param.shape or (1,)
-    return ParamSlice(
-        fqn=fqn,
-        start=place * numel,
-        stop=(place + 1) * numel,
-        global_shape=(shape[0] // among * places, *shape[1:]),
-        global_start=global_place * numel,
-    )
 
 
 def _numbered(experts: nn.Module, num_local: int) -> list[str]:
