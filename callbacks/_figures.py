@@ -14,7 +14,7 @@ from lightning_moe_ckpt.metrics import (
     StallShare,
     WindowPosition,
 )
-from lightning_moe_ckpt.session import Report
+from lightning_moe_ckpt.session import LossFigures, Report
 
 # Shape suffixes: R ranks, 3 the numbers of `own`.
 
@@ -69,6 +69,7 @@ class CheckpointFigures:
             "moe/generations_complete": now.generations_complete,
             "moe/generations_committed": now.generations_committed,
             **{f"moe/generations_skipped/{tier}": number for tier, number in now.generations_skipped.items()},
+            **_lost(now.lost),
         }
 
     @staticmethod
@@ -97,3 +98,17 @@ class CheckpointFigures:
             "moe/captured_nbytes_per_step": self._captured.compute().item(),
             "moe/persisted_nbytes_per_second": self._persisted.compute().item(),
         }
+
+
+def _lost(lost: LossFigures | None) -> dict[str, float]:
+    """Of a run whose restarts are not exact."""
+    if lost is None:
+        return {}
+    figures = {
+        "moe/plt": lost.plt,
+        "moe/mlt": lost.mlt,
+        "moe/lost_tokens": float(lost.lost),
+        "moe/lossy_faults": float(lost.faults),
+        **{f"moe/unsaved_tokens/{level}": float(number) for level, number in lost.unsaved.items()},
+    }
+    return figures if lost.k is None else {**figures, "moe/experts_per_generation": float(lost.k)}

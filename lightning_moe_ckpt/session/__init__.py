@@ -11,6 +11,7 @@ from lightning_moe_ckpt.session._journal import differs as differs
 from lightning_moe_ckpt.session._life import Life as Life
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows as LossyWindows
 from lightning_moe_ckpt.session._planners import WindowPolicy as WindowPolicy
+from lightning_moe_ckpt.session._report import LossFigures as LossFigures
 from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._rng import RngState as RngState
 from lightning_moe_ckpt.session._rng import capture_rng as capture_rng

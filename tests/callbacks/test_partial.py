@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, PartialExpertCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
 
@@ -34,13 +34,13 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def fit(checkpoint: Any, *, experts: bool = True) -> None:
+def fit(checkpoint: Any, *others: Any, experts: bool = True) -> None:
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.arange(4.0 * 12 * FEATURES).view(-1, FEATURES).sin()), batch_size=4)
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
-        callbacks=[checkpoint],
+        callbacks=[*others, checkpoint],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -78,7 +78,8 @@ def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> 
         PartialExpertCheckpoint(tmp_path / "partial", keep=3),
         DenseCheckpoint(tmp_path / "dense", every_n_steps=1),
     )
-    fit(partial)
+    monitor = ExpertLoadMonitor(every_n_steps=1)
+    fit(partial, monitor)
     fit(dense)
     report, lost = partial.report, partial.report.lost
     print(f"bytes per step: {report.nbytes_per_step:.0f}, dense: {dense.report.nbytes_per_step:.0f}")
@@ -88,3 +89,6 @@ def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> 
     assert lost.processed == 12 * 4 * 2, "12 batches of 4, each token to two experts"
     assert 0 < lost.unsaved["memory"] <= lost.unsaved["storage"] <= lost.processed
     assert dense.report.lost is None
+    assert monitor.latest["moe/experts_per_generation"] == 1
+    assert (monitor.latest["moe/plt"], monitor.latest["moe/mlt"], monitor.latest["moe/lossy_faults"]) == (0, 0, 0)
+    assert 0 < monitor.latest["moe/unsaved_tokens/memory"] <= monitor.latest["moe/unsaved_tokens/storage"]

@@ -13,8 +13,8 @@ from campaign._states import Taken, in_memory, in_storage, recorded, require_rec
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import Accounting
 
-WORLDS = [(1, 1), (3, 1), (3, 3), (4, 2)]
-"""Ranks, and over how many of them the experts are spread."""
+ROWS = [(1, 1, 3, True), (3, 1, None, False), (3, 3, 3, True), (4, 2, None, True)]
+"""Ranks, over how many of them experts are spread, K of memory, and whether training waits for storage at each step."""
 NUM_EXPERTS = 6
 
 
@@ -41,17 +41,17 @@ def run(campaigns: Campaigns, setup: Setup, *, wait: bool = True) -> Path:
     return life.workdir
 
 
-@pytest.mark.parametrize(("world_size", "expert_parallel"), WORLDS)
-@pytest.mark.parametrize("snapshot_k", [None, 3])
+@pytest.mark.parametrize(("world_size", "expert_parallel", "snapshot_k", "wait"), ROWS)
 def test_generations_hold_what_the_state_was(
-    campaigns: Campaigns, world_size: int, expert_parallel: int, snapshot_k: int | None
+    campaigns: Campaigns, world_size: int, expert_parallel: int, snapshot_k: int | None, wait: bool
 ) -> None:
     """In storage and in memory, on every rank; what they take adds up to the plan, and borrowing completes it."""
     setup = partial_setup(world_size, expert_parallel, snapshot_k=snapshot_k)
-    folder = run(campaigns, setup)
+    folder = run(campaigns, setup, wait=wait)
     known, counted = [states(folder, rank) for rank in range(world_size)], tokens(folder, world_size)
     stored = in_storage(folder)
-    assert [commit.generation.step for commit, _ in stored] == list(range(setup.steps + 1))
+    if wait:
+        assert [commit.generation.step for commit, _ in stored] == list(range(setup.steps + 1))
     everything = {name for name, *_ in known[0][0]} | {name for state in known for name, *_ in state[0]}
     experts = {name for name in everything if "/expert." in name}
     for commit, parts in stored:
@@ -68,13 +68,14 @@ def test_generations_hold_what_the_state_was(
         if 0 < commit.generation.step < setup.steps:
             assert everything - experts <= taken
             assert {name for part in parts for name in part.experts} == named(parts[0], "storage")
-            require_newest(parts, stored, commit.generation.step)
+            require_newest(parts, stored)
     held = [list(in_memory(folder, rank)) for rank in range(world_size)]
     for rank, generations in enumerate(held):
         assert {name for each in generations for name in each.experts} >= experts & {n for n, *_ in known[rank][0]}
         for each in generations:
             require_recorded(each, known[rank][each.step])
             assert each.experts == named(each, "memory") & {name for name, *_ in known[rank][0]}
+            require_file_within(each, [parts[rank] for _, parts in stored])
 
 
 def named(part: Taken, level: str) -> set[str]:
@@ -83,13 +84,23 @@ def named(part: Taken, level: str) -> set[str]:
     return {f"model.moe.layer/expert.{expert}" for expert in layer}
 
 
-def require_newest(parts: Sequence[Taken], stored: Sequence[tuple[object, Sequence[Taken]]], step: int) -> None:
+def require_newest(parts: Sequence[Taken], stored: Sequence[tuple[object, Sequence[Taken]]]) -> None:
     """Each borrowed expert is from the newest older generation that has it."""
+    older = [each for _, each in stored if each[0].step < parts[0].step]
     for part in parts:
         for borrowed in part.marker.borrowed:
             for name in {record.operator for record in borrowed.segment.records}:
-                having = [s for s, (_, each) in enumerate(stored[:step]) if any(name in p.experts for p in each)]
+                having = [each[0].step for each in older if any(name in p.experts for p in each)]
                 assert borrowed.generation.step == having[-1]
+
+
+def require_file_within(held: Taken, stored: Sequence[Taken]) -> None:
+    """The file in storage is a part of the memory of the same generation, or all of it, byte for byte."""
+    for file in [each.file for each in stored if each.step == held.step and "storage" in each.plan]:
+        headers = [record for record in held.marker.segments[0].records if record.kind == "persisted_header"]
+        start = headers[0].offset if headers else 0
+        assert bool(headers) == (held.plan["memory"] != held.plan["storage"])
+        assert torch.equal(held.file[start : start + file.numel()], file)
 
 
 def test_without_skips_experts_come_in_turns(campaigns: Campaigns) -> None:

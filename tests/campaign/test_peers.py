@@ -34,6 +34,8 @@ from lightning_moe_ckpt.testing._lives_kill import Kill
 
 put = PersistWorker._put
 
+Policy = Literal["dense", "sparse", "partial"]
+
 
 def train_on_nodes(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
     """What `setup` does, on nodes."""
@@ -41,7 +43,7 @@ def train_on_nodes(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
     return train(setup, life)
 
 
-def two_nodes(policy: Literal["dense", "sparse"]) -> Setup:
+def two_nodes(policy: Policy) -> Setup:
     """Four ranks that share 12 experts by twos."""
     return Setup(
         model="stacked",
@@ -53,10 +55,8 @@ def two_nodes(policy: Literal["dense", "sparse"]) -> Setup:
     )
 
 
-@pytest.mark.parametrize("policy", ["sparse", "dense"])
-def test_a_run_with_copies_ends_the_same_and_leaves_nothing(
-    campaigns: Campaigns, folder: Path, policy: Literal["dense", "sparse"]
-) -> None:
+@pytest.mark.parametrize("policy", ["sparse", "dense", "partial"])
+def test_a_run_with_copies_ends_the_same_and_leaves_nothing(campaigns: Campaigns, folder: Path, policy: Policy) -> None:
     """Replication beside expert-parallel training: every rank has generations on the other node, no bit differs."""
     setup, nodes = two_nodes(policy), Nodes(folder, (0, 0, 1, 1))
     lives = campaigns.check(setup, fit=partial(train_on_nodes, setup, nodes))
@@ -66,9 +66,7 @@ def test_a_run_with_copies_ends_the_same_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
-def test_a_node_that_dies_comes_back_from_the_other_one(
-    campaigns: Campaigns, folder: Path, policy: Literal["dense", "sparse"]
-) -> None:
+def test_a_node_that_dies_comes_back_from_the_other_one(campaigns: Campaigns, folder: Path, policy: Policy) -> None:
     """Its ranks read copies on the node that lives, which reads its own memory, though storage has nothing but the start.
 
     Rank 2 is killed, the memory of its node is gone. Which generation is restored depends on how far copies had got.
@@ -117,7 +115,7 @@ class AwaitsCopies(Callback):
     [("sparse", 20), *(pytest.param(policy, 500, marks=pytest.mark.soak) for policy in ("sparse", "dense"))],
 )
 def test_memory_of_two_nodes_is_what_was_reserved(
-    campaigns: Campaigns, folder: Path, policy: Literal["dense", "sparse"], steps: int
+    campaigns: Campaigns, folder: Path, policy: Policy, steps: int
 ) -> None:
     """Slots for own generations and for copies, at every step, on each node, within 5 percent; statements do not add up."""
     setup = replace(two_nodes(policy), batches=steps // 2, validate_every=None)

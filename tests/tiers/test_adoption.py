@@ -17,9 +17,18 @@ from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, KeyMissing
 from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, MemoryMarker
+from lightning_moe_ckpt.session._sealed import Markers
+from lightning_moe_ckpt.storage import (
+    RING_HEADER_NBYTES,
+    GenerationId,
+    MemoryMarker,
+    RankMarker,
+    SegmentEntry,
+    segment_key,
+)
 from lightning_moe_ckpt.tiers import Holding, HostTier, RankMemory, SegmentRing, _ring, _shm, shared_name
 from lightning_moe_ckpt.tiers._names import MemoryName, marker_files, marker_path, unfinished_path
+from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
 from tiers._segments import LAYOUT, RUN, Child, check, check_whole, generation, keep, leave_behind, readable, seal
 
 URL = "file:///run"
@@ -243,6 +252,55 @@ def test_only_what_was_resumed_from_is_kept(node: Path) -> None:
     own.claim(generation(6))
     assert readable(node) == [(0, 6)]
     own.close(unlink=True)
+
+
+def test_older_generations_stay_where_one_has_not_everything(node: Path) -> None:
+    """They go as newer ones take their place; what is newer than what was resumed from goes at once."""
+    leave_behind(life(node, 3, 5, 7, 9))
+    own = memory(node)
+    own.claim(generation(7), older=True)
+    assert readable(node) == [(0, 7), (0, 5), (0, 3)]
+    ring = own.make(SLOT, 9, keep=3)
+    for step, kept in ((8, [8, 7, 5]), (10, [10, 8, 7])):
+        keep(ring, generation(step, 2), (step - 1, step))
+        own.complete_everywhere(generation(step, 2))
+        assert readable(node) == [(0, each) for each in kept]
+    own.close(unlink=True)
+
+
+def test_a_ring_that_does_not_fit_stays_until_the_new_one_has_as_many_as_are_kept(node: Path) -> None:
+    """More experts per generation need larger slots; until they are all taken again, the older ring has the others."""
+    leave_behind(life(node, 3, 5, num_slots=4))
+    own = memory(node)
+    own.claim(generation(5), older=True)
+    ring = own.make(SLOT, 9, keep=2)
+    keep(ring, generation(6, 2), (5, 6))
+    own.complete_everywhere(generation(6, 2))
+    assert readable(node) == [(0, 6), (0, 5), (0, 3)]
+    keep(ring, generation(8, 2), (7, 8))
+    own.complete_everywhere(generation(8, 2))
+    assert readable(node) == [(0, 8), (0, 6)]
+    own.close(unlink=True)
+
+
+def test_copies_for_others_are_kept_as_many_as_they_keep_themselves(node: Path) -> None:
+    """And one more is received meanwhile; what is newer than what the owner names is not whole on all ranks."""
+    store = ReplicaStore(memory(node, rank=4), keep=3)
+    store.allocate(SLOT, 1)
+    before = None
+    for step in range(1, 7):
+        store.begin(generation(step), keep=before, num_segments=1, slot_nbytes=SLOT)
+        store.segment(step, SLOT)
+        store.publish(_marker_of(4, step))
+        before = generation(step) if step != 4 else before
+    assert sorted(each.step for each in store._memory.published) == [2, 3, 5, 6]
+    store.close(unlink=True)
+
+
+def _marker_of(rank: int, step: int) -> RankMarker:
+    entry = SegmentEntry(step=step, key=segment_key(generation(step), rank, step), nbytes=SLOT, digest="")
+    markers = Markers(run_id=RUN, rank=rank, world_size=5)
+    return markers.of(generation(step), [entry], plan_hash="plan", plan_json="{}")
 
 
 def test_killed_again_before_anything_new_is_complete(node: Path) -> None:

@@ -64,9 +64,11 @@ def fill(ring: SegmentRing, generation: int, window: int) -> list[Slot]:
 class RingMachine(RuleBasedStateMachine):
     """Random life of a ring beside a model of what must still be readable."""
 
-    @initialize(num_slots=st.integers(3, 9))
-    def make(self, num_slots: int) -> None:
+    @initialize(num_slots=st.integers(3, 9), keep=st.integers(1, 3))
+    def make(self, num_slots: int, keep: int) -> None:
         self.ring = memory_ring(num_slots)
+        self.ring.keep = self.keep = keep
+        self.kept: list[int] = []
         self.num_slots = num_slots
         self.next = 1
         self.open: int | None = None
@@ -125,13 +127,19 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(g >= self.everywhere for g in self.complete))
     @rule(data=st.data())
     def told(self, data: st.DataObject) -> None:
-        self.everywhere = data.draw(st.sampled_from([g for g in self.complete if g >= self.everywhere]))
+        before, self.everywhere = (
+            self.everywhere,
+            data.draw(st.sampled_from([g for g in self.complete if g >= self.everywhere])),
+        )
+        newer = [g for g in self.complete if before < g <= self.everywhere]
+        self.kept = [*self.kept, *newer][-self.keep :]
         self.ring.complete_everywhere(self.everywhere)
 
     @precondition(lambda self: self.open is not None or self.complete)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        alive = [g for g in self.complete if g >= self.everywhere] + ([self.open] if self.open is not None else [])
+        alive = [g for g in self.complete if g > self.everywhere or g in self.kept]
+        alive += [self.open] if self.open is not None else []
         generation = data.draw(st.sampled_from(alive))
         self.ring.pin(generation)
         self.pins[generation] = self.pins.get(generation, 0) + 1
@@ -147,10 +155,11 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_must_be_readable_is_intact_and_the_rest_is_free(self) -> None:
-        """The newest complete generation, newer ones and pinned ones keep their bytes; nothing else keeps a slot."""
+        """The newest that are complete everywhere, newer ones and pinned ones keep their bytes; nothing else has a slot."""
         if not hasattr(self, "ring"):
             return
-        keep = {g for g in self.held if g in self.pins or (g >= self.everywhere and g not in self.aborted)}
+        newer = {g for g in self.held if g > self.everywhere and g not in self.aborted}
+        keep = newer | {g for g in self.held if g in self.pins or g in self.kept}
         self.held = {g: slots for g, slots in self.held.items() if g in keep}
         assert all(bool((slot.view == g).all()) for g, slots in self.held.items() for slot in slots)
         indices = [slot.index for slots in self.held.values() for slot in slots]
@@ -173,6 +182,21 @@ def test_windows_follow_each_other_in_the_slots_that_were_asked_for() -> None:
     assert ring.fits(ring.slot_nbytes, window)
     assert not ring.fits(ring.slot_nbytes + 1, window)
     assert not ring.fits(ring.slot_nbytes, window + 1)
+
+
+def test_several_generations_are_kept_where_one_has_not_everything() -> None:
+    """A ring for lossy windows of one segment never meets a full ring either, and says so before a window begins."""
+    ring = memory_ring(slots_needed(1, keep=4))
+    ring.keep = 4
+    for generation in range(1, 12):
+        assert ring.can_begin(1)
+        fill(ring, generation, 1)
+        ring.finish_window(generation)
+        ring.complete_everywhere(generation)
+        assert ring.complete == list(range(max(1, generation - 3), generation + 1))
+    assert ring.fits(ring.slot_nbytes, 1)
+    ring.keep = 5
+    assert not ring.fits(ring.slot_nbytes, 1)
 
 
 def test_a_slow_reader_costs_slots_and_then_windows_but_no_bytes() -> None:
