@@ -122,7 +122,7 @@ def test_the_report_counts(tmp_path: Path) -> None:
     assert report.generations_complete == 3
     assert report.generations_committed >= 2
     assert report.nbytes_per_step > report.dense_nbytes / 2 > 0
-    assert 0 < report.stall_seconds_per_step < 1
+    assert 0 < report.stall_seconds_per_step < report.overhead_seconds_per_step
     assert 0 < report.checkpoint_share < report.overhead_share < 1  # waits are a part of what hooks take
 
 
