@@ -246,20 +246,21 @@ def test_a_record_that_is_bad_everywhere_costs_its_generation_only(campaigns: Ca
 
 
 def test_the_same_seed_gives_the_same_campaign(campaigns: Campaigns, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs of a random campaign by steps die at the same places; another seed gives another one."""
+    """A random campaign by steps dies where its seed says before it runs; another seed gives another one."""
     random = RandomFaults(mtbf=2.5, unit="steps", seed=1, kinds=[Fault(), Fault(kind="sigstop", seconds=0.02)], most=3)
     setup = Breaking(world_size=3, checkpointing=SPARSE, random=random)
-    first, second = campaigns.check_faults(setup), campaigns.check_faults(setup)
-    assert strikes(first) == strikes(second)
+    lives = campaigns.check_faults(setup)
     drawn = [(each.fault.rank, each.fault.kind, each.fault.step, each.fault.phase) for each in random.draw(3)]
-    assert sorted(strikes(first)) == sorted(drawn)
+    assert sorted(strikes(lives)) == sorted(drawn)
     other = replace(random, seed=2)
     assert drawn != [(each.fault.rank, each.fault.kind, each.fault.step, each.fault.phase) for each in other.draw(3)]
 
-    summary = summarize_faults(record_of(first[0].workdir))
-    deaths = sum(life.outcome == "killed" for life in first)
+    summary = summarize_faults(record_of(lives[0].workdir))
+    deaths = sum(life.outcome == "killed" for life in lives)
     assert (summary.lives, summary.finished, summary.steps, summary.injected) == (deaths + 1, True, setup.steps, 3)
-    assert summary.steps_lost == sum(len(life.steps()) for life in first) - setup.steps
+    lost = sum(len(life.steps()) for life in lives) - setup.steps
+    # Rank 0 may be killed, because another was, after it has noted a step and before the harness does.
+    assert lost <= summary.steps_lost <= lost + deaths
     (kills,) = (tally for tally in summary.kinds if tally.kind == "sigkill")
     assert (kills.deaths, kills.survived) == (deaths, deaths)
     assert 0.0 < summary.ettr < 1.0
