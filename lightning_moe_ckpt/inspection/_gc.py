@@ -18,7 +18,8 @@ Delete what nobody may restore any more, and say why; with --dry-run only say it
 Without --keep-...: what the run itself has given up but not deleted, because it was killed or its storage failed:
 generations below the watermark, of lives that others took over from, never committed by lives that are over, and of
 earlier runs once the newer one has more than it keeps; and what interrupted writes and uploads left.
-With --keep-...: first gives up all that none of these rules keeps, the newest always being kept.
+With --keep-...: first gives up all that none of these rules keeps, the newest always being kept. What a generation
+that stays borrows from stays with it; if the newest borrows, the last two are kept, since a save may borrow from both.
 
 Works while a job uses URL, which takes note and goes on; a job that starts meanwhile picks again.
 Exit status: 0 done, 2 there is no run or something could not be read or deleted; the next gc goes on there."""

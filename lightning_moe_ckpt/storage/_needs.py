@@ -35,7 +35,7 @@ def what_lacks(commit: Commit, history: History, defects: Mapping[GenerationId, 
     """
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:
-            return Lack(f"needs {need}, which the run has given up: {dead}", is_loss=False)
+            return Lack(f"needs {need}, given up: {dead}", is_loss=False)
     for need in commit.needs:
         if (defect := defects.get(need, "it is gone")) is not None:
             return Lack(f"needs {need}, which cannot be read: {defect}", is_loss=True)

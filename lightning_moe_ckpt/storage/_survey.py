@@ -64,9 +64,17 @@ class Survey:
         counted = {commit.generation for commit in whole}
         # What cannot be read now may be needed again, and so what it needs, until the log has given it up.
         needing = [c for each, c in self._manifests.items() if each in reasons or each not in counted]
-        return {
-            need: f"needed by {by}" for need, by in needed_by(c for c in needing if self._stays(c)).items()
-        } | reasons
+        needed = {need: f"needed by {by}" for need, by in needed_by(c for c in needing if self._stays(c)).items()}
+        return self._perhaps_needed(reasons) | needed | reasons
+
+    def _perhaps_needed(self, stay: Mapping[GenerationId, str]) -> dict[GenerationId, str]:
+        """Where generations borrow: all that is older than one that stays and does not say now what it needs."""
+        manifests = self._manifests
+        silent = [each.generation for each in self.passed_over if each.is_loss and each.commit is None]
+        newest = max((each for each in silent if each in stay), default=None)
+        if newest is None or not any(commit.needs for commit in manifests.values()):
+            return {}
+        return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
 
     def _stays(self, commit: Commit) -> bool:
         """Whether it counts as something to restore: not if it is only there for others."""

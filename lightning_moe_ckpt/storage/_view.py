@@ -22,7 +22,7 @@ from lightning_moe_ckpt.storage._catalog import (
 from lightning_moe_ckpt.storage._json import decode
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, parse_log_key
-from lightning_moe_ckpt.storage._needs import what_lacks
+from lightning_moe_ckpt.storage._needs import needed_by, what_lacks
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 
 
@@ -104,7 +104,10 @@ class RunView:
         catalog = read_catalog(self._backend)
         found = {generation: self._look_at(catalog[generation]) for generation in sorted(catalog, reverse=True)}
         defects = {each: stored.why_not for each, stored in found.items()}
-        return [self._with_needs(stored, defects) for stored in found.values()]
+        judged = [self._with_needs(stored, defects) for stored in found.values()]
+        lent = needed_by(each.commit for each in judged if each.commit is not None and each.usable)
+        only_lent = {g: by for g, by in lent.items() if g in found and found[g].dead is None}
+        return [_explained(each, only_lent.get(each.generation)) for each in judged]
 
     def log_damage(self) -> list[str]:
         """Read every log entry; what is wrong with those that are bad, or missing between others."""
@@ -170,3 +173,10 @@ class RunView:
         if commit.generation != generation:
             raise Corrupt(f"{key}: belongs to {commit.generation}. It is skipped.")
         return commit
+
+
+def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:
+    """The same; if it stays only because another one needs it, that is said."""
+    if needed_by is None or stored.dead is None:
+        return stored
+    return replace(stored, dead=f"only there for {needed_by}; {stored.dead}")

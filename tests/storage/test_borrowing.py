@@ -70,10 +70,15 @@ def test_what_a_kept_generation_needs_stays_and_nothing_older() -> None:
     }
     assert stored(backend) == [260, 270, 280, 290]
     assert dict(job.store.rejected) == {
-        f"step {step} (epoch 1)": f"needs step {step - 20} (epoch 1), which the run has given up: below the watermark 260"
+        f"step {step} (epoch 1)": f"needs step {step - 20} (epoch 1), given up: below the watermark 260"
         for step in (260, 270)
     }
     assert job.store.unreadable == []
+    view = {each.generation.step: each for each in RunView.open(backend).generations()}
+    assert [step for step, each in view.items() if each.usable] == [290, 280]
+    assert view[270].why_not == (
+        "only there for step 290 (epoch 1); needs step 250 (epoch 1), given up: below the watermark 260"
+    )
 
 
 def test_milestones_keep_what_they_need_by_name() -> None:
@@ -90,6 +95,26 @@ def test_milestones_keep_what_they_need_by_name() -> None:
     second.save(260, B, keep=2)
     assert stored(backend) == [220, 230, 250, 260]
     assert sorted(second.restorable()) == [250, 260]
+
+
+def test_a_milestone_that_cannot_be_read_now_loses_nothing_that_it_may_need() -> None:
+    """Nobody can say what that is, so nothing older goes until it is back; then the rest goes."""
+    backend = memory()
+    keep = Retention(last=2, every_n_steps=100)
+    job = in_turn(backend, range(0, 140, 10), keep)
+    key = commit_key(generation(100))
+    manifest = backend.get(key)
+    backend.put(key, b"the medium is away")
+    for turn, step in enumerate(range(140, 200, 10), 14):
+        job.save(step, EXPERTS[turn % 3], keep=keep)
+    assert 100 not in job.restorable()
+    told = {each.generation.step: each.reason for each in collect_garbage(backend, keep, dry_run=True).stays}
+    assert told[80] == "may be needed by step 100 (epoch 1), which cannot be read"
+    backend.put(key, manifest)
+    assert steps_of(job.restorable(), 100) == [100, 90, 100, 80]
+    job.save(200, C, keep=keep)
+    assert steps_of(job.restorable(), 100) == [100, 90, 100, 80]
+    assert stored(backend) == [0, 80, 90, 100, 170, 180, 190, 200]
 
 
 def test_an_expert_that_is_never_stored_again_keeps_one_generation() -> None:
