@@ -144,6 +144,31 @@ class TestLitGPT(AdapterContract):
         return loss
 
 
+class DeepSpeedBlock(nn.Module):
+    """DeepSpeed's layer, of whose outputs a model takes the first and adds the second to its loss."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = pytest.importorskip("deepspeed.moe.layer", reason="DeepSpeed is not installed: see the Makefile")
+        expert = nn.Sequential(nn.Linear(D, 6), nn.GELU(), nn.Linear(6, D))
+        self.moe = layer.MoE(D, expert, num_experts=E, min_capacity=1, **options)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out_TD, aux, _ = self.moe(x_TD)
+        summed_TD: Tensor = out_TD + 0.01 * aux
+        return summed_TD
+
+
+class TestDeepSpeed(Tokens):
+    """Top-1 and top-2, with less capacity than tokens and with a residual expert."""
+
+    @pytest.fixture(
+        autouse=True, params=[{"k": 1, "capacity_factor": 0.75}, {"k": 2, "use_residual": True, "capacity_factor": 0.5}]
+    )
+    def choose(self, request: pytest.FixtureRequest) -> None:
+        self.build = partial(DeepSpeedBlock, **request.param)
+
+
 # -- what a wrong adapter meets
 
 

@@ -133,6 +133,20 @@ def test_every_hugging_face_family_is_counted_right(name: str) -> None:
         prove_counts(model, step)
 
 
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_whatever_kernel_runs_the_experts(name: str, kernel: str) -> None:
+    """Transformers exchange the forward of the experts' module, which is counted before it."""
+    model: Any = FAMILIES[name][0]().train()
+    model.set_experts_implementation(kernel)
+    tokens = torch.randint(1, 64, (2, 8))
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    prove_counts(model, step)
+
+
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 @pytest.mark.parametrize("build", [Block, partial(MoELayer, D, 6, E, top_k=2, capacity_factor=0.5)])
 def test_our_own_layer_and_stacked_experts_are_counted_right(
