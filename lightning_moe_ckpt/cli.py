@@ -29,6 +29,7 @@ from lightning_moe_ckpt.benchmarks import (
     RecoveryBench,
     ReductionBench,
     ReplicationBench,
+    SelectionBench,
 )
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor, add_placement
@@ -43,6 +44,7 @@ _BENCHMARKS: tuple[Benchmark[Any], ...] = (
     ReductionBench(),
     PlannerBench(),
     PartialBench(),
+    SelectionBench(),
     RecoveryBench(),
     PersistBench(),
     ReplicationBench(),

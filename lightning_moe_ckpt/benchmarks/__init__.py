@@ -11,3 +11,4 @@ from lightning_moe_ckpt.benchmarks._planner import PlannerBench as PlannerBench
 from lightning_moe_ckpt.benchmarks._recovery import RecoveryBench as RecoveryBench
 from lightning_moe_ckpt.benchmarks._reduction import ReductionBench as ReductionBench
 from lightning_moe_ckpt.benchmarks._replication import ReplicationBench as ReplicationBench
+from lightning_moe_ckpt.benchmarks._selection import SelectionBench as SelectionBench

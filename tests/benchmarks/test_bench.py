@@ -24,6 +24,7 @@ from lightning_moe_ckpt.benchmarks import (
     RecoveryBench,
     ReductionBench,
     ReplicationBench,
+    SelectionBench,
 )
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
@@ -32,6 +33,7 @@ from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, Per
 from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
 from lightning_moe_ckpt.benchmarks._replication import ReplicationFigure
+from lightning_moe_ckpt.benchmarks._selection import SelectionFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.parallel._bench import ReductionCost
@@ -44,6 +46,7 @@ TINY_FITS = [
 TINY = {
     "planner": ("--operators", "1300", "--runs", "2"),
     "partial": ("--partial-experts", "8"),
+    "selection": ("--selection-steps", "120"),
     "reduction": ("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     "recovery": (
         *("--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"),
@@ -142,6 +145,18 @@ def test_adaptive_sharding_lowers_the_peak() -> None:
         assert figure.adaptive_nbytes <= 1.04 * figure.average_nbytes
     assert figures[0].saved > 0.05
     assert "adaptive" in _shown(PartialBench().table(figures))
+
+
+def test_popular_experts_first_halves_what_a_fault_costs() -> None:
+    """On a skewed router, in turns costs about twice as much; on an even one nothing is gained, and little is lost."""
+    figures = [SelectionFigure(**row) for row in _document("selection")["selection"]]
+    even, skewed, very = (figures[i : i + 3] for i in (0, 3, 6))
+    for found, most in ((skewed, 0.8), (very, 0.55)):
+        assert [figure.relative for figure in found if figure.selection == "round robin"] == [1.0]
+        assert all(figure.relative < most for figure in found if figure.selection != "round robin")
+    assert max(figure.relative for figure in even) < 1.1
+    assert even[0].skew < skewed[0].skew < very[0].skew
+    assert "popularity (MOETION)" in _shown(SelectionBench().table(figures))
 
 
 def test_reduction_is_compared_with_all_reduce_and_ddp() -> None:
