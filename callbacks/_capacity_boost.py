@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_moe_ckpt import _lightning
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._boost_meters import Measured, Meter, meter_of
+from lightning_moe_ckpt.callbacks._boost_routes import MarginRoute, find_router
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -34,14 +35,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Boost:
-    """One layer with a capacity."""
+    """One layer with a capacity, or with a router that can be made to choose otherwise."""
 
     layer: MoELayerSpec
-    view: CapacityView
+    view: CapacityView | None
+    """`None` for a layer that drops nothing."""
     debts: Debts
     base: Capacity = None
     """Capacity without boost, while there is one."""
-    meter: Meter | None = None
+    meter: Meter | MarginRoute | None = None
     factors: Sequence[float] = (1.0,)
     """In force."""
 
@@ -60,6 +62,9 @@ class CapacityBoost(Callback):
 
     Args:
         boost: how much more capacity, 0.1 for a tenth.
+        dropless: also in layers that drop nothing: tokens whose last choice was nearly an expert in debt go there, a tenth
+            as many as chose it. For routers of Hugging Face's Mixtral, Qwen-MoE, OLMoE, GraniteMoE and gpt-oss. This is
+            an extension of ours, and changes what the router learns from.
 
     Raises:
         ConfigurationError: `boost` is not above 0.
@@ -67,12 +72,12 @@ class CapacityBoost(Callback):
     Source: MOETION (2024), Sec. 6.
     """
 
-    def __init__(self, boost: float = 0.1) -> None:
+    def __init__(self, boost: float = 0.1, *, dropless: bool = False) -> None:
         if not 0 < boost <= 10:
             raise ConfigurationError(
                 f"`CapacityBoost(boost={boost})` must be above 0, such as 0.1, and no more than 10."
             )
-        self.boost = boost
+        self.boost, self.dropless = boost, dropless
         self._boosts: dict[str, _Boost] = {}
         self._stored: Mapping[str, Any] = {}
         self._step = 0
@@ -106,10 +111,13 @@ class CapacityBoost(Callback):
         self._boosts = {}
         unlimited = []
         for layer, lost_E in zip(found.layers, _lost_by_layer(accounting, found), strict=True):
-            if layer.live_capacity is None or not (layer.live_capacity.limited(pl_module)):
-                unlimited += [layer.prefix] if any(lost_E) else []
-                continue
-            self._boosts[layer.fqn] = self._resume(layer, lost_E)
+            view = layer.live_capacity
+            if view is not None and view.limited(pl_module):
+                self._boosts[layer.fqn] = self._resume(layer, view, lost_E)
+            elif self.dropless and find_router(layer, pl_module) is not None:
+                self._boosts[layer.fqn] = self._resume(layer, None, lost_E)
+            elif any(lost_E):
+                unlimited.append(layer.prefix)
         self._stored = {}
         if unlimited:
             log.warning("%s drop no tokens: what their experts have lost is not made up for", unlimited)
@@ -145,13 +153,12 @@ class CapacityBoost(Callback):
 
     # -- private
 
-    def _resume(self, layer: MoELayerSpec, lost_E: Sequence[int]) -> _Boost:
-        assert layer.live_capacity is not None
+    def _resume(self, layer: MoELayerSpec, view: CapacityView | None, lost_E: Sequence[int]) -> _Boost:
         stored = self._stored.get(layer.fqn)
         if stored is None:
-            return _Boost(layer, layer.live_capacity, Debts.none(layer.num_experts).with_lost(lost_E))
+            return _Boost(layer, view, Debts.none(layer.num_experts).with_lost(lost_E))
         debts = Debts.from_state(stored).with_lost(lost_E)
-        return _Boost(layer, layer.live_capacity, debts, _as_capacity(stored["base"]), factors=stored["factors"])
+        return _Boost(layer, view, debts, _as_capacity(stored["base"]), factors=stored["factors"])
 
     def _begin(self, found: OperatorSet, module: nn.Module) -> None:
         """Count from now on where there are debts. The capacity changes when a step has shown who has room."""
@@ -160,23 +167,33 @@ class CapacityBoost(Callback):
                 if each.base is not None:
                     self._end(each, module)
                 continue
+            if each.view is None:
+                router = find_router(each.layer, module)
+                assert router is not None
+                route = each.meter = MarginRoute(each.layer, router, self.boost)
+                route.aim(each.debts.open)
+                self._say(each, "more tokens, which nearly chose them: an extension of what is published")
+                continue
             if each.base is None:
                 each.base = each.view.get(module)
-            each.meter = meter_of(found, each.layer, module, each.base)
-            num_tokens, num_experts = sum(each.debts.open), sum(map(bool, each.debts.open))
-            log.info(
-                "%s: %d experts have %d tokens to make up for, and get %.0f%% more capacity%s%s",
-                each.layer.prefix,
-                num_experts,
-                num_tokens,
-                100 * self.boost,
-                "" if each.view.scope == "expert" else f", as all of the {each.view.scope}: it has one for all",
-                "" if each.meter.exact else "; what they process more can only be estimated",
-            )
+            each.meter = meter = meter_of(found, each.layer, module, each.base)
+            scope = "" if each.view.scope == "expert" else f", as all of the {each.view.scope}: it has one for all"
+            self._say(each, f"more capacity{scope}{'' if meter.exact else '; what they process more is estimated'}")
+
+    def _say(self, each: _Boost, what: str) -> None:
+        log.info(
+            "%s: %d experts have %d tokens to make up for, and get %.0f%% %s",
+            each.layer.prefix,
+            sum(map(bool, each.debts.open)),
+            sum(each.debts.open),
+            100 * self.boost,
+            what,
+        )
 
     def _end(self, each: _Boost, module: nn.Module) -> None:
         """Everything is repaid."""
-        each.view.set(module, each.base)
+        if each.view is not None:
+            each.view.set(module, each.base)
         each.base, each.factors = None, (1.0,)
         if each.meter is not None:
             each.meter.remove()
@@ -188,14 +205,17 @@ class CapacityBoost(Callback):
     ) -> None:
         owners: dict[int, list[_Boost]] = {}
         for each in self._boosts.values():
-            if each.meter is not None:
+            if isinstance(each.meter, MarginRoute):
+                each.meter.aim(each.debts.open)
+            elif each.meter is not None and each.view is not None:
                 owners.setdefault(id(each.view.owner(module)), []).append(each)
         for sharing in owners.values():
             for each in sharing:
                 fqn = each.layer.fqn
                 each.factors = boost_factors(each.debts.open, self.boost, kept_E=kept[fqn], room_E=room[fqn])
             most = max(sharing, key=lambda each: max(each.factors))
-            most.view.set(module, most.view.scaled(most.base, most.factors))
+            if most.view is not None:
+                most.view.set(module, most.view.scaled(most.base, most.factors))
 
     def _log(self, trainer: Trainer) -> None:
         every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]

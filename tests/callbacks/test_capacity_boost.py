@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import CapacityBoost, DenseCheckpoint
+from lightning_moe_ckpt.callbacks._boost_routes import _FORMULAS, _formula, reroute
+from lightning_moe_ckpt.callbacks._boost_routes import weights as route_weights
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world
@@ -295,6 +299,104 @@ def test_switch_gets_one_more_place_per_sequence_until_it_has_repaid(tmp_path: P
         "base": None,
         "factors": [1.0],
     }
+
+
+# -- layers that drop nothing
+
+
+class Mixtral(LightningModule):
+    """Hugging Face's block: stacked experts, a router of a known family."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        config = MixtralConfig(hidden_size=D, intermediate_size=8, num_local_experts=E, num_experts_per_tok=2)
+        make: Any = MixtralSparseMoeBlock
+        self.moe = make(config)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.moe.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.chosen: list[list[int]] = []
+        self.moe.experts.register_forward_pre_hook(
+            lambda _m, args: self.chosen.append(torch.bincount(args[1].flatten(), minlength=E).tolist())
+        )
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x_BSD = batch[0].view(2, -1, D)
+        loss: Tensor = (self.moe(x_BSD) - x_BSD).square().mean()
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_nearly_chosen_experts_repay_where_nothing_is_dropped(tmp_path: Path) -> None:
+    """A tenth more tokens, exactly, while there is a debt; every token still has two experts; then none is moved."""
+    plain, boosted, boost = Mixtral(), Mixtral(), CapacityBoost(dropless=True)
+    fit(plain, Lossy(str(tmp_path / "plain"), (0, 0, 0, 0)), boost)
+    fit(boosted, Lossy(str(tmp_path / "boosted"), (0, 5, 0, 0)), boost)
+    debt = 5
+    for usual, found in zip(plain.chosen, boosted.chosen, strict=True):
+        assert sum(found) == 2 * TOKENS
+        extra = -(-usual[1] // 10) if debt > 0 else 0
+        assert found[1] - usual[1] == extra
+        debt -= extra
+        assert extra or found == usual
+    assert debt <= 0
+    assert boost.debts == {}
+
+
+def test_without_being_asked_layers_that_drop_nothing_are_left_alone(tmp_path: Path) -> None:
+    """It is an extension, and off."""
+    plain, left = Mixtral(), Mixtral()
+    fit(plain, Lossy(str(tmp_path / "plain"), (0, 0, 0, 0)), steps=3)
+    fit(left, Lossy(str(tmp_path / "left"), (0, 5, 0, 0)), CapacityBoost(), steps=3)
+    assert left.chosen == plain.chosen
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3), st.sets(st.integers(0, 5), min_size=1, max_size=3))
+def test_only_last_choices_move_and_by_the_quota(seed: int, top_k: int, debtors: set[int]) -> None:
+    """Each debtor gains a quarter, or all there are to gain; no debtor loses, no token chooses an expert twice."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(12, 6, generator=generator)
+    idx_TK = logits_TE.topk(top_k).indices
+    moved_TK = reroute(logits_TE, idx_TK, sorted(debtors), 0.25)
+    assert torch.equal(moved_TK[:, :-1], idx_TK[:, :-1])
+    assert all(len(set(row)) == top_k for row in moved_TK.tolist())
+    free = [t for t in range(12) if int(idx_TK[t, -1]) not in debtors]
+    for expert in sorted(debtors):
+        before, after = int((idx_TK == expert).sum()), int((moved_TK == expert).sum())
+        could = [
+            t
+            for t in free
+            if expert not in idx_TK[t] and (moved_TK[t, -1] == expert or moved_TK[t, -1] == idx_TK[t, -1])
+        ]
+        assert after - before == min(-(-before // 4), len(could))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"])
+def test_weights_follow_the_formula_of_the_family(family: str) -> None:
+    """For choices as they are, they are the router's own; so for choices that were changed as well."""
+    import importlib
+
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    (name,) = [name for name in _FORMULAS if hasattr(module, name)]
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": D, "num_local_experts": E, "num_experts": E, "num_experts_per_tok": 2}
+    router = getattr(module, name)(AutoConfig.for_model(family, **sizes))
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)))
+    logits_TE, weights_TK, idx_TK = router(torch.randn(9, D, generator=torch.Generator().manual_seed(5)))
+    formula = _formula(router)
+    assert formula is not None
+    assert torch.allclose(route_weights(logits_TE, idx_TK, formula).to(weights_TK.dtype), weights_TK, atol=1e-6)
 
 
 # -- arithmetic

@@ -58,7 +58,7 @@ def train(model: LightningModule) -> None:
         freeze_heap=False,
     )
     monitor = callbacks.ExpertLoadMonitor(every_n_steps=10)
-    assert_type(callbacks.CapacityBoost(boost=0.1).debts, dict[str, tuple[int, ...]])
+    assert_type(callbacks.CapacityBoost(boost=0.1, dropless=True).debts, dict[str, tuple[int, ...]])
     assert_type(sparse.accounting, policies.Accounting | None)
     plan = MoEStrategy(expert_parallel=2, gradient_reduction="allreduce", timeout=timedelta(minutes=1))
     assert_type(plan.groups, parallel.ParallelGroups)
