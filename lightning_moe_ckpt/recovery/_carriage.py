@@ -107,17 +107,12 @@ class Carriage:
         return Ask(self._rank, request.reader, copy.version, copy.tier, step, request.offset, request.nbytes, number)
 
     def _read(self, assembly: Assembling, request: Request) -> None:
-        copy = request.copy
-        out = assembly.view[request.place : request.place + request.nbytes]
         try:
-            if copy.source == "storage":
-                self._reader.read_stored(copy.version, self._rank, request.entry, request.offset, out)
-            else:
-                item = Item(copy.version, self._rank, copy.tier)
-                self._reader.read_into(item, request.entry.step, request.offset, out)
+            read_local(self._reader, self._rank, request, assembly.view)
         except UNREADABLE as error:
+            out = assembly.view[request.place : request.place + request.nbytes]
             out[:] = bytes(out.nbytes)  # new memory may hold what the heap had there before
-            assembly.gone(copy, str(error))
+            assembly.gone(request.copy, str(error))
 
     def _check(self, assembly: Assembling) -> None:
         try:
@@ -165,6 +160,16 @@ class Carriage:
             if receiver == self._rank:
                 assembly, request = wanted[number]
                 assembly.gone(request.copy, f"{why} (on rank {reader})")
+
+
+def read_local(reader: Reader, rank: int, request: Request, buffer: memoryview) -> None:
+    """Read what a rank wants of a copy of its own part, unverified. Raises what is in `UNREADABLE`."""
+    copy = request.copy
+    out = buffer[request.place : request.place + request.nbytes]
+    if copy.source == "storage":
+        reader.read_stored(copy.version, rank, request.entry, request.offset, out)
+    else:
+        reader.read_into(Item(copy.version, rank, copy.tier), request.entry.step, request.offset, out)
 
 
 def _places(turn: Turn, wanted: Wanted) -> list[tuple[int, memoryview]]:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 
 from lightning_moe_ckpt.recovery._agreement import Offer
-from lightning_moe_ckpt.recovery._carriage import Carriage
+from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
 from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
-from lightning_moe_ckpt.recovery._reader import Reader
-from lightning_moe_ckpt.recovery._record_assembly import RecordAssembly, Wanted
+from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
+from lightning_moe_ckpt.recovery._record_assembly import Place, RecordAssembly, Wanted
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
 from lightning_moe_ckpt.recovery._supply import PARAM, Held, Origin, Supply, newest_whole
@@ -101,11 +101,11 @@ class Mosaic:
         self._digests = digests
         self._rounds = Rounds(transport)
         self._carriage = Carriage(self._rounds, reader, f"{offer.generation}, family {offer.family[:8]}", chunk_nbytes)
-        reachable = sorted((each for each in alive if each.generation <= offer.generation), reverse=True)
-        in_storage = [each for each in reachable if each in inventory.committed]
+        self._reachable = sorted((each for each in alive if each.generation <= offer.generation), reverse=True)
+        in_storage = [each for each in self._reachable if each in inventory.committed]
         self._deeper = in_storage[1:]
         """Commits whose markers were not needed yet, newest first."""
-        self._first = [*in_storage[:1], *(each for each in reachable if each in inventory.in_memory)]
+        self._first = [*in_storage[:1], *(each for each in self._reachable if each in inventory.in_memory)]
         self._markers: dict[Version, RankMarker] = {}
         self._supply = Supply(inventory, transport.rank, ())
 
@@ -150,6 +150,36 @@ class Mosaic:
                 return Patchwork(marker=marker, segment=buffer, layout=layout, nbytes=dict(supplied), chosen=chosen)
         return None
 
+    def tell(
+        self, generations: Collection[GenerationId], name: str, extract: Callable[[memoryview], object]
+    ) -> dict[GenerationId, object]:
+        """What generations say in a record that every rank has of its own, and that says the same on all.
+
+        Args:
+            generations: that were chosen; the same on all ranks.
+            name: of the record.
+            extract: makes a plain value of its bytes, or raises `Corrupt`.
+
+        Returns:
+            By generation, from the first rank that can read its record; nothing of those that nobody can.
+        """
+        missing, told = sorted(generations), dict[GenerationId, object]()
+        self._add_markers([each for each in self._reachable if each.generation in generations])
+        given_up: set[GenerationId] = set()
+        while True:
+            able = [each for each in missing if each not in given_up and self._local(each, name)]
+            rows = self._transport.gather_values([missing.index(each) for each in able])
+            readers = {missing[i]: rank for rank, row in reversed(list(enumerate(rows))) for i in _integers(row)}
+            if not readers:
+                return told
+            own = [each for each, rank in readers.items() if rank == self._transport.rank]
+            values = {each: self._extracted(each, name, extract) for each in own}
+            given_up.update(each for each, value in values.items() if value is None)
+            said = self._transport.gather_values([[missing.index(each), value] for each, value in values.items()])
+            found = {missing[i]: value for row in said for i, value in _pairs(row) if value is not None}
+            told |= found
+            given_up |= found.keys()
+
     # -- markers
 
     def _cost(self, version: Version) -> int:
@@ -170,11 +200,15 @@ class Mosaic:
         """The markers of one more commit; whether there was one."""
         if not self._deeper:
             return False
-        version = self._deeper.pop(0)
-        self._read_markers([version])
-        if version in self._markers:
-            self._supply.add(version, self._markers[version])
+        self._add_markers([self._deeper.pop(0)])
         return True
+
+    def _add_markers(self, versions: Sequence[Version]) -> None:
+        new = [each for each in versions if each not in self._markers]
+        self._read_markers(new)
+        for version in new:
+            if version in self._markers:
+                self._supply.add(version, self._markers[version])
 
     # -- agreement
 
@@ -228,6 +262,30 @@ class Mosaic:
 
     # -- bytes
 
+    def _local(self, generation: GenerationId, name: str) -> tuple[Held, Place] | None:
+        """A record of this rank's part of a generation, but for experts, and a copy that it reads itself."""
+        for held in self._supply.of_generation(generation, name):
+            for place in held.places:
+                if place.copy.source != "peer":
+                    return held, place
+        return None
+
+    def _extracted(self, generation: GenerationId, name: str, extract: Callable[[memoryview], object]) -> object:
+        found = self._local(generation, name)
+        assert found is not None
+        held, place = found
+        buffer = torch.empty(held.record.nbytes, dtype=torch.uint8)
+        wanted = Wanted(name, 0, held.record.nbytes, held.record.digest, [place])
+        part = RecordAssembly(f"{name} of {generation}", buffer, [wanted], may_be_lost=True)
+        try:
+            for request in part.requests():
+                read_local(self._reader, self._transport.rank, request, part.view)
+            part.check()
+            return extract(part.view) if part.done else None
+        except UNREADABLE as error:
+            log.error("%s of %s: %s; another rank's is read", name, generation, error)
+            return None
+
     def _assemblies(
         self, layout: SegmentLayout, buffer: torch.Tensor, origins: Mapping[str, Origin]
     ) -> tuple[dict[str, RecordAssembly], str]:
@@ -260,6 +318,16 @@ class Mosaic:
             self._supply.exclude(expert, origins[expert])
             log.error("%s; an older copy of the expert is used", reason)
         return any(self._transport.gather_values(bool(lost)))
+
+
+def _integers(row: object) -> list[int]:
+    assert isinstance(row, list)
+    return row
+
+
+def _pairs(row: object) -> list[tuple[int, object]]:
+    assert isinstance(row, list)
+    return [(index, value) for index, value in row]
 
 
 def _held_at(records: Collection[Held], level: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version
+from lightning_moe_ckpt.recovery._inventory import STORAGE_TIER, Copy, Inventory, Version
 from lightning_moe_ckpt.recovery._record_assembly import Place
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, SegmentEntry
 
@@ -51,6 +51,7 @@ class Supply:
 
     def __init__(self, inventory: Inventory, rank: int, experts: Collection[str]) -> None:
         self._inventory, self._rank, self._experts = inventory, rank, frozenset(experts)
+        self._lent = {each.generation: each for each in inventory.committed}
         self._held: dict[str, dict[Origin, Records]] = {}
         self._others: dict[Origin, Records] = {}
         self._excluded: set[tuple[str, Origin]] = set()
@@ -68,6 +69,9 @@ class Supply:
             (entry,) = marker.segments
             copies = self._inventory.copies(version, self._rank)
             self._add(self.origin(version), entry, copies)
+        for each in marker.borrowed:
+            lent = self._lent.get(each.generation, Version(each.generation, ""))
+            self._add(self.origin(lent), each.segment, [_in_storage(lent, self._rank)])
 
     def exclude(self, expert: str, origin: Origin) -> None:
         """An expert turned out bad there."""
@@ -76,6 +80,11 @@ class Supply:
     def rest(self, origin: Origin) -> Records:
         """Everything but experts that there is of a generation."""
         return self._others.get(origin, {})
+
+    def of_generation(self, generation: GenerationId, name: str) -> list[Held]:
+        """A record of that name, of no expert, in whatever there is of a generation."""
+        rows = [records for origin, records in sorted(self._others.items()) if origin.generation == generation]
+        return [records[name] for records in rows if name in records]
 
     def expert(self, expert: str, origin: Origin) -> Records:
         """What there is of an expert in a generation."""
@@ -124,3 +133,7 @@ def newest_whole(
         else:
             missing.append(expert)
     return chosen, missing
+
+
+def _in_storage(version: Version, owner: int) -> Copy:
+    return Copy("storage", "", STORAGE_TIER, (owner,), version)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from lightning_moe_ckpt.errors import Fenced, IdentityMismatch
+from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -26,21 +26,23 @@ from lightning_moe_ckpt.session._config import LifeConfig
 from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
 from lightning_moe_ckpt.session._host import HostWorker, claim_memory, make_ring
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._leftovers import is_superseded
+from lightning_moe_ckpt.session._loading import load_found
 from lightning_moe_ckpt.session._lossy_base import build_on_stored
 from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._peers import join_peers
 from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
 from lightning_moe_ckpt.session._planners import WindowPolicy, make_planner
-from lightning_moe_ckpt.session._planning import dense_nbytes, lay_out, log_plan
+from lightning_moe_ckpt.session._planning import dense_nbytes, log_plan
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures
-from lightning_moe_ckpt.session._restore import Found, Runs
+from lightning_moe_ckpt.session._restore import Runs
 from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.session._search import Job
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
@@ -131,7 +133,7 @@ class Life:
             groups,
             bandwidth=self._config.bandwidth,
         )
-        job = Job(identity=identity, operators=ops, schema=view.schema, params=view.params)
+        job = Job(identity=identity, view=view, groups=groups)
         self._found = self._runs.open(resume=self._config.resume, job=job)
         self._tiers = self._join_tiers(identity)
         self._capture = CaptureSession(
@@ -202,20 +204,9 @@ class Life:
     def _load(self, found: Found) -> Journal:
         assert self._capture is not None
         self._planner.journal_needs(found.journal_nbytes // 2)
-        layout = lay_out(found.plan, self._view, self._groups, found.journal_nbytes)
-        with self._exchange.together(IdentityMismatch):  # each rank has records of its own
-            found.check_headers([slot.segment for slot in layout.slots])
-        replay = Replay(
-            view=layout.slots[0].view,
-            groups=self._groups,
-            slots=layout.slots,
-            segments=found.segments,
-            first_step=found.first_step,
-            may_skip=self._may_skip,
-            engine=self._engine,
+        layout, replay = load_found(
+            found, self._view, self._groups, self._exchange, self._engine, may_skip=self._may_skip
         )
-        replay.load(found.first_step)
-        replay.load_buffers()
         self._unsettled = replay
         if not replay.dense:
             self._replay, self._replay_layout = replay, layout

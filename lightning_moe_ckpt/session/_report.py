@@ -9,7 +9,7 @@ from lightning_moe_ckpt.policies import Accounting
 
 if TYPE_CHECKING:
     from lightning_moe_ckpt.session._capture import CaptureSession
-    from lightning_moe_ckpt.session._restore import Found
+    from lightning_moe_ckpt.session._found import Found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,94 +6,17 @@ has started meanwhile or an earlier one still commits, and the search begins aga
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch, NoUsableGeneration
+from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.recovery import Part, SourceName, Version
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._layout import JOURNAL
+from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._search import Job, Search
-from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, SegmentLayout, open_backend
+from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, open_backend
 from lightning_moe_ckpt.tiers import HostTier
-
-
-@dataclass(kw_only=True)
-class Found:
-    """A generation that every rank could read, with this rank's bytes."""
-
-    generation: GenerationId
-    policy: Mapping[str, Any]
-    steps: Sequence[int]
-    segments: list[Tensor]
-    """One uint8 tensor per step; the bytes of the file."""
-    layouts: list[SegmentLayout]
-    nbytes: Mapping[SourceName, int]
-    """Bytes of this rank, by where they were read."""
-    committed: bool
-    """Whether it is in storage; if not, it is in memory only."""
-
-    @classmethod
-    def of(cls, version: Version, part: Part, *, committed: bool) -> Found:
-        """What a search brought."""
-        nbytes = Counter[SourceName]()
-        for copy, count in part.nbytes.items():
-            nbytes[copy.source] += count
-        return cls(
-            generation=version.generation,
-            policy=part.marker.policy,
-            steps=part.marker.steps,
-            segments=part.segments,
-            layouts=part.layouts,
-            nbytes=nbytes,
-            committed=committed,
-        )
-
-    @property
-    def restored_from(self) -> dict[str, int]:
-        """Bytes of this rank, by the name of where they were read."""
-        return {str(source): count for source, count in self.nbytes.items()}
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Its step, by the tiers that are known to hold this rank's part of it."""
-        return dict.fromkeys([*self.nbytes, *(["storage"] if self.committed else [])], self.generation.step)
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """The stored plan, see `lay_out`."""
-        plan: dict[str, Any] = json.loads(self.policy["plan"])
-        return plan
-
-    @property
-    def first_step(self) -> int:
-        """The boundary of slot 0."""
-        return self.steps[0]
-
-    @property
-    def journal_nbytes(self) -> int:
-        """Capacity of the journal record."""
-        return self.layouts[0].spans[JOURNAL].nbytes
-
-    def check_headers(self, expected: Sequence[SegmentLayout]) -> None:
-        """The bytes must lie where this model, plan and world put them.
-
-        Raises:
-            IdentityMismatch: they do not.
-        """
-        for step, found, wanted in zip(self.steps, self.layouts, expected, strict=True):
-            if found.header != wanted.header:
-                raise IdentityMismatch(
-                    f"{self.generation}, segment of step {step}: its records are not those this model, optimizer and "
-                    "world give. Resume with the code that wrote it, or start anew with resume='never'."
-                )
 
 
 class Runs:
@@ -142,8 +65,8 @@ class Runs:
                 found = search.run()
                 if found is None and (search.reasons or resume == "must"):
                     raise NoUsableGeneration(self._no_generation(resume, search.reasons))
-                if self._open_epoch(None if found is None else found[0].generation, search.volatile):
-                    return None if found is None else Found.of(*found, committed=found[0] in search.committed)
+                if self._open_epoch(None if found is None else found.generation, search.volatile):
+                    return found
 
     def close(self) -> None:
         """Release the backend."""

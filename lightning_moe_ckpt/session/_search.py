@@ -7,28 +7,33 @@ model, optimizer or world wrote stops the search: it is the user's to say what s
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lightning_moe_ckpt.errors import IdentityMismatch
-from lightning_moe_ckpt.operators import OperatorSet, StateSchema
+from lightning_moe_ckpt.operators import OperatorSet
+from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery import (
+    Chosen,
+    Copy,
     Inventory,
-    Part,
+    Mosaic,
+    Offer,
     Reader,
     Retrieval,
     Version,
     described,
+    family_of,
     memory_of,
     plain_versions,
-    usable_versions,
+    usable_offers,
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._identity import (
     Facts,
     Identity,
@@ -37,7 +42,9 @@ from lightning_moe_ckpt.session._identity import (
     model_differences,
     stored_facts,
 )
-from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore
+from lightning_moe_ckpt.session._layout import JOURNAL, StateView
+from lightning_moe_ckpt.session._lossy_restore import ExpertSources, lossy_window
+from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore, SegmentLayout
 from lightning_moe_ckpt.tiers import ObjectTier, Tier, shared_directory
 
 log = logging.getLogger(__name__)
@@ -50,9 +57,18 @@ class Job:
     """What is to be resumed, as far as a run must have been written by the same."""
 
     identity: Identity
-    operators: OperatorSet
-    schema: StateSchema
-    params: Mapping[str, Tensor]
+    view: StateView
+    groups: ParallelGroups
+
+    @property
+    def operators(self) -> OperatorSet:
+        """Of this rank."""
+        return self.view.operators
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """Elements of each expert operator of this rank."""
+        return {op.name: op.numel for op in self.operators if op.kind == "expert"}
 
 
 class Search:
@@ -74,8 +90,8 @@ class Search:
         self.committed: frozenset[Version] = frozenset()
         """What storage has."""
 
-    def run(self) -> tuple[Version, Part] | None:
-        """The newest version that all ranks have now, with this rank's part of it.
+    def run(self) -> Found | None:
+        """The newest generation that all ranks have now, with this rank's part of it.
 
         Raises:
             IdentityMismatch: the run was written by another model, optimizer or world.
@@ -83,17 +99,20 @@ class Search:
         commits = self._commits()
         reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(commits.values())))
         stocks = self._exchange.gather_values(reader.stock(memory_of(shared_directory())).plain())
-        inventory = Inventory.of(stocks, commits)
+        families = {version: family for version, each in commits.items() if (family := family_of(each.policy))}
+        inventory = Inventory.of(stocks, commits, families)
         self.committed = inventory.committed
         self.volatile = frozenset(version.generation for version in inventory.in_memory)
-        for version in self._agreed(inventory):
-            commit = commits.get(version)
-            if commit is not None:
+        alive = self._alive(inventory)
+        for offer in usable_offers(inventory, alive):
+            for commit in (commits[version] for version in offer.versions if version in commits):
                 self._check_identity(commit)
-            part = self._bring(version, inventory, reader, commit)
-            if part is not None:
-                self._log_sources(version, part)
-                return version, part
+            if offer.family:
+                found = self._bring_lossy(offer, alive, inventory, reader, commits)
+            else:
+                found = self._bring(offer.versions[0], inventory, reader, commits)
+            if found is not None:
+                return found
         return None
 
     # -- private
@@ -111,37 +130,81 @@ class Search:
         commits = [commit.to_bytes() for commit in self._store.candidates()]
         return [commits, [f"{where}: {why}" for where, why in self._store.unreadable]]
 
-    def _agreed(self, inventory: Inventory) -> list[Version]:
-        """Versions to try, newest first; the coordinator knows what the log allows."""
+    def _alive(self, inventory: Inventory) -> list[Version]:
+        """Versions that may be restored from; the coordinator knows what the log allows."""
 
-        def usable() -> object:
-            return plain_versions(usable_versions(inventory, lambda each: self._store.why_dead(each) is None))
+        def allowed() -> object:
+            return plain_versions(v for v in inventory.all_versions if self._store.why_dead(v.generation) is None)
 
-        rows = self._exchange.told(usable)
+        rows = self._exchange.told(allowed)
         assert isinstance(rows, list)
         return [version_of(row) for row in rows]
 
-    def _bring(self, version: Version, inventory: Inventory, reader: Reader, commit: Commit | None) -> Part | None:
-        digest = None if commit is None else commit.markers[self._exchange.rank]
+    def _bring(
+        self, version: Version, inventory: Inventory, reader: Reader, commits: Mapping[Version, Commit]
+    ) -> Found | None:
+        digest = commits[version].markers[self._exchange.rank] if version in commits else None
         attempt = Retrieval(self._exchange, reader, inventory, version, marker_digest=digest)
         marker = attempt.marker()
-        if marker is not None and commit is None:
+        if marker is not None and version not in commits:
             self._check_identity(marker)
         part = None if marker is None else attempt.part(marker)
-        for reason in attempt.reasons:
-            log.error("cannot resume from %s, %s; trying an older generation", version.generation, reason)
-        self.reasons += [f"{version.generation}, {reason}" for reason in attempt.reasons]
-        return part
+        if part is None:
+            self._give_up(version.generation, attempt.reasons)
+            return None
+        self._log_sources(str(version), part.nbytes)
+        return Found.of(part, committed=version in commits)
 
-    def _log_sources(self, version: Version, part: Part) -> None:
+    def _bring_lossy(
+        self,
+        offer: Offer,
+        alive: Sequence[Version],
+        inventory: Inventory,
+        reader: Reader,
+        commits: Mapping[Version, Commit],
+    ) -> Found | None:
+        digests = {version: commit.markers[self._exchange.rank] for version, commit in commits.items()}
+        attempt = Mosaic(self._exchange, reader, inventory, offer, alive, digests=digests)
+        marker = attempt.marker()
+        if marker is not None and not any(version in commits for version in offer.versions):
+            self._check_identity(marker)
+        part = None if marker is None else attempt.bring(marker, self._job.experts, self._places(marker))
+        if part is None:
+            self._give_up(offer.generation, attempt.reasons)
+            return None
+        self._log_sources(f"{offer.generation}, family {offer.family[:8]}", part.nbytes)
+        sources = ExpertSources.of(attempt, part)
+        return Found.lossy(part, sources, committed=any(version in commits for version in offer.versions))
+
+    def _places(self, marker: RankMarker) -> Callable[[Chosen], SegmentLayout]:
+        """Where this rank wants the records of a lossy generation."""
+        plan = marker.policy["plan"]
+        journal_nbytes = next(each.nbytes for each in marker.segments[0].records if each.name == JOURNAL)
+
+        def lay_out(chosen: Chosen) -> SegmentLayout:
+            with self._exchange.together(IdentityMismatch):
+                window = lossy_window(json.loads(str(plan)), chosen, self._job.view, self._job.groups, journal_nbytes)
+            return window.slots[0].segment
+
+        return lay_out
+
+    def _give_up(self, generation: GenerationId, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            log.error("cannot resume from %s, %s; trying an older generation", generation, reason)
+        self.reasons += [f"{generation}, {reason}" for reason in reasons]
+
+    def _log_sources(self, what: str, read: Mapping[Copy, int]) -> None:
         """Each rank says where its bytes came from; the coordinator says it of all."""
-        own = ", ".join(f"{nbytes / 2**20:.1f} MiB from {described(copy)}" for copy, nbytes in part.nbytes.items())
+        places = Counter[str]()
+        for copy, nbytes in read.items():
+            places[described(copy)] += nbytes
+        own = ", ".join(f"{nbytes / 2**20:.1f} MiB from {place}" for place, nbytes in places.items())
         said = self._exchange.gather_values(own)
         by_source = Counter(said)
         ranks = {text: [rank for rank, each in enumerate(said) if each == text] for text in by_source}
         shown = ranks if self._exchange.is_coordinator else {own: [self._exchange.rank]}
         for text, of in shown.items():
-            log.info("%s: rank%s %s: %s", version, "s" if len(of) > 1 else "", ", ".join(map(str, of)), text)
+            log.info("%s: rank%s %s: %s", what, "s" if len(of) > 1 else "", ", ".join(map(str, of)), text)
 
     # -- whether the run is this job's
 
@@ -177,6 +240,6 @@ class Search:
         identity = Identity.of_stored(stored)
         lines = list(self._job.identity.job_differences(identity))
         if self._job.identity.fingerprint != identity.fingerprint:
-            optimizer = live_optimizer(self._job.operators, self._job.schema, self._job.params)
+            optimizer = live_optimizer(self._job.operators, self._job.view.schema, self._job.view.params)
             lines += model_differences(was(), (live, optimizer))
         return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"

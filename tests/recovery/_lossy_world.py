@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,7 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     SegmentLayout,
     TensorSpec,
+    carry_forward,
     digest_of,
     segment_key,
 )
@@ -126,11 +127,13 @@ class LossyWorld(World):
         storage: where the run goes.
         nodes: the directory of each rank's node, by rank.
         taken: what the generation of each step takes.
+        borrows: whether what storage has of one names the files that hold the experts that it lacks.
     """
 
-    def __init__(self, storage: Path, nodes: Sequence[Path], taken: Mapping[int, Taken]) -> None:
+    def __init__(self, storage: Path, nodes: Sequence[Path], taken: Mapping[int, Taken], *, borrows: bool) -> None:
         super().__init__(storage, nodes)
-        self.taken = dict(taken)
+        self.taken, self._borrows = dict(taken), borrows
+        self._committed: list[dict[int, RankMarker]] = []
 
     def lossy_part(self, step: int, rank: int, level: Level) -> tuple[RankMarker, bytes]:
         """One rank's part of a generation, as a level has it."""
@@ -178,9 +181,13 @@ class LossyWorld(World):
         markers = {}
         for rank in range(self.world_size):
             marker, data = self.lossy_part(step, rank, level)
+            if level == "storage" and self._borrows and self._committed:
+                lacking = set(EXPERTS).difference(self.taken[step].storage)
+                marker = replace(marker, borrowed=carry_forward(self._committed[-1][rank], lacking))
             self.store.put_segment(marker.generation, rank, step, memoryview(data))
             self.store.put_marker(marker)
             markers[rank] = marker
+        self._committed.append(markers)
         self.store.commit(markers[0], timeout=timedelta())
 
     def stored(self, step: int, rank: int) -> Path:

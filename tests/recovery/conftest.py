@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of other folders of tests are `stored._x`
 
 from lightning_moe_ckpt.tiers import shared_directory
 from recovery._lossy_world import TAKEN, LossyWorld, Taken
@@ -36,8 +39,8 @@ def world(make_world: MakeWorld) -> World:
     return make_world("a", "b")
 
 
-@pytest.fixture
-def make_lossy() -> Iterator[MakeLossy]:
+@pytest.fixture(params=[True, False], ids=["borrowing", "searching"])
+def make_lossy(request: pytest.FixtureRequest) -> Iterator[MakeLossy]:
     """Makes a world from the names of its ranks' nodes."""
     with tempfile.TemporaryDirectory(dir=shared_directory()) as shared:
 
@@ -45,6 +48,6 @@ def make_lossy() -> Iterator[MakeLossy]:
             nodes = [Path(shared) / name for name in names]
             for node in nodes:
                 node.mkdir(exist_ok=True)
-            return LossyWorld(Path(shared) / "run", nodes, taken)
+            return LossyWorld(Path(shared) / "run", nodes, taken, borrows=request.param)
 
         yield make

@@ -1,0 +1,109 @@
+"""What a life resumes from: a generation that every rank could read, with the bytes of this one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.recovery import Copy, Part, Patchwork, SourceName
+from lightning_moe_ckpt.session._layout import JOURNAL
+from lightning_moe_ckpt.session._lossy_restore import ExpertSources
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout
+
+
+@dataclass(kw_only=True)
+class Found:
+    """A generation that every rank could read, with this rank's bytes."""
+
+    generation: GenerationId
+    policy: Mapping[str, Any]
+    steps: Sequence[int]
+    segments: list[Tensor]
+    """One uint8 tensor per step; the bytes of the file."""
+    layouts: list[SegmentLayout]
+    nbytes: Mapping[SourceName, int]
+    """Bytes of this rank, by where they were read."""
+    committed: bool
+    """Whether it is in storage; if not, it is in memory only."""
+    experts: ExpertSources | None = None
+    """Of a lossy generation: where its experts are from; the one segment is put together from them."""
+
+    @classmethod
+    def of(cls, part: Part, *, committed: bool) -> Found:
+        """What was brought of a generation that holds everything."""
+        return cls._of(part.marker, part.segments, part.layouts, part.nbytes, committed=committed)
+
+    @classmethod
+    def lossy(cls, part: Patchwork, experts: ExpertSources, *, committed: bool) -> Found:
+        """What was put together for one that does not."""
+        found = cls._of(part.marker, [part.segment], [part.layout], part.nbytes, committed=committed)
+        found.experts = experts
+        return found
+
+    @classmethod
+    def _of(
+        cls,
+        marker: RankMarker,
+        segments: list[Tensor],
+        layouts: list[SegmentLayout],
+        nbytes: Mapping[Copy, int],
+        *,
+        committed: bool,
+    ) -> Found:
+        by_source = Counter[SourceName]()
+        for copy, count in nbytes.items():
+            by_source[copy.source] += count
+        return cls(
+            generation=marker.generation,
+            policy=marker.policy,
+            steps=marker.steps,
+            segments=segments,
+            layouts=layouts,
+            nbytes=by_source,
+            committed=committed,
+        )
+
+    @property
+    def restored_from(self) -> dict[str, int]:
+        """Bytes of this rank, by the name of where they were read."""
+        return {str(source): count for source, count in self.nbytes.items()}
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Its step, by the tiers that are known to hold this rank's part of it."""
+        return dict.fromkeys([*self.nbytes, *(["storage"] if self.committed else [])], self.generation.step)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The stored plan, see `lay_out`."""
+        plan: dict[str, Any] = json.loads(self.policy["plan"])
+        return plan
+
+    @property
+    def first_step(self) -> int:
+        """The boundary of slot 0."""
+        return self.steps[0]
+
+    @property
+    def journal_nbytes(self) -> int:
+        """Capacity of the journal record."""
+        return self.layouts[0].spans[JOURNAL].nbytes
+
+    def check_headers(self, expected: Sequence[SegmentLayout]) -> None:
+        """The bytes must lie where this model, plan and world put them.
+
+        Raises:
+            IdentityMismatch: they do not.
+        """
+        for step, found, wanted in zip(self.steps, self.layouts, expected, strict=True):
+            if found.header != wanted.header:
+                raise IdentityMismatch(
+                    f"{self.generation}, segment of step {step}: its records are not those this model, optimizer and "
+                    "world give. Resume with the code that wrote it, or start anew with resume='never'."
+                )
