@@ -24,7 +24,7 @@ import digits
 from corpus import RandomCrops, TextCrops, load_corpus
 from demo_report import RunRecords, compare, draw, table
 from lightning_moe_ckpt import MoEStrategy
-from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoint, SparseCheckpoint
 from moe_gpt import Architecture, MoEGPT, Recipe
 
 P = ParamSpec("P")
@@ -301,3 +301,15 @@ def test_tutel_layers_train_from_the_configuration_file_and_go_on(tmp_path: Path
         if row["train/loss"]
     ]
     assert sorted(steps_logged) == list(range(24))
+
+
+@lightning_cli
+@pytest.mark.parametrize(("example", "main"), [("text", cli.main), ("digits", digits.main)])
+def test_each_example_runs_with_each_policy(example: str, main: Callable[..., Any]) -> None:
+    """A policy's file, laid over the example's, puts its callback in the place of the example's own."""
+    found = {}
+    for path in sorted((ROOT / "examples" / "policies").glob("*.yaml")):
+        built = main(["--config", str(ROOT / "examples" / f"{example}.yaml"), "--config", str(path)], run=False)
+        own = [type(c) for c in built.trainer.callbacks if type(c).__module__.startswith("lightning_moe_ckpt")]
+        found[path.stem] = own
+    assert found == {"dense": [DenseCheckpoint], "partial": [PartialExpertCheckpoint]}

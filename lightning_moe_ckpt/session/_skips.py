@@ -2,7 +2,7 @@
 
 A tier that is free takes the newest complete generation; those completed while it was busy are never stored there.
 One line says when such a stretch begins, at its second generation since a single one is noise, and one, with the
-numbers, when it is over: when two generations in a row were taken with none passed over in between, or at the end.
+numbers, when it is over: when eight generations in a row were taken with none passed over in between, or at the end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ _NOISE = 1
 """Generations passed over now and then that nobody need hear of; the metric counts them."""
 
 
+_CALM = 8
+"""Generations in a row that have to be taken until a stretch is over: storage that is now and then behind is one story."""
+
+
 @dataclass(slots=True)
 class _Stretch:
     first: GenerationId
     last: GenerationId
     num_skipped: int = 0
     num_taken: int = 0
-    behind: bool = True
-    """Whether one was passed over since the tier took the last one."""
+    num_calm: int = 0
+    """Of those taken, how many since the last one was passed over."""
 
     @property
     def is_said(self) -> bool:
@@ -52,7 +56,7 @@ class Skips:
             self._stretch = _Stretch(generation, generation)
         self.total += 1
         self._stretch.num_skipped += 1
-        self._stretch.last, self._stretch.behind = generation, True
+        self._stretch.last, self._stretch.num_calm = generation, 0
         if self._stretch.num_skipped == _NOISE + 1:
             log.warning(
                 "%s is slower than training: generations from %s on are skipped, the newest goes first whenever it is "
@@ -64,10 +68,12 @@ class Skips:
     def taken(self) -> None:
         """The tier begins a generation."""
         stretch = self._stretch
-        if stretch is not None and not stretch.behind:
+        if stretch is None:
+            return
+        stretch.num_taken, stretch.num_calm = stretch.num_taken + 1, stretch.num_calm + 1
+        if stretch.num_calm == _CALM:
+            stretch.num_taken -= _CALM  # they were not taken meanwhile, but after it
             self.close()
-        elif stretch is not None:
-            stretch.num_taken, stretch.behind = stretch.num_taken + 1, False
 
     def close(self) -> None:
         """End the stretch, if there is one."""

@@ -75,19 +75,19 @@ class Gate:
 
 
 class Outage(Callback):
-    """Storage stands still from step 3 to step 8, and from step 11 to step 15."""
+    """Storage stands still from step 3 to step 8, and from step 20 to step 24."""
 
     def __init__(self, gate: Gate, checkpoint: DenseCheckpoint) -> None:
         self.gate, self.checkpoint = gate, checkpoint
 
     def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
         step = trainer.global_step
-        if step not in {4, 5, 6, 7, 8, 12, 13, 14, 15}:
+        if step not in {4, 5, 6, 7, 8, 21, 22, 23, 24}:
             assert self.checkpoint.wait_committed(60)
-        if step in {3, 11}:
+        if step in {3, 20}:
             self.gate.reached.clear()
             self.gate.open.clear()
-        if step in {8, 15}:
+        if step in {8, 24}:
             assert self.gate.reached.wait(60)
             self.gate.open.set()
             assert self.checkpoint.wait_committed(60)
@@ -99,9 +99,9 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
     """While storage stands still training goes on; then storage takes the newest complete one and leaves out the rest."""
     gate, checkpoint = Gate(), DenseCheckpoint(str(tmp_path), every_n_steps=1, keep=100)
     with gate.before_every_put(monkeypatch), caplog.at_level(logging.WARNING):
-        fit(checkpoint, Outage(gate, checkpoint), steps=18)
+        fit(checkpoint, Outage(gate, checkpoint), steps=26)
     report = checkpoint.report
-    skipped = sorted(set(range(19)) - set(gate.taken))
+    skipped = sorted(set(range(27)) - set(gate.taken))
     assert gate.taken == sorted(gate.taken)
     assert len(skipped) >= 4
     assert report.generations_skipped == {"storage": len(skipped)}
@@ -110,7 +110,7 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
         "storage is slower than training",
         "storage was slower than training",
     ] * 2
-    stretches = [[step for step in skipped if step < 10], [step for step in skipped if step > 10]]
+    stretches = [[step for step in skipped if step < 15], [step for step in skipped if step > 15]]
     for steps, start, end in zip(stretches, said[::2], said[1::2], strict=True):
         first, last = (GenerationId(step=step, epoch=1) for step in (steps[0], steps[-1]))
         assert f"generations from {first} on are skipped" in start
