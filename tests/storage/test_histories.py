@@ -56,6 +56,13 @@ class Histories(RuleBasedStateMachine):
     def commits(self, retention: Retention) -> None:
         self.job.commit(retention, None, "before")
 
+    @rule(retention=retentions)
+    def captures_and_commits(self, retention: Retention) -> None:
+        """Often enough that generations borrow from some that retention would take."""
+        self.job.capture([True for _ in RANKS])
+        self.job.commit(retention, None, "before")
+        self.job.tell(self.job.own)
+
     @rule(retention=retentions, at=st.integers(0, 30), when=st.sampled_from(["before", "after"]))
     def dies_while_it_commits(self, retention: Retention, at: int, when: str) -> None:
         self.job.commit(retention, at, when)  # type: ignore[arg-type]
