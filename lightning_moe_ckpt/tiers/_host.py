@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, RankMarker, RingHeader, SegmentEntry
@@ -20,6 +22,8 @@ from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, shared_dire
 HOST = "host"
 """Name of the tier."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
@@ -28,6 +32,10 @@ class _Place:
     memory: Path
     header: RingHeader
     marker: Path
+    status: tuple[int, int, int]
+    """Of the marker's file when it was parsed: which one, how long, and when it was written."""
+    slots: Mapping[int, int]
+    """By step, as the marker said then."""
 
 
 class HostTier:
@@ -57,14 +65,14 @@ class HostTier:
 
     def read_marker(self, holding: Holding) -> RankMarker:
         """The marker of a copy. Raises `Corrupt` if it is not what was written, `KeyMissing` if it is gone."""
-        return self._of(holding)[1].marker
+        return self._of(holding, lambda place: _read_marker(place.marker, place.header).marker)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a segment from `offset` on, unverified. Raises `StorageError`, `KeyMissing`."""
-        place, marker = self._of(holding)
-        if entry.step not in marker.slots or offset < 0 or offset + out.nbytes > place.header.slot_nbytes:
+        place, slots = self._of(holding, lambda place: (place, _slots(place)))
+        if entry.step not in slots or offset < 0 or offset + out.nbytes > place.header.slot_nbytes:
             raise KeyMissing(f"{place.memory}: has no {out.nbytes} bytes at {offset} of {entry.key}.")
-        start = RING_HEADER_NBYTES + marker.slots[entry.step] * place.header.slot_nbytes + offset
+        start = RING_HEADER_NBYTES + slots[entry.step] * place.header.slot_nbytes + offset
         _read_fully(self._open(place.memory), start, out, place.memory)
 
     def close(self) -> None:
@@ -82,17 +90,20 @@ class HostTier:
             return  # torn while it was made, or gone meanwhile
         for file in marker_paths(path):
             try:
-                holding = _holding(_read_marker(file, header), name)
+                status = _status(file)
+                marker = _read_marker(file, header)
+                holding = _holding(marker, name)
             except (Corrupt, OSError):
                 continue  # torn, of an earlier ring, or gone meanwhile
-            self._places.setdefault(holding, []).append(_Place(memory=path, header=header, marker=file))
+            place = _Place(memory=path, header=header, marker=file, status=status, slots=marker.slots)
+            self._places.setdefault(holding, []).append(place)
 
-    def _of(self, holding: Holding) -> tuple[_Place, MemoryMarker]:
-        """The first place of a copy whose marker is still good: what is in other places is the same."""
+    def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
+        """What the first place of a copy says whose marker is still good: what is in other places is the same."""
         failed: Exception = KeyMissing(f"{self._directory}: no memory of {holding}.")
         for place in self._places.get(holding, []):
             try:
-                return place, _read_marker(place.marker, place.header)
+                return look(place)
             except FileNotFoundError as error:  # noqa: PERF203  # places are few
                 failed = KeyMissing(f"{place.marker}: is gone, the memory was filled anew.")
                 failed.__cause__ = error
@@ -111,6 +122,18 @@ class HostTier:
             if path not in self._descriptors:
                 self._descriptors[path] = open_shared(path)
             return self._descriptors[path]
+
+
+def _status(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _slots(place: _Place) -> Mapping[int, int]:
+    """Where segments lie, parsed again only where the marker is another one than was listed."""
+    if _status(place.marker) == place.status:
+        return place.slots
+    return _read_marker(place.marker, place.header).slots
 
 
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:

@@ -12,6 +12,7 @@ time line that the new life has left. Older ones are kept too where several gene
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Hashable
 from pathlib import Path
@@ -27,7 +28,14 @@ from lightning_moe_ckpt.tiers._names import (
     shared_name,
 )
 from lightning_moe_ckpt.tiers._ring import SegmentRing, read_header
-from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, shared_directory, unlink_shared_file
+from lightning_moe_ckpt.tiers._shm import (
+    FileId,
+    close_shared,
+    file_id,
+    open_shared,
+    shared_directory,
+    unlink_shared_file,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +60,9 @@ class RankMemory:
         self._directory = directory if directory is not None else shared_directory()
         self._ring: SegmentRing | None = None
         self._kept: list[SegmentRing] = []
-        self._foreign: list[Path] = []
-        """Of processes that live."""
+        self._foreign: list[tuple[Path, FileId]] = []
+        """Of processes that live: names, and which files they led to."""
+        self._moved_are_removed = False
 
     @property
     def ring(self) -> SegmentRing | None:
@@ -82,7 +91,8 @@ class RankMemory:
         self._remove_replaced_runs()
         for path, name in memory_files(self._directory):
             if self._is_own(name):
-                self._claim(path, resumed, older=older)
+                with contextlib.suppress(FileNotFoundError):
+                    self._claim(path, resumed, older=older)
         for path, name in orphaned_markers(self._directory):
             if self._is_own(name):
                 path.unlink(missing_ok=True)
@@ -118,6 +128,7 @@ class RankMemory:
                 ring.complete_everywhere(generation)
                 if ring is self._ring and len(ring.complete) >= ring.keep:
                     self._forget_others()
+                    self._remove_moved(generation)
 
     # -- the end
 
@@ -151,16 +162,16 @@ class RankMemory:
         return (name.run_id, name.owner, name.kind) == (self._run_id, self._rank, self._kind)
 
     def _claim(self, path: Path, resumed: GenerationId | None, *, older: bool) -> None:
+        """Take a file over. Raises `FileNotFoundError` if it is gone meanwhile."""
+        found = file_id(path)
         try:
             ring = SegmentRing.adopt(path)
-        except FileNotFoundError:
-            return
         except Corrupt:  # torn while it was made
             _remove(path)
             return
         if ring is None:
             log.warning("ring %s belongs to a process that still lives; this one makes another", path)
-            self._foreign.append(path)
+            self._foreign.append((path, found))
             return
         for generation in ring.published:
             if resumed is None or generation > resumed or (generation < resumed and not older):
@@ -194,9 +205,12 @@ class RankMemory:
         self._remove_foreign()
 
     def _remove_foreign(self) -> None:
-        paths, self._foreign = self._foreign, []
-        for path in paths:
-            _remove(path)
+        """Not what has got the name since: that is a later life's."""
+        foreign, self._foreign = self._foreign, []
+        for path, found in foreign:
+            with contextlib.suppress(FileNotFoundError):
+                if file_id(path) == found:
+                    _remove(path)
 
     def _remove_dead(self) -> None:
         """What a life of this rank left that ran beside this one and was killed."""
@@ -204,6 +218,18 @@ class RankMemory:
             ring = _adopted(path) if self._is_own(name) else None
             if ring is not None:
                 ring.close(unlink=True)
+
+    def _remove_moved(self, generation: Hashable) -> None:
+        """What ranks of this run left here that are on other nodes now; once per life, since they moved before it.
+
+        All ranks hold `generation` in memory of this kind: dead files without anything as new are of no use.
+        """
+        if self._moved_are_removed or not isinstance(generation, GenerationId):
+            return
+        self._moved_are_removed = True
+        for path, name in memory_files(self._directory):
+            if name.run_id == self._run_id and name.kind == self._kind and name.owner != self._rank:
+                _remove_if_older(path, generation)
 
     def _remove_replaced_runs(self) -> None:
         """What dead processes left of other runs under the same URL, which nobody can resume any more."""
@@ -223,6 +249,21 @@ def _adopted(path: Path) -> SegmentRing | None:
         return SegmentRing.adopt(path)
     except (FileNotFoundError, Corrupt):
         return None
+
+
+def _remove_if_older(path: Path, generation: GenerationId) -> None:
+    """Remove the memory of a dead process unless it has something as new."""
+    try:
+        ring = _adopted(path)
+    except OSError as error:  # training goes on with less room
+        log.info("%s cannot be looked at, and stays: %s", path, error)
+        return
+    if ring is None:
+        return
+    older = all(each < generation for each in ring.published)
+    if older:
+        log.info("%s is of a rank that is on another node now", path)
+    ring.close(unlink=older)
 
 
 def _remove_if_dead(path: Path, name: MemoryName) -> None:

@@ -55,8 +55,9 @@ def shared_directory(fallback: Path | None = None) -> Path:
     return directory
 
 
-_FileId = tuple[int, int]
-_held: dict[_FileId, SharedFile] = {}
+FileId = tuple[int, int]
+"""Device and inode: which file a name leads to."""
+_held: dict[FileId, SharedFile] = {}
 """Files that this process holds the lock of."""
 
 
@@ -137,10 +138,9 @@ class SharedFile:
         if self.descriptor < 0 or self.pid != os.getpid():
             return False  # closed, or a forked child
         try:
-            there = self.path.lstat()
+            return file_id(self.path) == _file_id(self.descriptor)
         except FileNotFoundError:
             return False
-        return (there.st_dev, there.st_ino) == _file_id(self.descriptor)
 
     def close(self, *, unlink: bool) -> None:
         """Give up the lock, and the name too if wanted and still ours. A forked child only lets go of the mapping."""
@@ -178,8 +178,14 @@ def _owned_here(descriptor: int) -> SharedFile | None:
     return owner if owner is not None and owner.pid == os.getpid() else None
 
 
-def _file_id(descriptor: int) -> _FileId:
+def _file_id(descriptor: int) -> FileId:
     status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def file_id(path: Path) -> FileId:
+    """Which file a name leads to now. Raises `FileNotFoundError`."""
+    status = path.lstat()
     return status.st_dev, status.st_ino
 
 

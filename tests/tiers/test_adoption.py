@@ -416,6 +416,80 @@ def test_the_ring_of_a_stopped_process_is_read_but_stays_its_own(node: Path) -> 
     assert names(node) == []
 
 
+def test_a_name_that_another_life_has_taken_since_is_left_to_it(node: Path) -> None:
+    """The stopped owner is dead, its file gone, and the name leads to a later life's ring: not what was found at start."""
+    zombie = Child(life(node, 3))
+    zombie.stop()
+    own = memory(node)
+    own.claim(generation(3))
+    own.make(SLOT, 9)
+    zombie.kill()
+    for path in [node / shared_name(RUN, 0), *marker_files(node / shared_name(RUN, 0))]:
+        path.unlink()
+    successor = Child(life(node, 9, rank=0, epoch=3))
+    own.close(unlink=True)
+    assert readable(node) == [(0, 9)]
+    successor.kill()
+
+
+def test_what_ranks_left_that_are_on_other_nodes_now_goes_when_all_have_something_newer(node: Path) -> None:
+    """Not what lives, nor what is as new: its owner may have died a moment ago."""
+    leave_behind(life(node, 3, rank=1))
+    leave_behind(life(node, 6, rank=2, epoch=2))
+    living = Child(life(node, 3, rank=3))
+    replica = RankMemory(RUN, 1, url=URL, directory=node, kind="replica")
+    replica.claim(None)
+    keep(replica.make(SLOT, 4), generation(3), (2, 3), rank=1)
+    replica.close(unlink=False)
+    own = memory(node)
+    own.claim(None)
+    ring = own.make(SLOT, 9)
+    keep(ring, generation(3, 2), (2, 3))
+    assert len(readable(node)) == 4, "ring and replica of rank 1 are two places of one copy"
+    keep(ring, generation(6, 2), (5, 6))
+    own.complete_everywhere(generation(6, 2))
+    left = sorted(readable(node))
+    # Copies go by what is complete in copies.
+    assert left == [(0, 6), (1, 3), (2, 6), (3, 3)]
+    assert not (node / shared_name(RUN, 1)).exists()
+    living.kill()
+    other = RankMemory(RUN, 4, url=URL, directory=node, kind="replica")
+    other.claim(None)
+    keep(other.make(SLOT, 4), generation(6, 2), (5, 6), rank=4)
+    other.complete_everywhere(generation(6, 2))
+    assert sorted(readable(node)) == [(0, 6), (2, 6), (3, 3), (4, 6)]
+    for each in (own, other):
+        each.close(unlink=True)
+
+
+def test_reading_a_copy_piece_by_piece_parses_its_marker_once(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many records are read; another marker in its place is noticed."""
+    ring = make_ring(node)
+    keep(ring, generation(3), (2, 3))
+    parsed: list[str] = []
+    parse = MemoryMarker.from_bytes
+
+    def counted(data: bytes, where: str) -> MemoryMarker:
+        parsed.append(where)
+        return parse(data, where)
+
+    monkeypatch.setattr(MemoryMarker, "from_bytes", counted)
+    tier = HostTier(RUN, node)
+    (holding,) = tier.holdings()
+    entry = tier.read_marker(holding).segments[0]
+    before = len(parsed)
+    out = memoryview(bytearray(8))
+    for offset in range(0, 800, 8):
+        tier.read_into(holding, entry, offset, out)
+    assert len(parsed) == before <= 2
+    path = marker_path(ring.path, generation(3))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(Corrupt):
+        tier.read_into(holding, entry, 0, out)
+    tier.close()
+    ring.close()
+
+
 def test_a_process_removes_only_its_own_names(node: Path) -> None:
     """Its ring was replaced under its name while it stood still: closing it leaves the successor's alone."""
     ring = make_ring(node)
