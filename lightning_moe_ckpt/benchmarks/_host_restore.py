@@ -1,15 +1,18 @@
 """How long a restarted process needs to have its state back out of memory of the node, without imports.
 
 A process captures one generation in a ring, publishes it and dies by SIGKILL. The clock runs from that signal to the
-moment at which another process has found the generation, verified every digest of it, and holds its bytes: the death,
-the search, the marker, the copy. A rank of a real job starts new processes in between, which is not counted.
+moment at which another process has found the generation, holds its bytes, and has verified them as a restore does, by
+the digest of the whole and the places of records: the death, the search, the marker, the copy. A rank of a real job
+starts new processes in between, which is not counted.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,13 +25,33 @@ from lightning_moe_ckpt.storage import (
     RecordRows,
     SegmentLayout,
     TensorSpec,
+    check_places,
     digest_of,
-    verify_records,
 )
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_directory, shared_name
 
+GOAL_SECONDS_PER_50_MB = 0.1
 _NUM_RECORDS = 64
 _GENERATION = GenerationId(step=1, epoch=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRestoreFigure:
+    """Kills of one process, and its state read back."""
+
+    nbytes: int
+    seconds: list[float]
+    """From each SIGKILL to verified bytes in another process."""
+
+    @property
+    def median(self) -> float:
+        """Of all kills."""
+        return statistics.median(self.seconds)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the goal is: 100 ms for up to 50 MB, in proportion above."""
+        return self.median <= GOAL_SECONDS_PER_50_MB * max(1.0, self.nbytes / 50e6)
 
 
 def host_restore_seconds(nbytes: int, *, directory: Path | None = None) -> float:
@@ -115,6 +138,6 @@ def _restore(run_id: str, directory: Path, out: torch.Tensor) -> None:
         tier.read_into(holding, entry, 0, view)
         if digest_of(view) != entry.digest:
             raise RuntimeError("The bytes in memory are not those that were captured.")
-        verify_records(entry, view)
+        check_places(entry, view)
     finally:
         tier.close()

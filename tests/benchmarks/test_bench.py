@@ -26,6 +26,7 @@ from lightning_moe_ckpt.benchmarks import (
     ReplicationBench,
     SelectionBench,
 )
+from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
 from lightning_moe_ckpt.benchmarks._partial import PartialFigure
@@ -49,7 +50,22 @@ TINY = {
     "selection": ("--selection-steps", "120"),
     "reduction": ("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     "recovery": (
-        *("--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"),
+        *(
+            "--kills",
+            "1",
+            "--host-kills",
+            "1",
+            "--host-megabytes",
+            "1",
+            "--nodes",
+            "2",
+            "--every",
+            "2",
+            "--recovery-blocks",
+            "1",
+            "--recovery-dim",
+            "32",
+        ),
         *("--systems", "dense", "dcp"),
     ),
     "persist": (
@@ -211,10 +227,8 @@ def test_variants_take_order() -> None:
 
 def test_every_failure_is_recovered_from() -> None:
     """Each resumed at a step that was stored, took the lost steps again, and then one that was new."""
-    figures = [
-        RecoveryFigure(**row | {"rounds": [Recovery(**each) for each in row["rounds"]]})
-        for row in _document("recovery")["recovery"]
-    ]
+    *rows, host = _document("recovery")["recovery"]
+    figures = [RecoveryFigure(**row | {"rounds": [Recovery(**each) for each in row["rounds"]]}) for row in rows]
     assert [(figure.system, figure.loss) for figure in figures] == [
         case for case in CASES if case[0] in ("dense", "dcp")
     ]
@@ -230,7 +244,8 @@ def test_every_failure_is_recovered_from() -> None:
         assert (figure.restore_seconds is not None) == (figure.system == "dense")
     lost_everything = [figure for figure in figures if (figure.system, figure.loss) == ("dense", "cluster")]
     assert all([*rank] == ["storage"] for figure in lost_everything for rank in figure.restored_from)
-    shown = _shown(RecoveryBench().table(figures))
+    shown = _shown(RecoveryBench().table([*figures, HostRestoreFigure(**host)]))
+    assert "out of host memory, without imports: median" in shown
     assert all(text in shown for text in ("DenseCheckpoint", "torch DCP, async", "all nodes", "any", "steps lost"))
 
 

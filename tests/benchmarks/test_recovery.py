@@ -9,12 +9,14 @@ from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
+from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
-from lightning_moe_ckpt.benchmarks._recovery import CASES, RecoveryFigure, _order
+from lightning_moe_ckpt.benchmarks._recovery import CASES, RecoveryFigure, _host_line, _order
 from lightning_moe_ckpt.benchmarks._recovery_dcp import DcpCheckpoint, newest_step
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
@@ -79,19 +81,31 @@ def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
 
     def work(_: int) -> tuple[int, str]:
         size = ["--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"]
+        size += ["--host-kills", "2", "--host-megabytes", "1"]
         with redirect_stdout(io.StringIO()) as out:
             status = main(["bench", "recovery", "--json", "--systems", "sparse", "lightning", *size])
         return status, out.getvalue()
 
     ((status, out),) = run_world(1, work, process_group=False, timeout=timedelta(minutes=4))
     assert status == 0
-    figures = [RecoveryFigure(**row) for row in json.loads(out)["recovery"]]
+    *rows, host = json.loads(out)["recovery"]
+    assert (host["nbytes"], len(host["seconds"])) == (10**6, 2)
+    assert min(host["seconds"]) > 0
+    figures = [RecoveryFigure(**row) for row in rows]
     assert [(figure.system, figure.loss) for figure in figures] == [c for c in CASES if c[0] in ("sparse", "lightning")]
     for figure in figures:
         assert 0 < figure.rollback_steps <= 3 * 2 + 1
         assert 0 < figure.rerun_seconds < figure.total_seconds
         assert figure.ready_seconds < figure.total_seconds
     assert figures[-1].rollback_steps == 1, "written at step 6, killed in the step after"
+
+
+@pytest.mark.parametrize(("seconds", "outcome"), [([0.05, 0.3, 0.09], "met"), ([0.05, 0.11, 0.3], "NOT met")])
+def test_the_goal_for_host_memory_is_judged_by_the_median(seconds: list[float], outcome: str) -> None:
+    """And shown with the range."""
+    said = _host_line(HostRestoreFigure(nbytes=50_000_000, seconds=seconds))
+    assert said.endswith(f"goal 100 ms for 50 MB: {outcome}")
+    assert "50.0 ms to 300 ms in 3 kills" in said
 
 
 def test_no_checkpoint_is_no_step(tmp_path: Path) -> None:
