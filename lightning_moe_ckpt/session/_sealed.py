@@ -36,6 +36,27 @@ _REMEMBERED_TIMES = 1000
 """Generations that the slowest tier may be behind for that; later only the time differs, which no reader compares."""
 
 
+class RecordDigests:
+    """Digests of the records of one segment, computed when they are first wanted, on whatever thread.
+
+    Args:
+        records: of the segment.
+        view: all its bytes, which are final before `all` is called.
+    """
+
+    def __init__(self, records: RecordRows, view: memoryview) -> None:
+        self._records, self._view = records, view
+        self._lock = threading.Lock()
+        self._found: list[str] | None = None
+
+    def all(self) -> list[str]:
+        """In the order of the records."""
+        with self._lock:
+            if self._found is None:
+                self._found = self._records.digests(self._view)
+            return self._found
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class SealedSegment:
     """A segment whose bytes are final, or will be when its ticket is done."""
@@ -52,6 +73,10 @@ class SealedSegment:
     """The file within it that goes to storage, where that is not all of it."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
+    shared: RecordDigests | None = None
+    """Where its records are digested once, together with those of the segment that it is within."""
+    places: Sequence[int] = ()
+    """Of its records there."""
 
     def wait(self) -> None:
         """Until its bytes are final. Raises `CheckpointError` if the copy failed."""
@@ -81,8 +106,14 @@ class SealedSegment:
             key=segment_key(self.generation, self.rank, self.step),
             nbytes=self.view.nbytes,
             digest=digest_of(self.view),
-            records=self.records.digested(self.view),
+            records=self.records.with_digests(self._record_digests()),
         )
+
+    def _record_digests(self) -> list[str]:
+        if self.shared is None:
+            return self.records.digests(self.view)
+        known = self.shared.all()
+        return [known[place] for place in self.places]
 
 
 class Markers:

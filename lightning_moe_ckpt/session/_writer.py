@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_moe_ckpt.native import CopyEngine, CopyList, Ticket
 from lightning_moe_ckpt.session._journal import Journal, encode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
-from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.session._sealed import RecordDigests, SealedSegment
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 
 
@@ -46,6 +47,9 @@ class SegmentWriter:
         self._records: RecordRows | None = None
         self._persisted: RecordRows | None = None
         """Of the file within that goes to storage."""
+        self._num_records = 0
+        self._places: list[int] = []
+        """Of its records among all of them."""
         self._versions: list[int] = []
 
     def start(self) -> Ticket:
@@ -94,20 +98,26 @@ class SegmentWriter:
         """What the tiers need of the segment that `generation` has of boundary `step`."""
         view = as_memoryview(self.view)[: self.layout.segment.nbytes]
         assert self._records is not None
-        rank, persisted = self.layout.groups.rank, None
-        if self._persisted is not None:
-            inner = as_memoryview(self.layout.persisted_bytes(self.view))
-            persisted = SealedSegment(
-                generation=generation, rank=rank, step=step, view=inner, records=self._persisted, ticket=ticket
-            )
+        name: Any = {"generation": generation, "rank": self.layout.groups.rank, "step": step}
+        if self._persisted is None:
+            return SealedSegment(**name, view=view, records=self._records, ticket=ticket)
+        shared = RecordDigests(self._records, view)
+        inner = SealedSegment(
+            **name,
+            view=as_memoryview(self.layout.persisted_bytes(self.view)),
+            records=self._persisted,
+            ticket=ticket,
+            shared=shared,
+            places=self._places,
+        )
         return SealedSegment(
-            generation=generation,
-            rank=rank,
-            step=step,
+            **name,
             view=view,
             records=self._records,
             ticket=ticket,
-            persisted=persisted,
+            shared=shared,
+            places=range(self._num_records),
+            persisted=inner,
         )
 
     def _refresh(self) -> None:
@@ -133,9 +143,12 @@ class SegmentWriter:
                 self._pairs.append((live, place))
                 self._owners.append(index[id(base)])
         self._copies = self._engine.prepare(self._pairs)
-        self._records = RecordRows(layout.entries(self.view))
+        entries = layout.entries(self.view)
+        self._records, self._num_records = RecordRows(entries), len(entries)
         if layout.persisted is not None:
-            self._persisted = RecordRows(layout.persisted.entries(layout.persisted_bytes(self.view)))
+            inner = layout.persisted.entries(layout.persisted_bytes(self.view))
+            places = {entry.name: index for index, entry in enumerate(entries)}
+            self._persisted, self._places = RecordRows(inner), [places[entry.name] for entry in inner]
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -133,7 +133,11 @@ class RecordRows:
         Args:
             segment: all bytes of the file.
         """
-        return self.with_digests([digest_of(segment[start:stop]) for start, stop in self._places])
+        return self.with_digests(self.digests(segment))
+
+    def digests(self, segment: memoryview) -> list[str]:
+        """Of every record of a segment whose bytes are final, in order."""
+        return [digest_of(segment[start:stop]) for start, stop in self._places]
 
     def with_digests(self, digests: Sequence[str]) -> RecordTable:
         """The records, whose bytes are known from elsewhere.

@@ -13,6 +13,8 @@ from session._lossy_model import NUM_EXPERTS, rank_of_world
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.parallel import set_current_groups
+from lightning_moe_ckpt.policies import assign_writers
+from lightning_moe_ckpt.session import _lossy_layout
 from lightning_moe_ckpt.session._layout import Part, WindowLayout, as_memoryview
 from lightning_moe_ckpt.session._lossy_layout import expert_loads
 from lightning_moe_ckpt.session._lossy_plan import (
@@ -24,8 +26,9 @@ from lightning_moe_ckpt.session._lossy_plan import (
     storage_flavour,
 )
 from lightning_moe_ckpt.session._planning import lay_out
+from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.session._writer import SegmentWriter
-from lightning_moe_ckpt.storage import GenerationId, SegmentLayout
+from lightning_moe_ckpt.storage import GenerationId, SegmentEntry, SegmentLayout, digest_of, verify_records
 
 WORLDS = [(1, 1), (3, 1), (4, 2), (3, 3)]
 """Ranks, and over how many of them the experts are spread."""
@@ -118,9 +121,26 @@ def test_the_file_of_storage_is_part_of_the_memory_byte_for_byte(world_size: int
         assert SegmentLayout.parse(as_memoryview(inner.clone())).header == alone.slots[0].segment.header
         assert SegmentLayout.parse(as_memoryview(inside)).header == outer.slots[0].segment.header
         assert inside.numel() > file.numel()
+        outer_entry, inner_entry = _sealed(outer)
+        assert inner_entry.digest == digest_of(as_memoryview(inner))
+        verify_records(inner_entry, as_memoryview(inner))
+        verify_records(outer_entry, as_memoryview(inside))
 
 
 def _captured(layout: WindowLayout) -> torch.Tensor:
+    """What memory of a generation holds."""
+    return _capture(layout)[0]
+
+
+def _sealed(layout: WindowLayout) -> tuple[SegmentEntry, SegmentEntry]:
+    """What markers say of a segment, and of the file within it."""
+    _, segment = _capture(layout)
+    assert segment.persisted is not None
+    inner = segment.persisted.digested()  # storage may come first
+    return segment.digested(), inner
+
+
+def _capture(layout: WindowLayout) -> tuple[torch.Tensor, SealedSegment]:
     (slot,) = layout.slots
     memory = torch.full((slot.segment.nbytes,), 255, dtype=torch.uint8)
     engine = create_engine(torch.device("cpu"))
@@ -130,9 +150,8 @@ def _captured(layout: WindowLayout) -> torch.Tensor:
     ticket = writer.start()
     writer.write_local({"outcome": {}, "start": {}})
     ticket.wait()
-    assert writer.sealed(GenerationId(step=3, epoch=1), 3, ticket).digested().nbytes == memory.numel()
     engine.close()
-    return memory
+    return memory, writer.sealed(GenerationId(step=3, epoch=1), 3, ticket)
 
 
 def _zero_absent(segment: SegmentLayout, memory: torch.Tensor) -> None:
@@ -140,6 +159,22 @@ def _zero_absent(segment: SegmentLayout, memory: torch.Tensor) -> None:
     for name in segment.spans:
         if name.endswith(("exp_avg", "exp_avg_sq", "/step")):
             segment.view(memory, name).zero_()
+
+
+def test_adaptive_sharding_lowers_the_largest_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank whose experts are taken writes less of the dense part; what all write together stays the same."""
+    experts: Experts = ((0,), (6,))
+    found = {}
+    for name in ("adaptive", "equal"):
+        if name == "equal":
+            monkeypatch.setattr(_lossy_layout, "assign_adaptively", lambda *each: assign_writers(each[0], each[1]))
+        found[name] = [
+            sum(part.piece.numel for part in own_parts(layout))
+            for layout in layouts(lossy_record(CONFIG, experts, experts), 4, 4)
+        ]
+    print({name: max(sizes) for name, sizes in found.items()})
+    assert sum(found["adaptive"]) == sum(found["equal"])
+    assert max(found["adaptive"]) < max(found["equal"])
 
 
 def test_either_flavour_tells_the_other() -> None:
