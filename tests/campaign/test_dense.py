@@ -36,7 +36,11 @@ def dense_setup(row: Row) -> Setup:
 ROWS = pairwise(FACTORS, allowed=_allowed)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
+ALONE = [row for row in ROWS if row["world_size"] == 1]
+TOGETHER = [row for row in ROWS if row["world_size"] > 1]
+
+
+@pytest.mark.parametrize("row", ALONE, ids=name)
 def test_killed_at_every_step_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
     """Every life dies two steps further than the one before; the last ends as if nothing had happened."""
     setup = dense_setup(row)
@@ -44,7 +48,17 @@ def test_killed_at_every_step_the_run_ends_the_same(campaigns: Campaigns, row: R
     assert len(odd) + len(even) == setup.steps + 2
 
 
-@pytest.mark.parametrize("row", ROWS[:3], ids=name)
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "others"])
+@pytest.mark.parametrize("row", TOGETHER, ids=name)
+def test_ranks_killed_at_every_other_step_end_the_same(campaigns: Campaigns, row: Row, other: bool) -> None:
+    """At odd steps in one row and at even ones in the next, so that rows together have every step."""
+    setup = dense_setup(row)
+    chain = two_chains(setup, offset=ROWS.index(row))[(TOGETHER.index(row) + other) % 2]
+    (lives,) = campaigns.check_all(setup, [chain])
+    assert len(lives) == len(chain) + 1 >= setup.steps // 2 + 1
+
+
+@pytest.mark.parametrize("row", [TOGETHER[0], pytest.param(ALONE[0], marks=pytest.mark.soak)], ids=name)
 def test_checkpointing_does_not_change_training(campaigns: Campaigns, row: Row) -> None:
     """A run that is never killed ends as it would without the callback."""
     campaigns.check(dense_setup(row))
@@ -64,7 +78,7 @@ def test_more_epochs_continue_a_finished_run(campaigns: Campaigns) -> None:
     campaigns.check_stages(replace(whole, epochs=2), whole)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_means_over_an_interrupted_epoch_are_those_of_the_whole_epoch(campaigns: Campaigns, world_size: int) -> None:
     """Metrics that collect over the batches of an epoch go on collecting where the killed life stopped."""
     checkpointing = Checkpointing(policy="dense", every_n_steps=2)

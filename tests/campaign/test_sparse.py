@@ -52,7 +52,7 @@ def test_killed_at_any_step_the_run_ends_the_same(campaigns: Campaigns, row: Row
     require_resumed(campaigns.check_all(setup, scripts), scripts, after=_first_generation(row["window"]))
 
 
-@pytest.mark.parametrize("model", ["lists", "batch_norm", "stacked", "mixtral"])
+@pytest.mark.parametrize("model", ["lists", "batch_norm", "stacked", pytest.param("mixtral", marks=pytest.mark.soak)])
 def test_killed_at_every_step_of_two_epochs_the_run_ends_the_same(campaigns: Campaigns, model: Any) -> None:
     """In the first window, at the epoch boundary, in validation, after the last step."""
     setup = replace(SPARSE, model=model)
