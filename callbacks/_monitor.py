@@ -49,8 +49,8 @@ class ExpertLoadMonitor(Callback):
 
     A resumed run counts from where it resumes.
 
-    Costs one small collective per row and none in other steps. Counts are read beside those that order checkpoints,
-    and change nothing there.
+    Costs one small collective per row, one in the first step, and none in others. Counts are read beside those that
+    order checkpoints, and change nothing there.
 
     Args:
         every_n_steps: optimizer steps between two rows; `None` for `Trainer(log_every_n_steps=...)`.
