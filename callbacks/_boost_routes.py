@@ -58,8 +58,8 @@ class MarginRoute:
         self._sums = torch.zeros(3, layer.num_experts, dtype=torch.int64)
         self._handle = router.register_forward_hook(self._routed)
 
-    def aim(self, debt_E: Sequence[int]) -> None:
-        """Experts that get more from now on."""
+    def aim(self, debt_E: Sequence[int], extra_E: Sequence[int] = (), kept_E: Sequence[int] = ()) -> None:
+        """Experts that get more from now on; what a step has shown is of no use to an exact quota."""
         self._debtors = tuple(expert for expert, debt in enumerate(debt_E) if debt)
 
     def take(self, factor: float) -> Measured:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt import _lightning
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._boost_bias import BiasRoute, find_bias
 from lightning_moe_ckpt.callbacks._boost_meters import Measured, Meter, meter_of
 from lightning_moe_ckpt.callbacks._boost_routes import MarginRoute, find_router
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -43,9 +44,11 @@ class _Boost:
     debts: Debts
     base: Capacity = None
     """Capacity without boost, while there is one."""
-    meter: Meter | MarginRoute | None = None
+    meter: Meter | MarginRoute | BiasRoute | None = None
     factors: Sequence[float] = (1.0,)
     """In force."""
+    term: Sequence[float] | None = None
+    """Of the bias, in force."""
 
 
 class CapacityBoost(Callback):
@@ -63,8 +66,9 @@ class CapacityBoost(Callback):
     Args:
         boost: how much more capacity, 0.1 for a tenth.
         dropless: also in layers that drop nothing: tokens whose last choice was nearly an expert in debt go there, a tenth
-            as many as chose it. For routers of Hugging Face's Mixtral, Qwen-MoE, OLMoE, GraniteMoE and gpt-oss. This is
-            an extension of ours, and changes what the router learns from.
+            as many as chose it. For routers of Hugging Face's Mixtral, Qwen-MoE, OLMoE, GraniteMoE and gpt-oss, and by a term
+            beside the bias for those that have one only to choose by, such as DeepSeek-V3's. This is an extension of
+            ours, and changes what the router learns from.
 
     Raises:
         ConfigurationError: `boost` is not above 0.
@@ -95,7 +99,7 @@ class CapacityBoost(Callback):
             return dict(self._stored)
         known = {fqn: each for fqn, each in self._boosts.items() if any(each.debts.lost)}
         return {
-            fqn: {**each.debts.to_state(), "base": each.base, "factors": list(each.factors)}
+            fqn: {**each.debts.to_state(), "base": each.base, "factors": list(each.factors), "term": each.term}
             for fqn, each in known.items()
         }
 
@@ -114,7 +118,7 @@ class CapacityBoost(Callback):
             view = layer.live_capacity
             if view is not None and view.limited(pl_module):
                 self._boosts[layer.fqn] = self._resume(layer, view, lost_E)
-            elif self.dropless and find_router(layer, pl_module) is not None:
+            elif self.dropless and (find_router(layer, pl_module) or find_bias(layer, pl_module)) is not None:
                 self._boosts[layer.fqn] = self._resume(layer, None, lost_E)
             elif any(lost_E):
                 unlimited.append(layer.prefix)
@@ -134,12 +138,14 @@ class CapacityBoost(Callback):
         if not active:
             return
         measured = _sum_over_ranks([each.meter.take(max(each.factors)) for each in active if each.meter], trainer)
-        kept, room = {}, {}
+        kept, room, extra = {}, {}, {}
         for each, (extra_E, kept_E, room_E) in zip(active, measured, strict=True):
             each.debts = each.debts.repay(extra_E)
             kept[each.layer.fqn], room[each.layer.fqn] = kept_E, room_E if any(room_E) else None
+            extra[each.layer.fqn] = extra_E
             if not each.debts.any:
                 self._end(each, pl_module)
+        self._aim(extra, kept)
         self._set(pl_module, kept, room)
         self._log(trainer)
 
@@ -158,7 +164,7 @@ class CapacityBoost(Callback):
         if stored is None:
             return _Boost(layer, view, Debts.none(layer.num_experts).with_lost(lost_E))
         debts = Debts.from_state(stored).with_lost(lost_E)
-        return _Boost(layer, view, debts, _as_capacity(stored["base"]), factors=stored["factors"])
+        return _Boost(layer, view, debts, _as_capacity(stored["base"]), factors=stored["factors"], term=stored["term"])
 
     def _begin(self, found: OperatorSet, module: nn.Module) -> None:
         """Count from now on where there are debts. The capacity changes when a step has shown who has room."""
@@ -168,10 +174,7 @@ class CapacityBoost(Callback):
                     self._end(each, module)
                 continue
             if each.view is None:
-                router = find_router(each.layer, module)
-                assert router is not None
-                route = each.meter = MarginRoute(each.layer, router, self.boost)
-                route.aim(each.debts.open)
+                each.meter = self._route(each, module)
                 self._say(each, "more tokens, which nearly chose them: an extension of what is published")
                 continue
             if each.base is None:
@@ -179,6 +182,15 @@ class CapacityBoost(Callback):
             each.meter = meter = meter_of(found, each.layer, module, each.base)
             scope = "" if each.view.scope == "expert" else f", as all of the {each.view.scope}: it has one for all"
             self._say(each, f"more capacity{scope}{'' if meter.exact else '; what they process more is estimated'}")
+
+    def _route(self, each: _Boost, module: nn.Module) -> MarginRoute | BiasRoute:
+        bias, router = find_bias(each.layer, module), find_router(each.layer, module)
+        if bias is not None:
+            return BiasRoute(each.layer, bias, module, self.boost, each.term)
+        assert router is not None
+        route = MarginRoute(each.layer, router, self.boost)
+        route.aim(each.debts.open)
+        return route
 
     def _say(self, each: _Boost, what: str) -> None:
         log.info(
@@ -194,20 +206,24 @@ class CapacityBoost(Callback):
         """Everything is repaid."""
         if each.view is not None:
             each.view.set(module, each.base)
-        each.base, each.factors = None, (1.0,)
+        each.base, each.factors, each.term = None, (1.0,), None
         if each.meter is not None:
             each.meter.remove()
             each.meter = None
         log.info("%s: all lost tokens are made up for; capacity is what it was", each.layer.prefix)
+
+    def _aim(self, extra: Mapping[str, Sequence[int]], kept: Mapping[str, Sequence[int]]) -> None:
+        for fqn, each in self._boosts.items():
+            if isinstance(each.meter, MarginRoute | BiasRoute):
+                each.meter.aim(each.debts.open, extra[fqn], kept[fqn])
+                each.term = each.meter.term if isinstance(each.meter, BiasRoute) else None
 
     def _set(
         self, module: nn.Module, kept: Mapping[str, Sequence[int]], room: Mapping[str, Sequence[int] | None]
     ) -> None:
         owners: dict[int, list[_Boost]] = {}
         for each in self._boosts.values():
-            if isinstance(each.meter, MarginRoute):
-                each.meter.aim(each.debts.open)
-            elif each.meter is not None and each.view is not None:
+            if each.meter is not None and each.view is not None:
                 owners.setdefault(id(each.view.owner(module)), []).append(each)
         for sharing in owners.values():
             for each in sharing:
