@@ -16,6 +16,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, UnknownLayout
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover
 from lightning_moe_ckpt.parallel import expert_parallel_fqns, expert_parallel_modules
 from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing import AdapterContract
 
 
 def _standin() -> Any:
@@ -151,6 +152,19 @@ def test_gate_noise_is_extra_state_and_the_loss_a_graph_to_drop() -> None:
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(model)
     assert layer.graphs == (("moe", "l_aux"),)
+
+
+class TestLayer(AdapterContract):
+    """What is promised of every layer, with tokens over capacity."""
+
+    def make_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(D, D), standin.MOELayer(D, capacity_factor=0.6))
+
+    def loss(self, model: nn.Module, seed: int) -> Tensor:
+        x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(seed))
+        loss: Tensor = model(x_TD).square().mean()
+        return loss
 
 
 # -- traps

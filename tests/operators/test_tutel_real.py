@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from lightning_moe_ckpt.errors import ConfigurationError, UnknownLayout
-from lightning_moe_ckpt.operators import LoadCounter, discover
+from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover
 from lightning_moe_ckpt.parallel import WorldFailed, run_world
 from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing import AdapterContract
 
 moe = pytest.importorskip("tutel.moe", reason="Tutel is not installed: see its own instructions", exc_type=ImportError)
 pytestmark = pytest.mark.tutel
@@ -114,6 +116,38 @@ def test_live_capacity_lets_more_tokens_through_and_goes_back() -> None:
     assert boosted_E.max() == 12
     view.set(model, before)
     assert torch.equal(model["moe"](tokens()), plain_TD)
+
+
+@pytest.mark.parametrize("_capacity_factor", [0.0, 0.6], indirect=True)
+@pytest.mark.usefixtures("_capacity_factor")
+class TestRealLayer(AdapterContract):
+    """What is promised of every layer, with and without drops: tokens are found out by force, not by Tutel's word."""
+
+    capacity_factor: ClassVar[float]
+
+    @pytest.fixture
+    def _capacity_factor(self, request: pytest.FixtureRequest) -> None:
+        type(self).capacity_factor = request.param
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(D, D), build(capacity_factor=self.capacity_factor)["moe"])
+
+    def loss(self, model: nn.Module, seed: int) -> Tensor:
+        loss: Tensor = model(tokens(seed)).square().mean()
+        return loss
+
+    @override
+    def test_a_capacity_view_changes_the_live_capacity(self, model: nn.Module, operators: OperatorSet) -> None:
+        """By half, since Tutel cannot run with room for no token at all."""
+        view = operators.layers[0].live_capacity
+        assert view is not None
+        if not view.limited(model):
+            pytest.skip("nothing is dropped")
+        before, plain_TD = view.get(model), model(tokens())
+        view.set(model, view.scaled(before, [0.5] * E))
+        assert not torch.equal(model(tokens()), plain_TD)
+        view.set(model, before)
+        assert torch.equal(model(tokens()), plain_TD)
 
 
 # -- in two processes
