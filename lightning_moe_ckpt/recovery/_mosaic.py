@@ -97,7 +97,7 @@ class Mosaic:
         digests: Mapping[Version, str],
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
-        self._transport, self._reader, self._inventory, self._offer = transport, reader, inventory, offer
+        self._transport, self._reader, self._inventory, self.offer = transport, reader, inventory, offer
         self._digests = digests
         self._rounds = Rounds(transport)
         self._carriage = Carriage(self._rounds, reader, f"{offer.generation}, family {offer.family[:8]}", chunk_nbytes)
@@ -116,10 +116,10 @@ class Mosaic:
 
     def marker(self) -> RankMarker | None:
         """This rank's marker of the generation; `None`, on all ranks, if one of them has none."""
-        wanted = [*self._offer.versions, *self._first]
-        if not self._read_markers(wanted, required=self._offer.versions):
+        wanted = [*self.offer.versions, *self._first]
+        if not self._read_markers(wanted, required=self.offer.versions):
             return None
-        preferred = sorted((v for v in self._offer.versions if v in self._markers), key=self._cost)
+        preferred = sorted((v for v in self.offer.versions if v in self._markers), key=self._cost)
         return self._markers[preferred[0]]
 
     def bring(
@@ -290,7 +290,7 @@ class Mosaic:
         self, layout: SegmentLayout, buffer: torch.Tensor, origins: Mapping[str, Origin]
     ) -> tuple[dict[str, RecordAssembly], str]:
         """What is to be brought, by expert, and everything else; and why it cannot fit, if it cannot."""
-        base = self._supply.origin(self._offer.versions[0])
+        base = self._supply.origin(self.offer.versions[0])
         held = {name: ("", each) for name, each in self._supply.rest(base).items()}
         for expert, origin in origins.items():
             held |= {name: (expert, each) for name, each in self._supply.expert(expert, origin).items()}
@@ -300,7 +300,7 @@ class Mosaic:
             if record is None or record.record.nbytes != span.nbytes:
                 return {}, f"its records are not those of this model, optimizer and world, first {name}"
             wanted[expert].append(Wanted(name, span.offset, span.nbytes, record.record.digest, record.places))
-        generation = self._offer.generation
+        generation = self.offer.generation
         return {
             expert: RecordAssembly(
                 f"{expert or 'the dense part'} of {origins[expert].generation if expert else generation}",

@@ -6,7 +6,7 @@ Every record says in its bytes which generation, rank and record it is of, so a 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -214,11 +214,42 @@ class LossyWorld(World):
             tier.close()
         return found
 
+    def journal(self, step: int, rank: int) -> bytes:
+        """What storage has of a rank's journal."""
+        return content(step, rank, "journal", BASE["journal"]).numpy().tobytes()
+
+    def told(self, newest: int, steps: Sequence[int]) -> list[dict[GenerationId, bytes]]:
+        """What every rank of a restart from `newest` is told of the journals of other generations."""
+        run_id, commits = self.offered()
+        assert self.store.epoch is not None
+        generations = [GenerationId(step=step, epoch=self.store.epoch) for step in steps]
+
+        def ask(rank: int) -> dict[GenerationId, bytes]:
+            transport = ThreadTransport(self.wire, rank)
+            for attempt in self._attempts(transport, run_id, commits, ()):
+                assert attempt.offer.generation.step == newest
+                assert _attempt(attempt, rank) is not None
+                return {each: bytes(value) for each, value in attempt.tell(generations, "journal", bytes).items()}  # type: ignore[call-overload]
+            raise AssertionError("there is nothing to restore")
+
+        return in_threads(self.world_size, ask)
+
     def lossy_life(
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int] = ()
     ) -> tuple[Restored | None, list[str]]:
         """What one rank of a restart gets, and why newer generations were given up."""
-        node, reasons = self.nodes[transport.rank], []
+        reasons: list[str] = []
+        for attempt in self._attempts(transport, run_id, commits, dead):
+            part = _attempt(attempt, transport.rank)
+            reasons += attempt.reasons
+            if part is not None:
+                return (attempt.offer.generation, part), reasons
+        return None, reasons
+
+    def _attempts(
+        self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int]
+    ) -> Iterator[Mosaic]:
+        node = self.nodes[transport.rank]
         reader = Reader(run_id, [self.tiers[node]], ObjectTier(RunStore.join(self.backend, run_id=run_id), commits))
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
         by_version = {Version(c.generation, c.plan_hash): c for c in commits}
@@ -227,12 +258,7 @@ class LossyWorld(World):
         alive = [each for each in inventory.all_versions if each.generation.step not in dead]
         digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}
         for offer in usable_offers(inventory, alive):
-            attempt = Mosaic(transport, reader, inventory, offer, alive, digests=digests, chunk_nbytes=300)
-            part = _attempt(attempt, transport.rank)
-            reasons += attempt.reasons
-            if part is not None:
-                return (offer.generation, part), reasons
-        return None, reasons
+            yield Mosaic(transport, reader, inventory, offer, alive, digests=digests, chunk_nbytes=300)
 
 
 def _attempt(attempt: Mosaic, rank: int) -> Patchwork | None:

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, Commit, RankMarker, RunStore
 from recovery._lossy_world import EXPERTS, TAKEN, LossyWorld, Taken, experts_found
 from recovery.conftest import MakeLossy
 from recovery.test_fallbacks import flip
@@ -154,6 +154,44 @@ def test_an_expert_that_is_bad_everywhere_costs_the_generation(make_lossy: MakeL
     assert world.restore_lossy() == [None, None]
     assert world.reasons[0] == world.reasons[1]
     assert "no whole copy is left of 1 experts, first e3" in world.reasons[0][0]
+
+
+# -- what is read
+
+
+def test_one_commit_says_where_everything_older_is(
+    make_lossy: MakeLossy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A marker that borrows names the files; without that, markers are read as far back as needed, and no further."""
+    world = make_lossy("a", "b")
+    committed(world, 0, 1, 2, 3, 4)
+    read: list[int] = []
+    original = RunStore.read_marker
+
+    def counted(store: RunStore, commit: Commit, rank: int) -> RankMarker:
+        read.append(commit.generation.step)
+        return original(store, commit, rank)
+
+    monkeypatch.setattr(RunStore, "read_marker", counted)
+    assert restored(world) == (4, [1, 3, 2, 4])
+    borrowing = "borrowing" in request.node.name
+    assert sorted(read) == ([4, 4] if borrowing else [1, 1, 2, 2, 3, 3, 4, 4])
+
+
+def test_ranks_tell_each_other_what_a_generation_says(make_lossy: MakeLossy) -> None:
+    """The first that can read its own record of it, past one whose copy is bad; nothing of what nobody can read."""
+    world = make_lossy("a", "b")
+    committed(world, 0, 1, 2, 3)
+    flip(world.stored(3, 0), world.span(3, 0, "storage", "journal"))
+    for rank in range(2):
+        flip(world.stored(2, rank), world.span(2, rank, "storage", "journal"))
+    kept(world, [4])
+    told = world.told(4, [1, 2, 3])
+    assert told[0] == told[1]
+    assert {generation.step: bytes(value) for generation, value in told[0].items()} == {
+        1: world.journal(1, 0),
+        3: world.journal(3, 1),
+    }
 
 
 # -- every state
