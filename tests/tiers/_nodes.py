@@ -27,6 +27,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # exporte
 
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE, shared_directory
 
+from ._networks import enter
+
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = 60.0
 """Seconds for everything a rank waits for; the whole is under a time-out of its own."""
@@ -42,6 +44,8 @@ class Cluster:
     """Shared memory of each node."""
     placed: tuple[int, ...]
     """Node of each rank."""
+    networks: tuple[str, ...] = ()
+    """Network namespace of each node; empty for the network of the machine."""
 
     def shared_memory(self, rank: int) -> Path:
         """Of the node that `rank` runs on."""
@@ -166,6 +170,8 @@ def _serve(cluster: Cluster, rank: int, work: Callable[[Rank], Any], store: Path
     (cluster.folder / f"pid-{rank}").write_text(str(os.getpid()))
     os.environ[DIRECTORY_VARIABLE] = str(cluster.shared_memory(rank))
     try:
+        if cluster.networks:
+            enter(cluster.networks[cluster.placed[rank]])
         world_size = len(cluster.placed)
         dist.init_process_group(
             "gloo",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._peer import Replication
 
+from ._networks import INTERFACE, two_networks
 from ._nodes import Cluster, Rank, cluster, run
 from ._segments import LAYOUT, RUN, fill, generation, readable
 
@@ -30,6 +32,13 @@ def two_ranks(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes of one rank."""
     with cluster(tmp_path, [0, 1]) as nodes:
         yield nodes
+
+
+@pytest.fixture
+def two_networked_ranks(tmp_path: Path) -> Iterator[Cluster]:
+    """Each node has a network of its own too."""
+    with two_networks() as networks, cluster(tmp_path, [0, 1]) as nodes:
+        yield replace(nodes, networks=networks)
 
 
 class Bench:
@@ -154,6 +163,23 @@ def test_what_is_complete_everywhere_stays_while_the_next_one_travels(two_ranks:
     assert run(two_ranks, work) == [([], [G2])] * 2
     for owner in (0, 1):
         assert copies(two_ranks, owner) == [6, 4]
+
+
+def test_copies_cross_from_one_network_to_another(two_networked_ranks: Cluster) -> None:
+    """Nodes that share neither memory nor a network stack, but for the cable between them."""
+
+    def work(rank: Rank) -> bool:
+        bench = Bench(rank)
+        bench.whole(G2)
+        bench.step_until(lambda: bench.worker.holds(G2))
+        assert bench.worker.take_failures() == []
+        bench.meet("end")
+        bench.close()
+        return INTERFACE in Path("/proc/self/net/dev").read_text()
+
+    assert run(two_networked_ranks, work) == [True] * 2
+    for owner in (0, 1):
+        assert copies(two_networked_ranks, owner) == [2]
 
 
 def test_flush_sends_what_no_step_would_have(two_ranks: Cluster) -> None:
