@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -86,6 +87,12 @@ def test_values_of_a_file_arrive_as_their_types() -> None:
     assert (strategy.timeout, strategy.process_group_backend) == (timedelta(minutes=10), "gloo")
 
 
+def program_of(path: Path) -> Any:
+    """The module that a file is for: its first command line says so."""
+    (name,) = set(re.findall(r"python examples/(\w+)\.py", path.read_text()))
+    return importlib.import_module(name)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_a_printed_configuration_reads_back_equal(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -95,7 +102,7 @@ def test_a_printed_configuration_reads_back_equal(
     for turn in range(2):
         (tmp_path / f"{turn}.yaml").write_text(texts[-1])
         with pytest.raises(SystemExit) as ended:
-            cli.main(["--config", str(tmp_path / f"{turn}.yaml"), "--print_config"], run=False)
+            program_of(path).main(["--config", str(tmp_path / f"{turn}.yaml"), "--print_config"], run=False)
         assert ended.value.code == 0
         texts.append(capsys.readouterr().out)
     assert texts[1] == texts[2]

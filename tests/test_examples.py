@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -25,6 +24,7 @@ from corpus import RandomCrops, TextCrops, load_corpus
 from demo_report import RunRecords, compare, draw, table
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.parallel import run_world
 from moe_gpt import Architecture, MoEGPT, Recipe
 
 P = ParamSpec("P")
@@ -258,49 +258,23 @@ def test_demo_sees_another_loss(runs: tuple[RunRecords, RunRecords, demo.Kill]) 
 @lightning_cli
 def test_digits_are_learned_from_the_configuration_file(tmp_path: Path) -> None:
     """Six epochs recognise far more than chance, every image is in one part, and a checkpoint is there."""
-    built = digits.main(
-        [
-            *("--config", str(ROOT / "examples" / "digits.yaml"), "--trainer.max_steps=132"),
-            *("--trainer.callbacks.init_args.url", str(tmp_path), "--trainer.logger=false"),
-            *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
-        ],
-        run=False,
-    )
-    built.trainer.fit(built.model, built.datamodule)
-    assert len(built.datamodule.train) + len(built.datamodule.validation) == 1797
-    assert float(built.trainer.callback_metrics["val/accuracy"]) > 0.6
-    (checkpoint,) = (c for c in built.trainer.callbacks if isinstance(c, SparseCheckpoint))  # type: ignore[attr-defined]
-    assert checkpoint.report.generations["storage"] == 132
-
-
-@pytest.mark.tutel
-def test_tutel_layers_train_from_the_configuration_file_and_go_on(tmp_path: Path) -> None:
-    """Two processes, twelve steps, and the same command again for twelve more: no step is logged twice, none is missing."""
-    pytest.importorskip("tutel.moe", reason="Tutel is not installed: see its own instructions", exc_type=ImportError)
-    command = [
-        *(sys.executable, str(ROOT / "examples" / "tutel_gpt.py"), "fit"),
-        *("--config", str(ROOT / "examples" / "tutel.yaml"), "--trainer.log_every_n_steps=1"),
-        *("--model.architecture.num_blocks=1", "--model.architecture.model_dim=16", "--model.architecture.context=16"),
-        *("--data.train_crops=400", "--data.context=16", "--trainer.limit_val_batches=1"),
+    options = [
+        *("--config", str(ROOT / "examples" / "digits.yaml"), "--trainer.max_steps=132"),
+        *("--trainer.callbacks.init_args.url", str(tmp_path), "--trainer.logger=false"),
         *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
     ]
-    for steps in (12, 24):
-        done = subprocess.run(
-            [*command, f"--trainer.max_steps={steps}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=140,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    steps_logged = [
-        int(row["step"])
-        for file in sorted((tmp_path / "out" / "tutel").rglob("metrics.csv"))
-        for row in csv.DictReader(file.read_text().splitlines())
-        if row["train/loss"]
-    ]
-    assert sorted(steps_logged) == list(range(24))
+
+    def work(rank: int) -> tuple[int, float, int]:
+        built = digits.main(options, run=False)
+        built.trainer.fit(built.model, built.datamodule)
+        (checkpoint,) = (c for c in built.trainer.callbacks if isinstance(c, SparseCheckpoint))  # type: ignore[attr-defined]
+        num_images = len(built.datamodule.train) + len(built.datamodule.validation)
+        accuracy = float(built.trainer.callback_metrics["val/accuracy"])
+        return num_images, accuracy, checkpoint.report.generations["storage"]
+
+    ((num_images, accuracy, stored),) = run_world(1, work, timeout=timedelta(seconds=120), process_group=False)
+    assert (num_images, stored) == (1797, 132)
+    assert accuracy > 0.6
 
 
 @lightning_cli

@@ -311,9 +311,11 @@ class Life:
 
     def _use(self, layout: WindowLayout) -> None:
         assert self._capture is not None
+        in_force = self._capture.layout
         if self._capture.use_layout(layout):
             self._planner.adopt(layout)
-            log_plan(layout, self._dense_nbytes, again=is_lossy(layout.record) and not layout.reserve_nbytes)
+            again = layout is in_force or (is_lossy(layout.record) and not layout.reserve_nbytes)
+            log_plan(layout, self._dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:
         assert self._capture is not None

@@ -214,7 +214,7 @@ class RunStore:
         self.unreadable = [(str(each.generation), each.reason) for each in survey.passed_over if each.is_loss]
         for each in survey.passed_over:
             log.log(
-                logging.WARNING if each.is_loss else logging.INFO, "%s is skipped: %s", each.generation, each.reason
+                logging.WARNING if each.is_loss else logging.DEBUG, "%s is skipped: %s", each.generation, each.reason
             )
         coordination.offered = frozenset(commit.generation for commit in survey.usable)
         return list(survey.usable)

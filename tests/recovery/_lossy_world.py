@@ -232,7 +232,10 @@ class LossyWorld(World):
                 return {each: bytes(value) for each, value in attempt.tell(generations, "journal", bytes).items()}  # type: ignore[call-overload]
             raise AssertionError("there is nothing to restore")
 
-        return in_threads(self.world_size, ask)
+        told = in_threads(self.world_size, ask)
+        for tier in self.tiers.values():
+            tier.close()
+        return told
 
     def lossy_life(
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int] = ()

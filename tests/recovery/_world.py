@@ -81,12 +81,27 @@ class ThreadTransport:
 
 
 class Node(HostTier):
-    """The host tier of one node; counts reads, and knows where bytes lie."""
+    """The host tier of one node; counts reads, and knows where bytes lie.
+
+    Ranks that are threads share it. Listing lets go of what others may be reading, so it is done once per restart.
+    """
 
     def __init__(self, run_id: str, directory: Path) -> None:
         super().__init__(run_id, directory)
         self.run_id, self.directory = run_id, directory
         self.reads: list[str] = []
+        self._listing = threading.Lock()
+        self._listed: list[Holding] | None = None
+
+    def holdings(self) -> list[Holding]:
+        with self._listing:
+            if self._listed is None:
+                self._listed = super().holdings()
+            return self._listed
+
+    def close(self) -> None:
+        super().close()
+        self._listed = None
 
     def keep(self, marker: RankMarker, segments: Sequence[bytes], kind: Literal["ring", "replica"]) -> None:
         """What a process on this node captured, or received, published and left behind."""
