@@ -213,9 +213,9 @@ class RunStore:
         self.rejected = [(str(each.generation), each.reason) for each in survey.passed_over]
         self.unreadable = [(str(each.generation), each.reason) for each in survey.passed_over if each.is_loss]
         for each in survey.passed_over:
-            log.log(
-                logging.WARNING if each.is_loss else logging.DEBUG, "%s is skipped: %s", each.generation, each.reason
-            )
+            as_it_should_be = logging.DEBUG if each.is_for_others else logging.INFO
+            level = logging.WARNING if each.is_loss else as_it_should_be
+            log.log(level, "%s is skipped: %s", each.generation, each.reason)
         coordination.offered = frozenset(commit.generation for commit in survey.usable)
         return list(survey.usable)
 

@@ -25,6 +25,11 @@ class PassedOver:
     commit: Commit | None = None
     """Its manifest, where only what it needs is missing."""
 
+    @property
+    def is_for_others(self) -> bool:
+        """Whether it is only there because others need some of it, which is how it should be."""
+        return self.commit is not None and not self.is_loss
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:
@@ -78,12 +83,12 @@ class Survey:
 
     def _stays(self, commit: Commit) -> bool:
         """Whether it counts as something to restore: not if it is only there for others."""
-        return all(each.commit is not commit or each.is_loss for each in self.passed_over)
+        return all(each.commit is not commit or not each.is_for_others for each in self.passed_over)
 
     def _in_order(self, whole: Sequence[Commit]) -> list[GenerationId]:
         """All of which the log can give up something, newest first: what is whole, and what is only there for others."""
         newest = max((commit.generation for commit in whole), default=None)
-        others = [each.generation for each in self.passed_over if each.commit is not None and not each.is_loss]
+        others = [each.generation for each in self.passed_over if each.is_for_others]
         older = [each for each in others if newest is not None and each < newest]
         return sorted([*(commit.generation for commit in whole), *older], reverse=True)
 
