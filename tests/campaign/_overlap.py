@@ -140,8 +140,14 @@ def half_written(name: str, descriptor: int, views: Sequence[bytes | memoryview]
         return
     view = memoryview(b"".join(views))
     _write_all(descriptor, [view[: len(view) // 2]], *more)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    if name not in _slept:  # the write is tried again when the successor has removed the file, and nobody wakes it then
+        _slept.add(name)
+        os.kill(os.getpid(), signal.SIGSTOP)
     _write_all(descriptor, [view[len(view) // 2 :]], *more)
+
+
+_slept: set[str] = set()
+"""Files in the middle of which this process has slept."""
 
 
 def in_mid_file(name: str) -> Seam:
