@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_moe_ckpt  # noqa: F401  # registers the strategy name `moe`
@@ -14,10 +15,10 @@ from corpus import TextCrops
 from moe_gpt import MoEGPT
 
 
-def main(argv: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
+def main(argv: Sequence[str] | None = None, *, run: bool = True, model: type[LightningModule] = MoEGPT) -> LightningCLI:
     """Parse and run; with `run=False` only build the trainer, the model and the data."""
     return LightningCLI(
-        MoEGPT,
+        model,
         TextCrops,
         args=None if argv is None else list(argv),
         run=run,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
-import lightning_moe_ckpt  # noqa: F401  # registers the strategy name `moe`
-from corpus import TextCrops
+import cli
 from moe_gpt import Architecture, MoEGPT, Recipe
 
 
@@ -67,14 +66,7 @@ class TutelGPT(MoEGPT):
 
 def main(argv: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
     """Parse and run; with `run=False` only build the trainer, the model and the data."""
-    return LightningCLI(
-        TutelGPT,
-        TextCrops,
-        args=None if argv is None else list(argv),
-        run=run,
-        # A resumed run finds the file that its first life saved.
-        save_config_kwargs={"overwrite": True},
-    )
+    return cli.main(argv, run=run, model=TutelGPT)
 
 
 if __name__ == "__main__":

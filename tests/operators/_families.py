@@ -20,6 +20,18 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+}
+
 
 def mixtral(**more: Any) -> nn.Module:
     config = transformers.MixtralConfig(**COMMON, num_local_experts=4, **more)
@@ -38,20 +50,7 @@ def olmoe() -> nn.Module:
 
 def deepseek_v3() -> nn.Module:
     return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            **COMMON,
-            n_routed_experts=4,
-            moe_intermediate_size=8,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            n_shared_experts=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=4,
-        )
+        transformers.DeepseekV3Config(**COMMON, **DEEPSEEK, n_group=2, topk_group=1)
     )
 
 
@@ -80,20 +79,7 @@ def switch() -> nn.Module:
 
 
 def deepseek_v2() -> nn.Module:
-    return transformers.DeepseekV2ForCausalLM(
-        transformers.DeepseekV2Config(
-            **COMMON,
-            n_routed_experts=4,
-            moe_intermediate_size=8,
-            first_k_dense_replace=1,
-            n_shared_experts=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=4,
-        )
-    )
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**COMMON, **DEEPSEEK))
 
 
 def granite_moe() -> nn.Module:
