@@ -7,33 +7,25 @@ ModelCheckpoint, a validation) looks at it. The user adds only the first; it ins
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_moe_ckpt._lightning_files import LightningResume
 from lightning_moe_ckpt._lightning_stops import name_status
-from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
-from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
+from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Accounting
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
-from lightning_moe_ckpt.storage import Resume, Retention, checked_url
-from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
+from lightning_moe_ckpt.storage import Retention, checked_url
 
 log = logging.getLogger(__name__)
-
-STOP_GRACE = timedelta(seconds=25)
-"""Within the 30 s that launchers commonly give, with time left for the rest of the script."""
 
 _LAST_SECONDS = 2.0
 """How long an exception is held up for checkpoints under way."""
@@ -44,73 +36,23 @@ class CheckpointCallback(Checkpoint):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        keep: short for `retention=Retention(last=keep)`; 2 if neither is given.
-        retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
-            are durable.
-        resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
-            `never` starts anew beside what is there.
-        storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
-        bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
-            training; `None` for no cap. What does not fit skips generations.
-        replicas: copies of every rank's generations in memory of other nodes, kept at the pace of training; `auto` is one
-            where the ranks are on several nodes, else none.
-        max_chunk: bytes of one message of such a copy, which is what training's own messages may have to wait for.
-        failure_domains: node and rack of every rank, by rank; `None` for what each finds out, or what `MOE_CKPT_NODE`
-            and `MOE_CKPT_RACK` say.
-        batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
-            that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
-            at which the state is dense, not beyond.
-        stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
-            a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
-            launcher: torchrun and SLURM kill after 30 s.
-        freeze_heap: keep what is alive after the first generation out of garbage collections until the fit ends
-            (`gc.freeze`); not done where collections are off or frozen already.
+        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
+
+    Raises:
+        TypeError: an argument that the callback does not have.
+        ConfigurationError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        url: str | Path,
-        *,
-        keep: int | None = None,
-        retention: Retention | None = None,
-        resume: Resume = "auto",
-        storage_options: dict[str, Any] | None = None,
-        bandwidth: int | None = None,
-        replicas: int | Literal["auto"] = "auto",
-        max_chunk: int = DEFAULT_MAX_CHUNK,
-        failure_domains: Sequence[FailureDomain] | None = None,
-        batches: Batches = "reposition",
-        stop_grace: timedelta = STOP_GRACE,
-        freeze_heap: bool = True,
-    ) -> None:
+    @spelled_out
+    def __init__(self, url: str | Path, **shared: Unpack[CheckpointArguments]) -> None:
         super().__init__()
-        require_count(self, "keep", keep, what="generations, of which one is resumed from", also=[None])
-        if keep is not None and retention is not None:
-            raise ConfigurationError(
-                f"`{type(self).__name__}(keep={keep}, retention={retention})`: `keep` is short for "
-                f"`retention=Retention(last={keep})`. Give one of the two."
-            )
-        require_choice(self, "resume", resume, ("auto", "must", "never"))
-        if not isinstance(storage_options, dict | None):
-            raise ConfigurationError(
-                f"`{type(self).__name__}(storage_options={storage_options!r})` must be a dict: arguments of the file "
-                "system of the URL."
-            )
-        require_count(self, "bandwidth", bandwidth, what="bytes per second", also=[None])
-        require_count(self, "replicas", replicas, what="copies", also=["auto", 0])
-        require_count(self, "max_chunk", max_chunk, what="bytes")
-        require_choice(self, "batches", batches, ("reposition", "log"))
-        if stop_grace < timedelta(0):
-            raise ConfigurationError(f"`{type(self).__name__}(stop_grace={stop_grace})` must not be negative.")
-        if not isinstance(retention, Retention | None):
-            raise ConfigurationError(
-                f"`{type(self).__name__}(retention={retention!r})` must be a Retention, such as Retention(last=3)."
-            )
-        self.url, self.resume, self.batches = checked_url(url), resume, batches
-        self.retention = retention or (Retention() if keep is None else Retention(last=keep))
-        self.stop_grace = stop_grace
-        self.storage_options, self.bandwidth, self.freeze_heap = storage_options, bandwidth, freeze_heap
-        self.replicas, self.max_chunk, self.failure_domains = replicas, max_chunk, failure_domains
+        whole = complete(self, shared)
+        self.url, self.resume, self.batches = checked_url(url), whole["resume"], whole["batches"]
+        self.retention = whole["retention"] or (Retention() if whole["keep"] is None else Retention(last=whole["keep"]))
+        self.stop_grace, self.freeze_heap = whole["stop_grace"], whole["freeze_heap"]
+        self.storage_options, self.bandwidth = whole["storage_options"], whole["bandwidth"]
+        self.replicas, self.max_chunk = whole["replicas"], whole["max_chunk"]
+        self.failure_domains = whole["failure_domains"]
         self._run: FitRun | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
-from lightning_moe_ckpt.callbacks._base import STOP_GRACE, CheckpointCallback
-from lightning_moe_ckpt.callbacks._batches import Batches
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
-from lightning_moe_ckpt.storage import Resume, Retention
-from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
 
 log = logging.getLogger(__name__)
 
@@ -44,28 +41,7 @@ class SparseCheckpoint(CheckpointCallback):
         max_window: longest window to plan; bounds the shared memory that is reserved.
         over_budget: if even the weights of everything exceed the budget: `stall` waits in slot 0, `dense` takes
             everything at once, less often.
-        keep: short for `retention=Retention(last=keep)`; 2 if neither is given.
-        retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
-            are durable.
-        resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
-            `never` starts anew beside what is there.
-        storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
-        bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
-            training; `None` for no cap. What does not fit skips generations.
-        replicas: copies of every rank's generations in memory of other nodes, kept at the pace of training; `auto` is one
-            where the ranks are on several nodes, else none.
-        max_chunk: bytes of one message of such a copy, which is what training's own messages may have to wait for.
-        failure_domains: node and rack of every rank, by rank; `None` for what each finds out, or what `MOE_CKPT_NODE`
-            and `MOE_CKPT_RACK` say.
-        batches: `reposition` lets the loaders fetch again what a resumed run has to train on again. `log` is for data
-            that cannot be read twice: the batches of a window are stored with it, and a restart is exact up to the step
-            at which the state is dense, not beyond.
-        stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
-            a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
-            launcher: torchrun and SLURM kill after 30 s.
-        freeze_heap: keep what is alive after the first generation out of garbage collections until the fit ends
-            (`gc.freeze`), which else hold up training for a quarter of a second now and then. It is for the whole
-            process; not done where collections are off or frozen already.
+        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -73,6 +49,7 @@ class SparseCheckpoint(CheckpointCallback):
     Source: MoEvement (2024), Sec. 3.2-3.5.
     """
 
+    @spelled_out
     def __init__(
         self,
         url: str | Path,
@@ -85,32 +62,9 @@ class SparseCheckpoint(CheckpointCallback):
         schedule: Sequence[Sequence[str]] | None = None,
         max_window: int = 16,
         over_budget: Literal["stall", "dense"] = "stall",
-        keep: int | None = None,
-        retention: Retention | None = None,
-        resume: Resume = "auto",
-        storage_options: dict[str, Any] | None = None,
-        bandwidth: int | None = None,
-        replicas: int | Literal["auto"] = "auto",
-        max_chunk: int = DEFAULT_MAX_CHUNK,
-        failure_domains: Sequence[FailureDomain] | None = None,
-        batches: Batches = "reposition",
-        stop_grace: timedelta = STOP_GRACE,
-        freeze_heap: bool = True,
+        **shared: Unpack[CheckpointArguments],
     ) -> None:
-        super().__init__(
-            url,
-            keep=keep,
-            retention=retention,
-            resume=resume,
-            storage_options=storage_options,
-            bandwidth=bandwidth,
-            replicas=replicas,
-            max_chunk=max_chunk,
-            failure_domains=failure_domains,
-            batches=batches,
-            stop_grace=stop_grace,
-            freeze_heap=freeze_heap,
-        )
+        super().__init__(url, **shared)
         require_count(self, "window", window, what="steps", also=["auto"])
         require_count(self, "max_window", max_window, what="steps")
         require_count(self, "budget_nbytes", budget_nbytes, what="bytes", also=[None])

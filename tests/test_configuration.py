@@ -9,7 +9,7 @@ import re
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -18,7 +18,15 @@ from lightning.pytorch.cli import LightningCLI
 
 import cli
 from lightning_moe_ckpt import MoEStrategy
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, Popularity, Retention, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import (
+    CheckpointArguments,
+    DenseCheckpoint,
+    ExpertLoadMonitor,
+    PartialExpertCheckpoint,
+    Popularity,
+    Retention,
+    SparseCheckpoint,
+)
 from lightning_moe_ckpt.cli import main as moe_ckpt
 from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.parallel import run_world
@@ -125,6 +133,7 @@ def holds(read: Any, written: Any) -> bool:
     [
         ("callbacks", SparseCheckpoint, ["one run per URL", "smallest that fits", "torchrun and SLURM", "gc.freeze"]),
         ("callbacks", DenseCheckpoint, ["optimizer steps between two snapshots", "refuses to start a new one"]),
+        ("callbacks", PartialExpertCheckpoint, ["saved longest ago", "refuses to start a new one", "default: 0:00:25"]),
         ("callbacks", ExpertLoadMonitor, ["optimizer steps between two rows"]),
         ("callbacks", FaultInjector, ["each at a place of training", "MOE_CKPT_FAULTS"]),
         ("strategy", MoEStrategy, ["ranks share one set of experts", "adds gradients in rank order"]),
@@ -143,6 +152,48 @@ def test_help_explains_every_argument(
         assert text is not None, name
         assert len(text[1]) > 10, name
     assert [word for word in words if word not in said] == []
+
+
+CHECKPOINTS = pytest.mark.parametrize("kind", [DenseCheckpoint, PartialExpertCheckpoint, SparseCheckpoint])
+
+
+@CHECKPOINTS
+def test_a_signature_spells_out_what_all_checkpoint_callbacks_take(kind: type) -> None:
+    """Each with the type and the default that it has, by keyword, and nothing that takes any name."""
+    parameters = inspect.signature(kind).parameters
+    shared = [parameters[name] for name in CheckpointArguments.__annotations__]
+    assert {each.kind for each in parameters.values()} == {
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    }
+    assert {each.name: each.annotation for each in shared} == get_type_hints(CheckpointArguments)
+    built = kind("/ckpt")
+    for each in shared:
+        if each.name not in {"keep", "retention"}:
+            assert getattr(built, each.name) == each.default, each.name
+    assert (built.keep, built.retention) == (2, Retention(last=2))
+
+
+@CHECKPOINTS
+def test_a_mistyped_argument_is_an_error_that_says_whose(kind: type) -> None:
+    """In Python a TypeError, as for any function; it names the callback and what was meant, or what there is."""
+    with pytest.raises(TypeError, match=rf"^`{kind.__name__}\(kepp=\.\.\.\)`.*Did you mean `keep`\?$"):
+        kind("/ckpt", kepp=3)
+    with pytest.raises(TypeError, match=rf"^`{kind.__name__}\(colour=.*It takes url, .*, freeze_heap\.$"):
+        kind("/ckpt", colour="red")
+
+
+def test_a_mistyped_argument_in_a_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The name as written, and the callback that was asked."""
+    document = example("dense.yaml")
+    document["trainer"]["callbacks"][0]["init_args"]["kepp"] = 3
+    (tmp_path / "mistyped.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--config", str(tmp_path / "mistyped.yaml")], run=False)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "kepp" in said, said
+    assert "DenseCheckpoint" in said, said
 
 
 def train(url: Path, steps: int, resume: str) -> int | None:

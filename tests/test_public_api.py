@@ -16,7 +16,8 @@ PUBLIC: dict[str, str] = {
         MoEStrategy __version__
     """,
     "lightning_moe_ckpt.callbacks": """
-        CapacityBoost DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity Retention SparseCheckpoint
+        CapacityBoost CheckpointArguments DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity
+        Retention SparseCheckpoint
     """,
     "lightning_moe_ckpt.strategy": """
         MoEStrategy
@@ -126,6 +127,7 @@ def test_arguments_of_constructors_are_documented() -> None:
     for path in (
         "callbacks.SparseCheckpoint",
         "callbacks.DenseCheckpoint",
+        "callbacks.PartialExpertCheckpoint",
         "callbacks.CapacityBoost",
         "callbacks.ExpertLoadMonitor",
         "MoEStrategy",
@@ -135,8 +137,14 @@ def test_arguments_of_constructors_are_documented() -> None:
     ):
         module, _, name = f"lightning_moe_ckpt.{path}".rpartition(".")
         cls = getattr(importlib.import_module(module), name)
-        told = re.findall(r"^ {8}(\w+): ", cls.__doc__.partition("Args:\n")[2].partition("\n\n")[0], flags=re.MULTILINE)
+        texts = [cls.__doc__, *([cls.__init__.__doc__] if "shared" in cls.__init__.__annotations__ else [])]
+        told = [name for text in texts for name in told_arguments(text)]
         assert told == list(inspect.signature(cls).parameters), name
+
+
+def told_arguments(text: str) -> list[str]:
+    section = inspect.cleandoc(text).partition("Args:\n")[2].partition("\n\n")[0]
+    return re.findall(r"^ {4}(\w+): ", section, flags=re.MULTILINE)
 
 
 def test_raised_errors_exist() -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import assert_type, override
+from typing_extensions import Unpack, assert_type, override
 
 import lightning_moe_ckpt
 from lightning_moe_ckpt import (
@@ -83,6 +83,13 @@ def train_dense(model: LightningModule) -> None:
     )
     Trainer(strategy=strategy.MoEStrategy(), callbacks=[lossy]).fit(model)
     assert_type(lossy.snapshot_k, int | None)
+
+
+def wrap(url: str, **shared: Unpack[callbacks.CheckpointArguments]) -> list[Callback]:
+    """Arguments that all take can be passed on; one that there is not, or of another type, is an error."""
+    callbacks.DenseCheckpoint(url, kepp=3)  # type: ignore[call-arg]
+    callbacks.SparseCheckpoint(url, keep="3")  # type: ignore[arg-type]
+    return [callbacks.SparseCheckpoint(url, **shared), callbacks.PartialExpertCheckpoint(url, k=2, **shared)]
 
 
 # -- the layer

@@ -1,0 +1,144 @@
+"""The arguments that every checkpoint callback takes: their one home for types, defaults, texts and checks.
+
+A callback names its own arguments and takes the others as `**shared: Unpack[CheckpointArguments]`. Type checkers read
+that. What reads signatures and docstrings at run time (`help`, `inspect`, LightningCLI) is shown them spelled out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+
+from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
+from lightning_moe_ckpt.callbacks._batches import Batches
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.storage import Resume, Retention
+from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class CheckpointArguments(TypedDict, total=False):
+    """Keyword arguments of every checkpoint callback.
+
+    Args:
+        keep: short for `retention=Retention(last=keep)`; 2 if neither is given.
+        retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
+            are durable and none that stays needs them.
+        resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
+            `never` starts anew beside what is there.
+        storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
+        bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
+            training; `None` for no cap. What does not fit skips generations.
+        replicas: copies of every rank's generations in memory of other nodes, kept at the pace of training; `auto` is one
+            where the ranks are on several nodes, else none.
+        max_chunk: bytes of one message of such a copy, which is what training's own messages may have to wait for.
+        failure_domains: node and rack of every rank, by rank; `None` for what each finds out, or what `MOE_CKPT_NODE`
+            and `MOE_CKPT_RACK` say.
+        batches: `reposition` lets the loaders fetch again what a resumed run has to train on again, or go on from there.
+            `log` is for data that cannot be read twice: the batches of a window are stored with it, and an exact
+            restart is so up to the step at which the state is dense, not beyond.
+        stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
+            a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
+            launcher: torchrun and SLURM kill after 30 s.
+        freeze_heap: keep what is alive after the first generation out of garbage collections until the fit ends
+            (`gc.freeze`), which else hold up training for a quarter of a second now and then. It is for the whole
+            process; not done where collections are off or frozen already.
+    """
+
+    keep: int | None
+    retention: Retention | None
+    resume: Resume
+    storage_options: dict[str, Any] | None
+    bandwidth: int | None
+    replicas: int | Literal["auto"]
+    max_chunk: int
+    failure_domains: Sequence[FailureDomain] | None
+    batches: Batches
+    stop_grace: timedelta
+    freeze_heap: bool
+
+
+DEFAULTS: CheckpointArguments = {
+    "keep": None,
+    "retention": None,
+    "resume": "auto",
+    "storage_options": None,
+    "bandwidth": None,
+    "replicas": "auto",
+    "max_chunk": DEFAULT_MAX_CHUNK,
+    "failure_domains": None,
+    "batches": "reposition",
+    # Within the 30 s that launchers commonly give, with time left for the rest of the script.
+    "stop_grace": timedelta(seconds=25),
+    "freeze_heap": True,
+}
+
+
+def spelled_out(init: Init) -> Init:
+    """Show the shared arguments of an `__init__`, with types, defaults and texts, in place of its `**shared`."""
+    signature = inspect.signature(init)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    defaults: dict[str, object] = dict(DEFAULTS)
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+        for name, hint in get_type_hints(CheckpointArguments).items()
+    ]
+    init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    init.__doc__ = CheckpointArguments.__doc__
+    return init
+
+
+def complete(owner: object, shared: CheckpointArguments) -> CheckpointArguments:
+    """What was given, checked, and defaults for the rest.
+
+    Raises:
+        TypeError: an argument that `owner` does not have.
+        ConfigurationError: an argument is out of range.
+    """
+    _refuse_unknown(owner, list(shared))
+    whole: CheckpointArguments = {**DEFAULTS, **shared}
+    keep, retention = whole["keep"], whole["retention"]
+    require_count(owner, "keep", keep, what="generations, of which one is resumed from", also=[None])
+    if keep is not None and retention is not None:
+        raise ConfigurationError(
+            f"`{_name(owner)}(keep={keep}, retention={retention})`: `keep` is short for "
+            f"`retention=Retention(last={keep})`. Give one of the two."
+        )
+    if not isinstance(retention, Retention | None):
+        raise ConfigurationError(
+            f"`{_name(owner)}(retention={retention!r})` must be a Retention, such as Retention(last=3)."
+        )
+    _check_rest(owner, whole)
+    return whole
+
+
+def _check_rest(owner: object, whole: CheckpointArguments) -> None:
+    require_choice(owner, "resume", whole["resume"], ("auto", "must", "never"))
+    if not isinstance(whole["storage_options"], dict | None):
+        raise ConfigurationError(
+            f"`{_name(owner)}(storage_options={whole['storage_options']!r})` must be a dict: arguments of the file "
+            "system of the URL."
+        )
+    require_count(owner, "bandwidth", whole["bandwidth"], what="bytes per second", also=[None])
+    require_count(owner, "replicas", whole["replicas"], what="copies", also=["auto", 0])
+    require_count(owner, "max_chunk", whole["max_chunk"], what="bytes")
+    require_choice(owner, "batches", whole["batches"], ("reposition", "log"))
+    if whole["stop_grace"] < timedelta(0):
+        raise ConfigurationError(f"`{_name(owner)}(stop_grace={whole['stop_grace']})` must not be negative.")
+
+
+def _refuse_unknown(owner: object, names: Sequence[str]) -> None:
+    takes = list(inspect.signature(type(owner)).parameters)
+    for name in names:
+        if name not in DEFAULTS:
+            near = difflib.get_close_matches(name, takes, n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else f"It takes {', '.join(takes)}."
+            raise TypeError(f"`{_name(owner)}({name}=...)`: there is no such argument. {hint}")
+
+
+def _name(owner: object) -> str:
+    return type(owner).__name__
