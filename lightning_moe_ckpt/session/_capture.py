@@ -85,6 +85,8 @@ class CaptureSession:
         self._ticket: Ticket | None = None
         """Of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
+        self.whole_at: int | None = None
+        """The newest boundary, if all of it is to be taken instead of a window, see `Tiers.wants_whole`."""
         self._writers: dict[int, SegmentWriter] = {}
         self._complete: Window | None = None
         self.generations_complete = 0
@@ -150,6 +152,10 @@ class CaptureSession:
         following = self._grow_journal(max(vote[1] for vote in votes), following)
         if following is not None and use is not None:
             self._follow(following, use, fits=all(vote[3] for vote in votes))
+        whole = self._tiers.wants_whole(GenerationId(step=step, epoch=self._epoch), self._layout)
+        self.whole_at = step if whole else None
+        if whole:
+            return False
         if not (all(vote[0] for vote in votes) or self._has_room_now() or self._has_room_after_flush()):
             self.windows_skipped += 1
             return False
@@ -232,6 +238,7 @@ class CaptureSession:
 
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
+        self.whole_at = None
         self._await_copies()
         self._pending = None
         window, self._window = self._window, None

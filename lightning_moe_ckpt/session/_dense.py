@@ -1,16 +1,18 @@
-"""A dense generation of one boundary, made durable while training waits: the first and the last of a run.
+"""A dense generation of one boundary: the first and the last of a run, made durable while training waits.
 
-It streams through a temporary buffer, since the ring is sized for windows, and at the start there is none yet.
+Also any other that storage must have whole; that one is stored while training goes on. It streams through a temporary
+buffer, since the ring is sized for windows, and at the start there is none yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+from typing import Any, Protocol
 
 import torch
 
-from lightning_moe_ckpt.native import CopyEngine
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._exchange import Exchange
@@ -23,61 +25,108 @@ from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.session._writer import SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 
+log = logging.getLogger(__name__)
+
+
+class JournalSource(Protocol):
+    """What the planner adds to journals."""
+
+    @property
+    def journal_nbytes(self) -> int:
+        """Capacity of a journal record, at least."""
+
+    def state(self) -> dict[str, Any]:
+        """What the outcome has of the boundary at hand."""
+
 
 class DenseCapture:
     """Takes dense generations of one life.
 
     Args:
+        epoch: number of this life.
         view: live state.
         groups: this rank's place.
         exchange: control exchange between the ranks.
         engine: copies device tensors.
-        worker: of the tier that is waited for.
-        stalls: where the wait is recorded.
+        worker: of the tier that gets them.
+        stalls: where waits are recorded.
+        journal: see there.
     """
 
     def __init__(
         self,
         *,
+        epoch: int,
         view: StateView,
         groups: ParallelGroups,
         exchange: Exchange,
         engine: CopyEngine,
         worker: PersistWorker,
         stalls: StallMeter,
+        journal: JournalSource,
     ) -> None:
-        self._view, self._groups, self._exchange = view, groups, exchange
-        self._engine, self._worker, self._stalls = engine, worker, stalls
+        self._epoch, self._view, self._groups, self._exchange = epoch, view, groups, exchange
+        self._engine, self._worker, self._stalls, self._journal = engine, worker, stalls, journal
+        self._under_way: tuple[GenerationId, Ticket] | None = None
+        """What copies are read from the live state, until the fence."""
 
-    def write(
-        self, generation: GenerationId, start: Journal, *, state: Mapping[str, Any], journal_nbytes: int, timeout: float
-    ) -> bool:
+    def write(self, step: int, start: Journal, *, timeout: float) -> GenerationId | None:
         """Capture everything at once and wait until it is durable. Collective.
 
         Args:
-            generation: named by the boundary it is of.
+            step: the boundary it is of.
             start: the journal's start half.
-            state: what the planner adds to the journal's outcome.
-            journal_nbytes: capacity of the journal record, at least.
             timeout: seconds.
 
         Returns:
-            Whether it is durable on all ranks.
+            The generation, if it is durable on all ranks.
         """
-        outcome = {"step": generation.step, "losses": [], **state}
-        journal = {"outcome": outcome, "start": start}
         with self._stalls.measure("dense"):
-            # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
-            journal_nbytes = max(2 * len(encode(journal)), journal_nbytes)
-            layout = dense_layout(self._view, self._groups, journal_nbytes)
-            slot = layout.slots[0]
-            writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
-            ticket = writer.start()
-            writer.write_local(journal)
-            self._worker.begin(
-                Announced(generation=generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1)
-            )
-            self._worker.add(generation, writer.sealed(generation, generation.step, ticket))
+            generation, _ = self._submit(step, start)
             self._worker.drain(timeout)
             # Nobody trains on, or leaves, before the coordinator has committed.
-            return self._exchange.all_agree(self._worker.holds(generation))
+            return generation if self._exchange.all_agree(self._worker.holds(generation)) else None
+
+    def begin(self, step: int, start: Journal) -> None:
+        """Capture everything at once, to be stored while training goes on: call `fence` before the state changes.
+
+        Without memory for it there is no such generation, and training goes on.
+
+        Args:
+            step: the boundary it is of, at which the next batch begins.
+            start: the journal's start half.
+        """
+        with self._stalls.measure("dense"):
+            try:
+                self._under_way = self._submit(step, start)
+            except (RuntimeError, CheckpointError) as error:  # torch has no other error for memory that is not there
+                log.error("a checkpoint was not taken; training goes on: step %d as a whole: %s", step, error)
+
+    def fence(self) -> None:
+        """Wait until what `begin` reads may be overwritten."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        generation, ticket = under_way
+        with self._stalls.measure("fence"):
+            try:
+                self._engine.fence(ticket)
+            except CheckpointError as error:
+                log.error("a checkpoint was not taken; training goes on: %s: %s", generation, error)
+                self._worker.abandon(generation)
+
+    def _submit(self, step: int, start: Journal) -> tuple[GenerationId, Ticket]:
+        """Begin to copy, and hand over."""
+        generation = GenerationId(step=step, epoch=self._epoch)
+        journal = {"outcome": {"step": step, "losses": [], **self._journal.state()}, "start": start}
+        # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
+        layout = dense_layout(self._view, self._groups, max(2 * len(encode(journal)), self._journal.journal_nbytes))
+        slot = layout.slots[0]
+        writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
+        ticket = writer.start()
+        writer.write_local(journal)
+        self._worker.begin(
+            Announced(generation=generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1)
+        )
+        self._worker.add(generation, writer.sealed(generation, step, ticket))
+        return generation, ticket

@@ -339,6 +339,8 @@ class WindowLayout:
     """The same plan as storage has it, where that differs."""
     lacking: frozenset[str] = frozenset()
     """Names of operators on this rank that storage gets from older generations."""
+    borrows: bool = False
+    """Whether storage gets operators of any rank from older generations; equal on all ranks."""
     reserve_nbytes: int = 0
     """Bytes of the largest segment that plans after this one may have, where they differ."""
 

@@ -47,7 +47,6 @@ from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.session._search import Job
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers
-from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import RankMemory, SegmentRing
 
 log = logging.getLogger(__name__)
@@ -179,12 +178,14 @@ class Life:
             self._runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
         )
         self._dense = DenseCapture(
+            epoch=self._runs.epoch,
             view=self._view,
             groups=self._groups,
             exchange=self._exchange,
             engine=self._engine,
             worker=self._storage,
             stalls=self._stalls,
+            journal=self._planner,
         )
         peers = join_peers(
             self._config,
@@ -280,8 +281,10 @@ class Life:
     def fence(self) -> None:
         """The optimizer is about to overwrite parameters."""
         assert self._capture is not None
+        assert self._dense is not None
         self._planner.forward_ends()
         self._capture.fence()
+        self._dense.fence()
 
     def boundary(self, step: int, outcome: Journal) -> None:
         """An optimizer step just ended; take what the policy asks for."""
@@ -333,6 +336,7 @@ class Life:
         """
         capture = self._capture
         assert capture is not None
+        assert self._dense is not None
         fresh = self._found is None and self._began is None
         self._began = self._began or (time.perf_counter(), self.clock.seconds)
         if self._steps < 2:
@@ -340,6 +344,8 @@ class Life:
             self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
         if fresh:
             self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
+        elif capture.whole_at == step:
+            self._dense.begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 
     def end(self, step: int, start: Journal) -> None:
@@ -384,20 +390,12 @@ class Life:
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
-        assert self._runs is not None
         assert self._dense is not None
         self._planner.collect(self._exchange)
-        generation = GenerationId(step=step, epoch=self._runs.epoch)
-        durable = self._dense.write(
-            generation,
-            start,
-            state=self._planner.state(),
-            journal_nbytes=self._planner.journal_nbytes,
-            timeout=timeout,
-        )
-        if durable:
-            self._tiers.complete_everywhere(STORAGE, generation)
-        return durable
+        durable = self._dense.write(step, start, timeout=timeout)
+        if durable is not None:
+            self._tiers.complete_everywhere(STORAGE, durable)
+        return durable is not None
 
     # -- end
 

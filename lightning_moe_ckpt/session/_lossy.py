@@ -245,6 +245,13 @@ class LossyPlanner:
             book = self.accounting.saved[level].take(generation.step, experts, self.accounting.alive)
             self.accounting = replace(self.accounting, saved={**self.accounting.saved, level: book})
 
+    def given_everything(self, tier: str, generation: GenerationId) -> None:
+        """A tier is to get all of the boundary at hand, in a generation of its own."""
+        level = LEVEL_OF_TIER[tier]
+        experts = Selection.everything(self._experts).flat(level, self._experts)
+        book = self.accounting.saved[level].take(generation.step, experts, self.accounting.alive)
+        self.accounting = replace(self.accounting, saved={**self.accounting.saved, level: book})
+
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """On every rank a tier has all of a generation."""
         if tier in LEVEL_OF_TIER:
@@ -278,6 +285,7 @@ class LossyPlanner:
             record = lossy_record(self._policy.config(), selection.memory, selection.storage)
             layout = lossy_layout(record, self._view, self._groups, self._journal.nbytes)
             layout.lacking = self._lacking(selection)
+            layout.borrows = selection.storage != Selection.everything(self._experts).storage
             self._layouts[key] = layout
             while len(self._layouts) > _REMEMBERED_LAYOUTS:
                 self._layouts.popitem(last=False)

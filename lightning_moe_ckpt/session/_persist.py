@@ -17,7 +17,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Job, TierWorker
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, Retention, SegmentEntry, carry_forward
@@ -54,7 +54,8 @@ class GenerationSink(Protocol):
 class PersistWorker(TierWorker):
     """Takes sealed segments of one rank and makes their generations durable.
 
-    A generation with only some of the operators borrows the others: its markers say in which older files they are.
+    A generation with only some of the operators borrows the others: its markers say in which older files they are. If
+    those turn out to be gone, `lost_base` says so, and the next generation must be whole.
 
     Args:
         store: where to.
@@ -64,6 +65,7 @@ class PersistWorker(TierWorker):
         commit_timeout: how long the coordinator waits for the other ranks.
     """
 
+    borrows = True
     level = "storage"
 
     def __init__(
@@ -104,10 +106,11 @@ class PersistWorker(TierWorker):
     @override
     def _borrowed(self, job: Job) -> Sequence[BorrowedEntry]:
         base = job.announced.base
-        if base is None:
+        if base is None or not base.lacking:
             return ()
         marker = None if base.generation is None else self._bases.get(base.generation)
         if marker is None:
+            self.lost_base = True
             raise CheckpointError(
                 "it has only some experts, and storage has no whole generation of this run to take the others from."
             )
@@ -118,13 +121,21 @@ class PersistWorker(TierWorker):
         self._release(job)  # storage has the bytes; other ranks may take long
         self._store.put_marker(marker)
         if self._rank == 0:
-            self._store.commit(marker, timeout=self._commit_timeout, cancelled=self._closing.is_set)
+            self._commit(job, marker)
             self._retain(job.generation)
         self._bases[job.generation] = marker
         for oldest in sorted(self._bases)[:-_BASES]:
             del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)
         log.info("%s is durable: %.1f MiB, read and written in %.2f s", job.generation, nbytes / 2**20, job.seconds)
+
+    def _commit(self, job: Job, marker: RankMarker) -> None:
+        try:
+            self._store.commit(marker, timeout=self._commit_timeout, cancelled=self._closing.is_set)
+        except Corrupt:
+            # What the next one would borrow is what this one has borrowed: it would be refused for the same reason.
+            self.lost_base = job.announced.base is not None
+            raise
 
     def _retain(self, generation: GenerationId) -> None:
         """Deleting can fail without harm to what was just committed; the next time goes on where this one stopped."""

@@ -243,6 +243,9 @@ class Planner:
     def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
         """Plans do not depend on it."""
 
+    def given_everything(self, tier: str, generation: GenerationId) -> None:
+        """Plans do not depend on it."""
+
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """Plans do not depend on it."""
 

@@ -8,11 +8,16 @@ A generation is complete in a tier when every rank holds it there. Ranks do not 
 which the smallest may be one that another rank failed to keep: each says which of the generations given to the tier
 it holds, and what all of them say is complete.
 
+A generation with only some operators is complete in a tier together with older ones. A tier that has none to build on,
+or has lost it, is given a *whole* one, of which nothing is taken to memory: it needs no place in the ring. While that
+fails, ever more generations pass between two attempts, since each costs a snapshot of everything.
+
 Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +29,14 @@ from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._worker import Announced, Base, Failure, TierWorker
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
+
+log = logging.getLogger(__name__)
+
+_VOTES = 3
+"""Integers per tier in the exchange before a window."""
+
+_LONGEST_PAUSE = 32
+"""Windows between two attempts to bring a whole generation to a tier, at most."""
 
 _OUTSTANDING = 32
 """Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
@@ -51,6 +64,9 @@ class TierWatcher(Protocol):
     def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
         """A tier begins to take a generation."""
 
+    def given_everything(self, tier: str, generation: GenerationId) -> None:
+        """A tier begins to take a generation of everything, which is taken for it alone."""
+
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """On every rank a tier has all of a generation."""
 
@@ -65,20 +81,53 @@ class _Lane:
     """What it was given and is not known to be superseded, oldest first; the same on all ranks."""
     idle: bool = False
     """Whether it was idle on all ranks at the latest vote."""
+    base: GenerationId | None = None
+    """What a generation with only some operators may be built on: the newest that is complete on all ranks."""
+    attempts: int = 0
+    """To get a whole generation, since it had a base."""
+    pause: int = 0
+    """Windows until the next attempt."""
 
     def votes(self) -> list[int]:
+        idle = self.worker.idle  # first: what went wrong with a generation is known when the worker is idle again
         holds = sum(1 << index for index, each in enumerate(self.given) if self.worker.holds(each))
-        return [int(self.worker.idle), holds]
+        return [int(idle), holds, int(self.worker.lost_base)]
 
     def agreed(self, votes: Sequence[Sequence[int]]) -> list[GenerationId]:
         """Take every rank's votes; the generations that became complete everywhere, oldest first."""
-        self.idle = all(idle for idle, _ in votes)
+        self.idle = all(idle for idle, *_ in votes)
+        if any(lost for *_, lost in votes):
+            self.base = None
         common = -1
-        for _, holds in votes:
+        for _, holds, _ in votes:
             common &= holds
         complete = [each for index, each in enumerate(self.given) if common >> index & 1]
         del self.given[: common.bit_length()]
         return complete
+
+    def complete(self, generation: GenerationId) -> None:
+        """All ranks have it."""
+        self.base, self.attempts, self.pause = generation, 0, 0
+
+    def cannot_take(self, layout: WindowLayout) -> bool:
+        """Whether it would need a base, and has none."""
+        return self.worker.borrows and layout.borrows and self.base is None
+
+    def attempt(self) -> bool:
+        """Whether to try to get a whole generation now, rather than some windows later."""
+        if self.pause:
+            self.pause -= 1
+            return False
+        self.pause = min(2**self.attempts, _LONGEST_PAUSE) - 1
+        self.attempts += 1
+        return True
+
+    def take(self, generation: GenerationId) -> None:
+        """It is given a generation."""
+        self.idle = False
+        self.given.append(generation)
+        del self.given[:-_OUTSTANDING]
+        self.skips.taken()
 
 
 class Tiers:
@@ -100,7 +149,7 @@ class Tiers:
     @property
     def num_votes(self) -> int:
         """Integers in `votes`."""
-        return 2 * len(self._lanes)
+        return _VOTES * len(self._lanes)
 
     def votes(self) -> list[int]:
         """What this rank tells the others."""
@@ -109,17 +158,24 @@ class Tiers:
     def agreed(self, votes: Sequence[Sequence[int]]) -> None:
         """Take the votes of all ranks: tiers hear what is complete everywhere and may recycle what is older."""
         for index, lane in enumerate(self._lanes):
-            complete = lane.agreed([vote[2 * index : 2 * index + 2] for vote in votes])
+            complete = lane.agreed([vote[_VOTES * index : _VOTES * (index + 1)] for vote in votes])
             if complete:
                 self.complete_everywhere(lane.worker.name, *complete)
                 lane.worker.complete_everywhere(complete[-1])
 
     def complete_everywhere(self, tier: str, *generations: GenerationId) -> None:
         """All ranks know that a tier has all of these on every rank; oldest first."""
-        self.everywhere[tier] = generations[-1]
+        self.build_on(tier, generations[-1])
         if self._watcher is not None:
             for generation in generations:
                 self._watcher.complete_everywhere(tier, generation)
+
+    def build_on(self, tier: str, generation: GenerationId) -> None:
+        """All ranks know that a tier has `generation` of an earlier life, on which those of this one may be built."""
+        self.everywhere[tier] = generation
+        for lane in self._lanes:
+            if lane.worker.name == tier:
+                lane.complete(generation)
 
     @property
     def outstanding(self) -> bool:
@@ -153,7 +209,6 @@ class Tiers:
             return
         for lane in self._lanes:
             if lane.idle and lane.worker.name not in newest.tiers:
-                lane.idle = False
                 self._begin(lane, newest)
                 for segment in newest.segments:
                     _add(lane.worker, segment)
@@ -161,9 +216,23 @@ class Tiers:
     def open(self, window: Window) -> None:
         """A window begins: tiers that take it get its segments as they are sealed."""
         for lane in self._lanes:
-            if lane.worker.takes_every or lane.idle:
-                lane.idle = False
+            if lane.worker.takes_every or (lane.idle and not lane.cannot_take(window.layout)):
                 self._begin(lane, window)
+
+    def wants_whole(self, generation: GenerationId, layout: WindowLayout) -> bool:
+        """Whether a tier is to get all of the boundary at hand, as generations of `layout` have nothing to build on there.
+
+        The same on all ranks; ask once before each window. Whoever hands it over begins it with the worker.
+        """
+        lanes = [lane for lane in self._lanes if lane.idle and lane.cannot_take(layout) and lane.attempt()]
+        for lane in lanes:
+            log.warning(
+                "%s has nothing that %s could be completed from: it gets all of it", lane.worker.name, generation
+            )
+            if self._watcher is not None:
+                self._watcher.given_everything(lane.worker.name, generation)
+            lane.take(generation)
+        return bool(lanes)
 
     def add(self, window: Window, segment: SealedSegment) -> None:
         """Hand a sealed segment to every tier that takes its generation."""
@@ -235,13 +304,11 @@ class Tiers:
         window.tiers.add(worker.name)
         if self._watcher is not None:
             self._watcher.given(worker.name, window.generation, layout)
-        lane.given.append(window.generation)
-        del lane.given[:-_OUTSTANDING]
+        lane.take(window.generation)
         window.ring.pin(window.generation)
-        lane.skips.taken()
         stored = layout.persisted if worker.level == "storage" else None
         plan = layout if stored is None else stored
-        base = None if stored is None else Base(generation=self.everywhere.get(worker.name), lacking=layout.lacking)
+        base = Base(generation=lane.base, lacking=layout.lacking) if stored is not None and layout.borrows else None
         worker.begin(
             Announced(
                 generation=window.generation,

@@ -121,6 +121,8 @@ class TierWorker(ABC):
     """Whether every generation comes here; else the newest one that is there when no rank is busy."""
     paced = False
     """Whether what is under way goes on with the steps of training only."""
+    borrows = False
+    """Whether a generation with only some operators takes the others from an older one that is complete here."""
     level: Literal["memory", "storage"] = "memory"
     """What it gets of generations that storage has less of than memory."""
 
@@ -130,6 +132,8 @@ class TierWorker(ABC):
         self.name = name
         self.fenced = False
         """A later life of the run has begun; nothing more is kept and this process should stop."""
+        self.lost_base = False
+        """What generations with only some operators were built on turned out to be gone, and nothing whole has begun since."""
         self.num_complete = self.nbytes_complete = 0
         """Generations completed here, and this rank's bytes of them."""
         self._markers, self._on_complete = markers, on_complete
@@ -165,6 +169,8 @@ class TierWorker(ABC):
         with self._changed:
             assert announced.generation not in self._jobs, f"{announced.generation} was begun before"
             self._jobs[announced.generation] = Job(announced=announced)
+        if announced.base is None:
+            self.lost_base = False
         self._start_thread()
 
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:

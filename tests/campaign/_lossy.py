@@ -94,8 +94,8 @@ class RecordsLossy(Callback):
         self._keep(f"state.{trainer.global_step}", trainer, pl_module)
 
 
-def train_lossy(setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
-    """Train on machines, with everything written down."""
+def train_lossy(setup: Setup, machines: Machines, life: Life, *others: Callback) -> Mapping[str, Any]:
+    """Train on machines, with everything written down; `others` come before what writes it down."""
     quiet()
     torch.manual_seed(life.seed)
     memory = machines.memory(life)
@@ -110,7 +110,7 @@ def train_lossy(setup: Setup, machines: Machines, life: Life) -> Mapping[str, An
     if machines.flip and life.index == 1 and life.rank == 0:
         _flip_newest(life.workdir, machines.flip)
     _log_tokens(recorder.tokens)
-    trainer = Trainer(callbacks=life.callbacks(recorder, own), **setup.trainer_options(life))
+    trainer = Trainer(callbacks=life.callbacks(*others, recorder, own), **setup.trainer_options(life))
     trainer.fit(setup.make_module(life), *setup.loaders(life))
     return {}
 
@@ -187,14 +187,14 @@ class Restarts:
     """
 
     def __init__(self, lives: Sequence[LifeResult]) -> None:
-        self._lives, self._workdir = lives, lives[0].workdir
+        self._lives, self.workdir = lives, lives[0].workdir
         self._ranks = range(lives[0].world_size)
 
     def load(self, life: int, rank: int, what: str) -> Any:
         return torch.load(self._file(life, rank, what))
 
     def _file(self, life: int, rank: int, what: str) -> Path:
-        return self._workdir / f"lossy.{life}.{rank}.{what}"
+        return self.workdir / f"lossy.{life}.{rank}.{what}"
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -203,7 +203,7 @@ class Restarts:
 
     @cached_property
     def _committed(self) -> list[RankMarker]:
-        return list(_stored(self._workdir))
+        return list(_stored(self.workdir))
 
     def began_at(self, life: int) -> int:
         """The boundary that a life resumed from."""
@@ -240,7 +240,7 @@ class Restarts:
         return Promise(newest, experts)
 
     def _spoilt(self, marker: RankMarker, expert: str) -> bool:
-        path = self._workdir / "flipped"
+        path = self.workdir / "flipped"
         here = [marker.generation.step, marker.generation.epoch, marker.rank, expert]
         return path.exists() and json.loads(path.read_text()) == here
 
@@ -324,7 +324,7 @@ class Restarts:
 
     def stored_accounting(self) -> Mapping[str, Any]:
         """What the last generation in storage says."""
-        backend = open_backend(checkpoints(self._workdir).as_uri())
+        backend = open_backend(checkpoints(self.workdir).as_uri())
         store = RunStore.open(backend, resume="must")
         commit = store.candidates()[0]
         (segment,) = store.read_marker(commit, 0).segments

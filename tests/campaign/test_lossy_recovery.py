@@ -13,6 +13,7 @@ from campaign._campaign import Campaigns
 from campaign._lossy import Machines, Restarts, train_lossy
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.testing._lives import Fit
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILL = Kill(phase="forward", step=9)
@@ -34,8 +35,8 @@ def lossy_setup(world_size: int, expert_parallel: int, **options: object) -> Set
     )
 
 
-def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill) -> Restarts:
-    lives = campaigns.run(setup, *kills, fit=partial(train_lossy, setup, machines))
+def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None) -> Restarts:
+    lives = campaigns.run(setup, *kills, fit=fit or partial(train_lossy, setup, machines))
     assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
     return Restarts(lives)
 

@@ -26,6 +26,8 @@ class Layout:
     plan_hash: str = "h"
     plan_json: str = "{}"
     slots: list[int] = field(default_factory=lambda: [0])
+    persisted: None = None
+    borrows: bool = False
 
 
 class ByHand(TierWorker):
@@ -36,11 +38,13 @@ class ByHand(TierWorker):
         self.takes_every = takes_every
         self.begun: list[int] = []
         self.recycled: list[int] = []
+        self.whole: list[int] = []
         self.abandoned: list[int] = []
 
     @override
     def begin(self, announced: Announced) -> None:
         self.begun.append(announced.generation.step)
+        self.lost_base = False
         self._jobs[announced.generation] = Job(announced=announced)
 
     @override
@@ -67,6 +71,9 @@ class ByHand(TierWorker):
         raise NotImplementedError
 
 
+FULL, PARTIAL = Layout(), Layout(borrows=True)
+
+
 def generation(step: int) -> GenerationId:
     return GenerationId(step=step, epoch=1)
 
@@ -80,8 +87,8 @@ class Rank:
         self.ring = SegmentRing(Path("unused"), torch.zeros(40 * 4096, dtype=torch.uint8), 4096)
         self.complete: Window | None = None
 
-    def open(self, step: int) -> None:
-        window = Window(generation=generation(step), first=step, layout=cast(WindowLayout, Layout()), ring=self.ring)
+    def open(self, step: int, layout: Layout = FULL) -> None:
+        window = Window(generation=generation(step), first=step, layout=cast(WindowLayout, layout), ring=self.ring)
         self.ring.begin_window(window.generation)
         self.tiers.offer(self.complete)
         self.tiers.open(window)
@@ -198,3 +205,54 @@ def test_a_window_given_up_is_given_up_in_every_tier_that_took_it() -> None:
     assert rank.complete is not None
     rank.tiers.abandon(rank.complete)
     assert (rank.host.abandoned, rank.slow.abandoned) == ([2], [])
+
+
+def partial_window(ranks: list[Rank], step: int) -> bool:
+    """As a capture session has it, of some operators; whether a whole generation was taken instead."""
+    vote(ranks)
+    wanted = {rank.tiers.wants_whole(generation(step), cast(WindowLayout, PARTIAL)) for rank in ranks}
+    assert len(wanted) == 1
+    for rank in ranks:
+        if wanted == {True}:
+            rank.slow.begin(Announced(generation=generation(step), plan_hash="h", plan_json="{}", num_segments=1))
+            rank.slow.whole.append(step)
+        else:
+            rank.open(step, PARTIAL)
+    return wanted == {True}
+
+
+def borrowing_ranks(number: int) -> list[Rank]:
+    ranks = [Rank() for _ in range(number)]
+    for rank in ranks:
+        rank.slow.borrows = True
+    return ranks
+
+
+def test_a_tier_with_nothing_to_build_on_is_given_a_whole_generation_less_and_less_often() -> None:
+    """While that fails the others go to the tiers that need no base, and none to it; then it takes them again."""
+    (rank,) = ranks = borrowing_ranks(1)
+    for step in range(1, 20):
+        if partial_window(ranks, step):
+            rank.slow.end(step, complete=step == 16)
+        elif step in rank.slow.begun:
+            rank.slow.end(step)
+        rank.complete = None
+    assert rank.slow.whole == [1, 2, 4, 8, 16]
+    assert rank.slow.begun == [1, 2, 4, 8, 16, 17, 18, 19]
+    assert rank.host.begun == [step for step in range(1, 20) if step not in rank.slow.whole]
+
+
+def test_a_base_that_one_rank_finds_gone_is_gone_for_all() -> None:
+    """All give a whole generation next, and are told alike when there is one."""
+    ranks = borrowing_ranks(3)
+    for rank in ranks:
+        rank.tiers.build_on("slow", generation(0))
+    assert not partial_window(ranks, 1)
+    ranks[0].slow.lost_base = True
+    for rank in ranks:
+        rank.slow.end(1, complete=rank is not ranks[0])
+    assert partial_window(ranks, 2)
+    for rank in ranks:
+        rank.slow.end(2)
+    assert not partial_window(ranks, 3)
+    assert [rank.slow.begun for rank in ranks] == [[1, 2, 3]] * 3
