@@ -14,7 +14,7 @@ from typing_extensions import override
 from campaign._campaign import Campaigns, checkpoints
 from campaign._lossy import Machines, train_lossy
 from campaign._training import Setup
-from campaign.test_lossy_recovery import lossy_setup, require_accounting, restarts
+from campaign.test_lossy_recovery import lossy_setup, restarts
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
 from lightning_moe_ckpt.testing._lives import Life
@@ -130,7 +130,7 @@ def test_what_is_borrowed_goes_bad_in_mid_run(campaigns: Campaigns, folder: Path
     assert 5 not in needs, "it was refused"
     assert needs[6] == (), "it is whole"
     assert all(min(each.step for each in needs[step]) >= 6 for step in (7, 8, 9))
-    require_accounting(found)
+    found.require_accounting()
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.soak)])
@@ -146,4 +146,4 @@ def test_storage_that_was_down_at_the_start_is_used_when_it_is_back(
     assert min(needs) > 3
     assert needs[min(needs)] == ()
     assert needs[9] != ()
-    require_accounting(found)
+    found.require_accounting()

@@ -1,0 +1,250 @@
+"""What a lossy restart has to give, worked out from what was left on nodes and in storage, and what it gave."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from campaign._campaign import checkpoints
+from campaign._lossy_damage import Spoilt, stored_markers
+from campaign._states import Key
+from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.session import decode_journal
+from lightning_moe_ckpt.session._layout import as_memoryview
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
+from lightning_moe_ckpt.testing._lives import LifeResult
+
+State = dict[Key, tuple[int, Tensor]]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a restart has to give."""
+
+    generation: GenerationId
+    experts: Mapping[str, GenerationId]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Tokens counted one by one, int64 `[E]` over the experts of all layers."""
+
+    processed: Tensor
+    lost: Tensor
+    num_experts: tuple[int, ...]
+    """By layer."""
+
+    @property
+    def plt(self) -> float:
+        """PEC, eq. 4."""
+        return int(self.lost.sum()) / int(self.processed.sum())
+
+    @property
+    def mlt(self) -> float:
+        """MOETION, eq. 6: layers count alike, however many tokens they have."""
+        sizes = list(self.num_experts)
+        rows = zip(torch.split(self.lost, sizes), torch.split(self.processed, sizes), strict=True)
+        return sum(int(lost.sum()) / int(processed.sum()) for lost, processed in rows)
+
+
+class Restarts:
+    """What the lives of one run left, and what each began with. Every generation stays in storage.
+
+    Args:
+        lives: of the run.
+    """
+
+    def __init__(self, lives: Sequence[LifeResult]) -> None:
+        self.lives, self.workdir = lives, lives[0].workdir
+        self.ranks = range(lives[0].world_size)
+
+    def load(self, life: int, rank: int, what: str) -> Any:
+        return torch.load(self._file(life, rank, what))
+
+    def read(self, life: int, rank: int, what: str) -> Any:
+        return json.loads(self._file(life, rank, what).read_text())
+
+    def _file(self, life: int, rank: int, what: str) -> Path:
+        return self.workdir / f"lossy.{life}.{rank}.{what}"
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Elements of every expert, in the order of layers."""
+        sizes = {k: v for rank in self.ranks for k, v in self.read(0, rank, "experts")["sizes"].items()}
+        names = [f"{prefix}/expert.{i}" for prefix, number in self._layers for i in range(number)]
+        assert len(names) == len(sizes)
+        return {name: sizes[name] for name in names}
+
+    @property
+    def _layers(self) -> list[tuple[str, int]]:
+        return [(prefix, number) for prefix, number in self.read(0, 0, "experts")["layers"]]
+
+    @cached_property
+    def _committed(self) -> list[RankMarker]:
+        return list(stored_markers(self.workdir))
+
+    @cached_property
+    def _spoilt(self) -> Spoilt | None:
+        return Spoilt.read(self.workdir)
+
+    @property
+    def spoilt(self) -> Spoilt:
+        """The damage that the run has met."""
+        assert self._spoilt is not None
+        return self._spoilt
+
+    def began_at(self, life: int) -> int:
+        """The boundary that a life resumed from."""
+        return self.lives[life].steps()[0] - 1
+
+    def alive(self, generation: GenerationId, life: int) -> bool:
+        """Whether a life may use it: no life in between went back behind it. Life `n` has epoch `n + 1`."""
+        between = range(generation.epoch, life)
+        return generation.epoch <= life and all(generation.step <= self.began_at(each) for each in between)
+
+    def promised(self, life: int, *, memory: bool = True, spoilt: bool = True) -> Promise:
+        """From the markers that its ranks found on their nodes, and those in storage.
+
+        Args:
+            life: that begins.
+            memory: whether there is any; else from storage alone.
+            spoilt: whether what was damaged is of no use.
+        """
+        held = [each for rank in self.ranks for each in self.load(life, rank, "held")] if memory else []
+        found = [(kind, RankMarker.from_bytes(data, "held")) for kind, data in held]
+        found += [("storage", each) for each in self._committed]
+        damage = self._spoilt if spoilt and life == 1 else None
+        owners = defaultdict[GenerationId, set[int]](set)
+        pieces = defaultdict[tuple[str, GenerationId], set[tuple[int, str, int]]](set)
+        for place, marker in found:
+            if not self.alive(marker.generation, life) or len(marker.segments) != 1:
+                continue
+            owners[marker.generation].add(marker.rank)
+            for record in marker.segments[0].records:
+                is_good = damage is None or not damage.hits(place, marker, record.operator)
+                if is_good and record.operator in self.sizes and record.state_key == "param":
+                    piece = (marker.rank, record.name, record.numel)
+                    pieces[record.operator, marker.generation].add(piece)
+        newest = max(each for each, there in owners.items() if there == set(self.ranks))
+        whole = defaultdict[str, list[GenerationId]](list)
+        for (name, generation), there in pieces.items():
+            if generation <= newest and sum(numel for *_, numel in there) == self.sizes[name]:
+                whole[name].append(generation)
+        return Promise(newest, {name: max(whole[name]) for name in self.sizes})
+
+    def require(self, life: int) -> Promise:
+        """A life began with every operator, on every rank, exactly as promised."""
+        promise = self.promised(life)
+        assert promise.generation.step == self.began_at(life), (promise, self.lives[life].log())
+        for rank in self.ranks:
+            self._require(life, rank, promise)
+        return promise
+
+    def _require(self, life: int, rank: int, promise: Promise) -> None:
+        found: State = self.load(life, rank, "restored")
+        base = self._state(rank, promise.generation)
+        sharing = defaultdict[str, set[str]](set)
+        for operator, fqn, _ in base:
+            sharing[fqn].add(operator)
+        expected: State = {}
+        for key, now in base.items():
+            operator, fqn, _ = key
+            if operator not in promise.experts or (len(sharing[fqn]) > 1 and now[1].numel() == 1):
+                expected[key] = now  # of the dense part, or one value for several experts
+                continue
+            then = self._state(rank, promise.experts[operator])
+            if key in then:
+                expected[key] = then[key]
+            elif len(sharing[fqn]) > 1:
+                # It had none, but those that it shares a tensor with do.
+                expected[key] = (now[0], torch.zeros_like(now[1]))
+        assert found.keys() == expected.keys()
+        for key, (start, value) in expected.items():
+            assert found[key][0] == start
+            assert torch.equal(found[key][1], value), (life, rank, key, promise, self.lives[life].log(rank))
+
+    def _state(self, rank: int, generation: GenerationId) -> State:
+        state: State = self.load(generation.epoch - 1, rank, f"state.{generation.step}")
+        return state
+
+    def require_turns(self, life: int, within: int) -> None:
+        """No expert is older than so many generations, of which there is one after each step.
+
+        What is promised follows from what was taken; this says that what was taken is what the policy owes.
+        """
+        promise = self.promised(life)
+        old = {name: each for name, each in promise.experts.items() if promise.generation.step - each.step > within}
+        assert not old, f"life {life} resumed {promise.generation}; older than {within} steps: {old}"
+
+    # -- tokens
+
+    def counted(self, life: int, step: int, rank: int | None = None) -> Tensor:
+        """Tokens in one step, by expert; of all ranks, or of one."""
+        ranks = self.ranks if rank is None else [rank]
+        total = torch.zeros(len(self.sizes), dtype=torch.int64)
+        for each in ranks:
+            for place in self.read(life, each, f"tokens.{step}"):
+                total[place] += 1
+        return total
+
+    def tally(self, *, memory: bool = True, restarts: int | None = None, until: int | None = None) -> Tally:
+        """Tokens processed and lost by expert, counted one by one along the timeline.
+
+        Args:
+            memory: as it was; else what the last restart would have lost with storage alone.
+            restarts: how many of them, all by default; then nothing is trained after the last one.
+            until: of the last life, steps after this one do not count.
+        """
+        names = list(self.sizes)
+        steps: list[tuple[int, Tensor]] = []  # boundary that a step led to, and its tokens
+        lost = torch.zeros(len(names), dtype=torch.int64)
+        alive = torch.ones(0, len(names), dtype=torch.bool)
+        last = len(self.lives) - 1 if restarts is None else restarts
+        for life in range(last + 1):
+            if life:
+                promise = self.promised(life, memory=memory or life != last)
+                kept = [i for i, (step, _) in enumerate(steps) if step <= promise.generation.step]
+                steps, alive = [steps[i] for i in kept], alive[kept]
+                for place, name in enumerate(names):
+                    for i, (step, tokens) in enumerate(steps):
+                        if step > promise.experts[name].step and alive[i, place]:
+                            alive[i, place] = False
+                            lost[place] += tokens[place]
+            if life < last or restarts is None:
+                all_steps = self.lives[life].steps()
+                done = [s for s in all_steps if life < last or until is None or s <= until]
+                steps += [(s, self.counted(life, s)) for s in done]
+                alive = torch.cat([alive, torch.ones(len(done), len(names), dtype=torch.bool)])
+        processed = torch.stack([tokens for _, tokens in steps]).sum(0)
+        return Tally(processed, lost, tuple(number for _, number in self._layers))
+
+    def stored_accounting(self, generation: GenerationId | None = None) -> Accounting:
+        """What a generation in storage says, by default the last one."""
+        backend = open_backend(checkpoints(self.workdir).as_uri())
+        store = RunStore.open(backend, resume="must")
+        commits = [each for each in store.candidates() if generation in {None, each.generation}]
+        (segment,) = store.read_marker(commits[0], 0).segments
+        (record,) = (record for record in segment.records if record.kind == "journal")
+        buffer = torch.empty(record.nbytes, dtype=torch.uint8)
+        store.read_range(segment, record.offset, as_memoryview(buffer))
+        backend.close()
+        journal: Mapping[str, Any] = decode_journal(buffer)["outcome"]["accounting"]
+        return Accounting.from_journal(journal)
+
+    def require_accounting(self) -> Tally:
+        """What the run says of its tokens at its end is what counting one by one gives."""
+        tally, said = self.tally(), self.stored_accounting()
+        assert said.num_experts == tally.num_experts
+        assert torch.equal(said.processed, tally.processed), (said.processed, tally.processed)
+        assert torch.equal(said.lost, tally.lost), (said.lost, tally.lost)
+        assert said.plt == tally.plt
+        assert said.mlt == tally.mlt
+        return tally
