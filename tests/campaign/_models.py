@@ -142,28 +142,66 @@ def _expert(dropout: float) -> nn.Module:
 class StackedMoE(nn.Module):
     """The package's own layer: stacked experts, sharded over expert-parallel ranks, some tokens dropped."""
 
-    def __init__(self, num_experts: int = NUM_EXPERTS, *, gate_fp32: bool, noisy: bool, never_routed: bool) -> None:
+    def __init__(
+        self,
+        num_experts: int = NUM_EXPERTS,
+        *,
+        gate_fp32: bool,
+        noisy: bool,
+        never_routed: bool,
+        capacity_factor: float = 1.25,
+        one_capacity: bool = False,
+    ) -> None:
         super().__init__()
         from lightning_moe_ckpt.moe import MoELayer
 
-        self.layer = MoELayer(
+        layer = MoELayer(
             MODEL_DIM,
             2 * MODEL_DIM,
             num_experts,
             top_k=2,
-            capacity_factor=1.25,
+            capacity_factor=capacity_factor,
             gate_fp32=gate_fp32,
             noisy_gate=noisy,
         )
         if never_routed:
-            self.layer.gate.register_forward_hook(_block_last_expert)
-            self.layer.gate.register_forward_hook(_block_own_expert)
+            layer.gate.register_forward_hook(_block_last_expert)
+            layer.gate.register_forward_hook(_block_own_expert)
+        self.layer = OneCapacity(layer) if one_capacity else layer
 
     @override
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         y_TD = self.layer(x_TD)
         assert self.layer.l_aux is not None
         return y_TD, self.layer.l_aux
+
+
+class OneCapacity(nn.Module):
+    """A layer like the package's own, of another class: its capacity is one number for all experts."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.inner = layer
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+    @property
+    def capacity_factor(self) -> float:
+        """Read at every forward."""
+        factor: float = self.inner.capacity_factor
+        return factor
+
+    @capacity_factor.setter
+    def capacity_factor(self, factor: float) -> None:
+        assert isinstance(factor, float), "of all experts"
+        self.inner.capacity_factor = factor
+
+    @override
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD: Tensor = self.inner(x_TD)
+        return y_TD
 
 
 def _block_last_expert(gate: nn.Module, args: tuple[Any, ...], logits_TE: Tensor) -> Tensor:
@@ -356,6 +394,8 @@ def _build(
     never_routed: bool = False,
     recompute: str = "",
     bias: str = "buffer",
+    capacity_factor: float = 1.25,
+    one_capacity: bool = False,
 ) -> nn.Module:
     options: dict[str, Any] = {"gate_fp32": gate_fp32, "noisy": noisy, "never_routed": never_routed}
     if name == "mixtral":
@@ -365,7 +405,7 @@ def _build(
     if name == "tied":
         return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, **options))
     if name == "stacked":
-        moe: nn.Module = StackedMoE(num_experts, **options)
+        moe: nn.Module = StackedMoE(num_experts, capacity_factor=capacity_factor, one_capacity=one_capacity, **options)
     elif name == "biased":
         moe = BiasedMoE(num_experts, bias=bias, dropout=dropout, **options)
     else:

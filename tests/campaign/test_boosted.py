@@ -1,0 +1,95 @@
+"""Experts that a real lossy recovery has put back get more capacity, through a further crash, until they have made up for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from campaign._boosted import BoostedSetup, Boosting, logged
+from campaign._campaign import Campaigns
+from campaign._lossy import Machines, train_lossy
+from campaign._promises import Restarts
+from campaign._training import Checkpointing
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+BASE, BATCH = 0.75, 16
+KILLS = [Kill(phase="forward", step=step, settle=20.0) for step in (6, 9)]
+"""Experts that overflow were not in the newest generation then, and have made up for little of the first loss at the second."""
+
+
+def boosted_setup(world_size: int, scope: str) -> BoostedSetup:
+    """Most tokens want the first three experts, which overflow; four of six are taken at each step."""
+    options = {"num_experts": 6, "capacity_factor": BASE, "one_capacity": scope == "layer", "shift_every": 1000}
+    return BoostedSetup(
+        model="stacked",
+        options=tuple(options.items()),
+        world_size=world_size,
+        expert_parallel=world_size,
+        batch_size=BATCH,
+        batches=32,
+        epochs=1,
+        validate_every=None,
+        checkpointing=Checkpointing(policy="partial", keep=100, k=4),
+    )
+
+
+def run_boosted(campaigns: Campaigns, folder: Path, world_size: int, scope: str) -> Restarts:
+    setup = boosted_setup(world_size, scope)
+    machines = Machines(folder, (0,) * world_size)
+    return Restarts(campaigns.run(setup, *KILLS, fit=partial(train_lossy, setup, machines)))
+
+
+def require_boosted(found: Restarts, boosting: Boosting, scope: str) -> None:
+    """Experts in debt, and no others, get a tenth more, of what others leave empty, until they have repaid it."""
+    steps = list(boosting.steps())
+    for at, now in enumerate(steps):
+        factors = now.before.factors
+        for rank in found.ranks:
+            assert boosting.capacity(now.life, now.step, rank) == pytest.approx(factors), (rank, now)
+        if scope == "expert":
+            raised = [i for i, factor in enumerate(factors) if factor > 1]
+            assert raised == ([i for i, debt in enumerate(steps[at - 1].after.debts) if debt] if at else [])
+            assert [factors[i] for i in raised] == pytest.approx([1.1] * len(raised))
+            assert sum(factors) == pytest.approx(len(factors))
+    raised_in = [now.life for now in steps if max(now.before.factors) > 1]
+    assert set(raised_in) == {1, 2}, "there were debts before the second crash and after it"
+    assert not any(steps[-1].after.debts)
+    assert set(boosting.capacity(2, steps[-1].step, 0)) == {1.0}
+    assert "all lost tokens are made up for; capacity is what it was" in found.lives[2].log()
+
+
+def require_logged(found: Restarts, boosting: Boosting) -> None:
+    """Lightning's logger has what was lost, as a number and as PLT and MLT, and the debts that are open."""
+    rows, processed = logged(found), {0: 0}
+    for now in boosting.steps():
+        row, lost = rows[now.step], sum(now.before.lost)
+        assert row["moe/lost_tokens"] == lost
+        assert row["moe/lossy_faults"] == now.life
+        before = processed[now.step - 1]  # a step's own tokens are exchanged when it is over
+        assert row["moe/plt"] == row["moe/mlt"] == pytest.approx(lost / before if before else 0.0)
+        processed[now.step] = before + int(found.counted(now.life, now.step).sum())
+        assert row.get("moe/boost_debt") == (sum(now.after.debts) if any(now.before.debts) else None)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "scope"),
+    [(1, "expert"), (3, "expert"), (1, "layer"), pytest.param(3, "layer", marks=pytest.mark.soak)],
+)
+def test_lost_tokens_are_made_up_for_through_a_second_crash(
+    campaigns: Campaigns, folder: Path, world_size: int, scope: str
+) -> None:
+    """Kill, resume, boost; kill again before the debts are paid, which are then those of both faults; until all is paid.
+
+    The layer is the package's own, with a capacity per expert, or one like it with a single one.
+    """
+    found = run_boosted(campaigns, folder, world_size, scope)
+    for life in (1, 2):
+        found.require(life)
+        lost = found.tally(restarts=life).lost
+        assert 0 < int((lost > 0).sum()) < len(lost)
+    found.require_accounting()
+    boosting = Boosting(found, BASE, BATCH, scope)
+    require_boosted(found, boosting, scope)
+    require_logged(found, boosting)
