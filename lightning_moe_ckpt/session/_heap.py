@@ -8,6 +8,9 @@ interpreter lock held. Capturing allocates little per step, but a run without ch
 else has arranged collections already. What is frozen is still freed by reference counts; only cycles that become
 garbage later wait for the end of the fit. torchtitan and NVRx go further and collect by hand at chosen steps; that
 belongs to whoever owns the process.
+
+A restart makes much at once, which brings a full collection on just where everybody waits. There what was alive before is
+left out at once and uncollected, and collected and frozen like any other heap when training has caught up.
 """
 
 from __future__ import annotations
@@ -42,7 +45,16 @@ class FrozenHeap:
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
-        self._frozen = False
+        self._frozen = self._spared = False
+
+    def spare(self) -> None:
+        """Leave out what is alive now, garbage too, until `unspare`, `freeze` or `thaw`; no object is looked at for it.
+
+        Nothing happens where `freeze` would do nothing.
+        """
+        if self._wanted and gc.isenabled() and gc.get_freeze_count() == 0:
+            gc.freeze()
+            self._spared = True
 
     def freeze(self) -> None:
         """Collect, then freeze; the first call counts.
@@ -52,14 +64,22 @@ class FrozenHeap:
         if not self._wanted:
             return
         self._wanted = False
+        self.unspare()
         if gc.isenabled() and gc.get_freeze_count() == 0:
             gc.collect()  # garbage that is frozen would stay
             gc.freeze()
             self._frozen = True
 
+    def unspare(self) -> None:
+        """Undo `spare`, if it did anything."""
+        if self._spared:
+            self._spared = False
+            gc.unfreeze()
+
     def thaw(self) -> None:
-        """Let collections see everything again, if `freeze` took it from them. Repeating this is allowed."""
+        """Let collections see everything again, if `spare` or `freeze` took it from them. Repeating this is allowed."""
         self._wanted = False
+        self.unspare()
         if self._frozen:
             self._frozen = False
             gc.unfreeze()

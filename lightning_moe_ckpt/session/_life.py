@@ -115,13 +115,20 @@ class Life:
 
     # -- start
 
-    @collections_paused()
     def begin(self) -> Journal | None:
         """Open the run and load what it can resume from.
 
         Returns:
             The start half of the boundary to continue from; `None` for a fresh start.
         """
+        self._heap.spare()
+        with collections_paused():
+            start = self._begin()
+        if start is None:
+            self._heap.unspare()
+        return start
+
+    def _begin(self) -> Journal | None:
         started = time.perf_counter()
         view, ops, groups = self._view, self._operators, self._groups
         identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype)
@@ -291,7 +298,8 @@ class Life:
         capture = self._capture
         assert capture is not None
         self._report_failures()
-        if capture.generations_complete == 1:
+        # The first generation after a replay is complete where it ends: training catches up first.
+        if capture.generations_complete == (2 if self._replayed else 1):
             with self._stalls.measure("heap"):
                 self._heap.freeze()
         self._steps, self._outcome = self._steps + 1, outcome

@@ -76,7 +76,7 @@ class Late:
         self.num_flushes += 1
         if self.flushes:
             flush(worker, timeout)
-        self.flushed.set()
+            self.flushed.set()
 
     def put(self, worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
         if self.storage and job.generation.step >= FIRST_UNSTORED:
@@ -87,8 +87,8 @@ class Late:
 class Watch(Callback):
     """Keeps the newest report; waits for the first copies, and for storage where it is not to be late."""
 
-    def __init__(self, *, storage: bool) -> None:
-        self.storage = storage
+    def __init__(self, late: Late) -> None:
+        self.late = late
         self.report: Report | None = None
 
     @override
@@ -98,13 +98,16 @@ class Watch(Callback):
         while trainer.global_step == FIRST_COPIED and "peer" not in callback.report.generations:
             assert time.monotonic() < deadline, "no generation has a copy"
             time.sleep(0.005)
-        assert self.storage or callback.wait_committed(PATIENCE)
+        assert self.late.storage or callback.wait_committed(PATIENCE)
         self.report = callback.report
+        if self.report.windows_skipped:
+            self.late.flushed.set()  # in vain: storage must not make the room meanwhile
 
 
 def train_late(nodes: Nodes, storage: bool, flushes: bool, life: Life) -> Mapping[str, Any]:
     """Prints how often training waited for copies, how many windows it did without, and the newest copy."""
-    late, watch = Late(storage=storage, flushes=flushes), Watch(storage=storage)
+    late = Late(storage=storage, flushes=flushes)
+    watch = Watch(late)
     late.apply()
     Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [watch]).apply()
     nodes.settle(life)

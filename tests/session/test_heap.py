@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -49,8 +49,36 @@ def test_what_is_alive_is_left_out_of_collections_until_thawed() -> None:
     assert seen() is None
 
 
+def test_what_a_restart_finds_alive_is_spared_and_collected_when_it_has_caught_up() -> None:
+    """Garbage too, which is not looked for before; what is made afterwards is collected as ever."""
+    dead = Ring()
+    gone = weakref.ref(dead)
+    del dead
+    heap = FrozenHeap(wanted=True)
+    heap.spare()
+    made = weakref.ref(Ring())
+    gc.collect()
+    assert gone() is not None
+    assert made() is None
+    heap.freeze()
+    assert gone() is None
+    assert gc.get_freeze_count() > 1000
+    heap.thaw()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("undo", [FrozenHeap.unspare, FrozenHeap.thaw])
+def test_what_is_spared_comes_back(undo: Callable[[FrozenHeap], None]) -> None:
+    heap = FrozenHeap(wanted=True)
+    heap.spare()
+    assert gc.get_freeze_count() > 1000
+    undo(heap)
+    assert gc.get_freeze_count() == 0
+
+
 def test_nothing_is_done_unless_wanted() -> None:
     heap = FrozenHeap(wanted=False)
+    heap.spare()
     heap.freeze()
     assert gc.get_freeze_count() == 0
 
@@ -59,6 +87,7 @@ def test_another_owners_frozen_objects_stay_frozen() -> None:
     """A program that froze its heap, say before forking, keeps it so."""
     gc.freeze()
     heap = FrozenHeap(wanted=True)
+    heap.spare()
     heap.freeze()
     heap.thaw()
     assert gc.get_freeze_count() > 0
@@ -68,6 +97,7 @@ def test_collections_that_are_off_are_left_alone() -> None:
     """Nobody waits for collections there."""
     gc.disable()
     heap = FrozenHeap(wanted=True)
+    heap.spare()
     heap.freeze()
     assert gc.get_freeze_count() == 0
 
