@@ -137,13 +137,30 @@ class SegmentLayout:
         Raises:
             Corrupt: the header is not the one this layout writes, or the file has another size.
         """
-        header = _split_header(data)
-        layout = _rebuild(header)
-        if layout.header != bytes(data[: len(layout.header)]):
-            raise Corrupt("segment: the header is not spelled as this format writes it. Another copy may be good.")
+        layout = cls.of_header(cls.header_in(data))
         if layout.nbytes != data.nbytes:
             raise Corrupt(f"segment: {data.nbytes} bytes, its header says {layout.nbytes}. Another copy may be good.")
         return layout
+
+    @classmethod
+    def of_header(cls, header: bytes) -> SegmentLayout:
+        """Read the layout that a header describes.
+
+        Args:
+            header: see `header_in`.
+
+        Raises:
+            Corrupt: it is not a header that this layout writes.
+        """
+        layout = _rebuild(_split_header(memoryview(header)))
+        if layout.header != header:
+            raise Corrupt("segment: the header is not spelled as this format writes it. Another copy may be good.")
+        return layout
+
+    @staticmethod
+    def header_in(data: memoryview) -> bytes:
+        """The first bytes of a segment, up to its first tensor. Raises `Corrupt` if it begins otherwise."""
+        return bytes(data[: 8 + _header_nbytes(data)])
 
 
 def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: int) -> None:
@@ -188,10 +205,16 @@ def _header(placed: Sequence[tuple[TensorSpec, int]], metadata: Mapping[str, str
     return struct.pack("<Q", len(text)) + text
 
 
-def _split_header(data: memoryview) -> dict[str, object]:
-    nbytes = struct.unpack("<Q", data[:8])[0] if data.nbytes >= 8 else -1
+def _header_nbytes(data: memoryview) -> int:
+    """Behind the eight bytes that say so."""
+    nbytes: int = struct.unpack("<Q", data[:8])[0] if data.nbytes >= 8 else -1
     if not 0 < nbytes <= min(_MAX_HEADER_NBYTES, data.nbytes - 8):
         raise Corrupt(f"segment: header of {nbytes} bytes in a file of {data.nbytes}. Another copy may be good.")
+    return nbytes
+
+
+def _split_header(data: memoryview) -> dict[str, object]:
+    nbytes = _header_nbytes(data)
     try:
         table = json.loads(bytes(data[8 : 8 + nbytes]).decode("ascii"))
     except (ValueError, RecursionError) as error:
