@@ -4,6 +4,7 @@ from lightning_moe_ckpt.callbacks._capacity_boost import CapacityBoost as Capaci
 from lightning_moe_ckpt.callbacks._dense import DenseCheckpoint as DenseCheckpoint
 from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor as ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._partial import PartialExpertCheckpoint as PartialExpertCheckpoint
+from lightning_moe_ckpt.callbacks._selective import SelectiveExpertCheckpoint as SelectiveExpertCheckpoint
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments as CheckpointArguments
 from lightning_moe_ckpt.callbacks._sparse import SparseCheckpoint as SparseCheckpoint
 from lightning_moe_ckpt.policies import Popularity as Popularity

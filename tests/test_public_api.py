@@ -17,7 +17,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.callbacks": """
         CapacityBoost CheckpointArguments DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity
-        Retention SparseCheckpoint
+        Retention SelectiveExpertCheckpoint SparseCheckpoint
     """,
     "lightning_moe_ckpt.strategy": """
         MoEStrategy

@@ -44,7 +44,11 @@ class JournalCapacity:
 
     def needs(self, nbytes: int) -> None:
         """A journal of `nbytes` was seen."""
-        self.nbytes = max(self.nbytes, -(-2 * nbytes // _PAGE) * _PAGE)
+        self.had(2 * nbytes)
+
+    def had(self, nbytes: int) -> None:
+        """A life before this one reserved `nbytes`, which were enough."""
+        self.nbytes = max(self.nbytes, -(-nbytes // _PAGE) * _PAGE)
 
 
 def encode_journal(journal: Journal, capacity: int) -> bytes:

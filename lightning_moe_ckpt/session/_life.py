@@ -36,6 +36,7 @@ from lightning_moe_ckpt.session._leftovers import is_superseded
 from lightning_moe_ckpt.session._loading import load_found
 from lightning_moe_ckpt.session._lossy_base import build_on_stored
 from lightning_moe_ckpt.session._lossy_plan import is_lossy
+from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._peers import join_peers
 from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
 from lightning_moe_ckpt.session._planners import WindowPolicy, make_planner
@@ -205,13 +206,13 @@ class Life:
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
         tiers = Tiers(workers, watcher=self._planner)
-        if self._policy.kind == "partial" and resumed is not None:
+        if isinstance(self._policy, LossyWindows) and resumed is not None:
             build_on_stored(self._runs.store, self._exchange, tiers, self._storage)
         return tiers
 
     def _load(self, found: Found) -> Journal:
         assert self._capture is not None
-        self._planner.journal_needs(found.journal_nbytes // 2)
+        self._planner.journal_had(found.journal_nbytes)
         layout, replay = load_found(
             found, self._view, self._groups, self._exchange, self._engine, may_skip=self._may_skip
         )

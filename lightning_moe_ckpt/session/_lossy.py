@@ -22,15 +22,15 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, Accounting, PartialPolicy, Selection, expert_layouts
+from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, Accounting, Selection, expert_layouts
 from lightning_moe_ckpt.session._count_proof import CountProof
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._host import HOST
 from lightning_moe_ckpt.session._journal import JournalCapacity
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._lossy_layout import local_experts, lossy_layout
+from lightning_moe_ckpt.session._lossy_layout import SlotMeasure, local_experts, lossy_layout
 from lightning_moe_ckpt.session._lossy_plan import lossy_record
-from lightning_moe_ckpt.session._lossy_windows import MAX_GENERATIONS, LossyWindows
+from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._persist import STORAGE as STORAGE_TIER
 from lightning_moe_ckpt.session._popularity import sum_in_order
 from lightning_moe_ckpt.session._reordering import Background
@@ -76,13 +76,15 @@ class LossyPlanner:
                 f"`{policy.callback}` takes some experts of every layer, and no Mixture-of-Experts layer was found in the "
                 "model. Use DenseCheckpoint, or `register_adapter` if it has layers of a class of its own."
             )
-        self._policy, self._view, self._groups = policy, view, groups
+        self._policy, self._view, self._groups, self._exchange = policy, view, groups, exchange
         nbytes = {op.name: view.record_nbytes(op, RecordKind.FULL) for op in view.operators}
         self._experts = expert_layouts(view.operators, nbytes)
         self._counter = LoadCounter(view.operators, module)
         self._proof = CountProof(view.operators, module, exchange, required=True)
-        self.accounting = Accounting.start([each.num_experts for each in self._experts], k=policy.experts.k)
         self._journal = JournalCapacity()
+        measure, device = SlotMeasure(view, groups), next(iter(view.params.values())).device
+        self._choice = policy.choice(self._experts, lambda: measure.sizes(self._journal.nbytes), device)
+        self.accounting = Accounting.start([each.num_experts for each in self._experts], k=self._choice.k)
         self._layouts: OrderedDict[tuple[Selection, int], WindowLayout] = OrderedDict()
         self._reserve_nbytes = 0
         self._current: WindowLayout | None = None
@@ -103,8 +105,7 @@ class LossyPlanner:
     @property
     def generations_kept(self) -> int:
         """Generations that memory keeps: together they hold every expert."""
-        tables = self.accounting.tables(self._experts)
-        return min(self._chooser(self.accounting).max_age(tables, {}), MAX_GENERATIONS)
+        return self._choice.generations_kept(self.accounting)
 
     @property
     def journal_nbytes(self) -> int:
@@ -113,8 +114,11 @@ class LossyPlanner:
 
     def journal_needs(self, nbytes: int) -> None:
         """A journal of `nbytes` was seen, maybe before there was a generation under way."""
-        taken = self._chooser(self.accounting).memory_k * len(self._experts) * self.generations_kept
-        self._journal.needs(nbytes + taken * _PENDING_NBYTES)
+        self._journal.needs(nbytes + self._choice.num_pending(self.accounting) * _PENDING_NBYTES)
+
+    def journal_had(self, nbytes: int) -> None:
+        """The life before reserved `nbytes`, with room for generations under way."""
+        self._journal.had(nbytes)
 
     def adopt(self, layout: WindowLayout) -> None:
         """`layout` is in force."""
@@ -130,6 +134,7 @@ class LossyPlanner:
 
     def stepped(self, step: int) -> None:
         """Counts pile up until a window needs them."""
+        self._choice.stepped()
 
     def forward_begins(self, *, replaying: bool) -> None:
         """A batch is about to run forward and backward."""
@@ -142,16 +147,20 @@ class LossyPlanner:
             WrongCounts: tokens are not counted as experts process them.
         """
         self._proof.before_step()
+        self._choice.forward_ends()
 
     def first_layout(self) -> WindowLayout | None:
-        """The first plan of this life, once."""
-        if self._current is not None:
+        """The first plan of this life, once. Collective where ranks have to agree on what it may take."""
+        if self._current is not None or not self._choice.is_ready:
             return None
+        told = self._choice.first()
+        if told:
+            self._choice.agreed(self._exchange.gather(told))
         # One round of turns: ranks give equally many then, and each has given most of all once.
         turns = len({rank for each in self._experts for rank in each.rank_of})
         first = self.accounting.generations
         layouts = [self._plan(self.accounting, index) for index in range(first, first + turns)]
-        self._reserve_nbytes = max(layout.slot_nbytes for layout in layouts)
+        self._reserve_nbytes = max(self._choice.reserve_nbytes, *(layout.slot_nbytes for layout in layouts))
         layouts[0].reserve_nbytes = self._reserve_nbytes
         return layouts[0]
 
@@ -188,7 +197,7 @@ class LossyPlanner:
             whole = torch.ones_like(accounting.alive, dtype=torch.bool)
             at = torch.full_like(accounting.alive, outcome["step"])
             accounting, _ = accounting.restore(accounting.alive, at, {STORAGE: whole})
-        self.accounting = self._with_enough(accounting, lost_E)
+        self.accounting = self._choice.after_restart(accounting, lost_E)
 
     def loss_figures(self) -> LossFigures:
         """See `Report`."""
@@ -206,8 +215,7 @@ class LossyPlanner:
 
     def collect(self, exchange: Exchange) -> None:
         """Take in what was counted since the last window. Collective."""
-        rows = exchange.gather(self.inputs())
-        self.agreed(rows)
+        self._count(exchange.gather(self._counted()))
 
     def close(self) -> None:
         """Stop counting."""
@@ -217,14 +225,14 @@ class LossyPlanner:
     # -- at window boundaries
 
     def inputs(self) -> list[int]:
-        """Tokens of this rank since the last window, by expert."""
-        counted: list[int] = self._counter.read_and_reset().tolist()
-        return counted
+        """Tokens of this rank since the last window, by expert, and what a choice needs to know of it."""
+        return [*self._counted(), *self._choice.inputs()]
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """Tokens of every rank, by rank."""
-        tokens_E = sum_in_order([torch.tensor(list(row), dtype=torch.int64) for row in rows])
-        self.accounting = self.accounting.add(tokens_E)
+        """What every rank added, by rank."""
+        number = sum(self.accounting.num_experts)
+        self._count([row[:number] for row in rows])
+        self._choice.agreed([row[number:] for row in rows])
 
     def take_next(self) -> WindowLayout | None:
         """The plan of the window that may begin now; waits for it. `None` for the first one, and after one that did not begin."""
@@ -259,23 +267,17 @@ class LossyPlanner:
 
     # -- private
 
-    def _with_enough(self, accounting: Accounting, lost_E: Tensor | None) -> Accounting:
-        """More experts per generation, if what was lost asks for it; the user's own number is the least there is."""
-        before = max(accounting.k or 0, self._policy.experts.k)
-        share = 0.0 if lost_E is None else accounting.share(lost_E.clamp(min=0))
-        after = before
-        if share:
-            largest = max(accounting.num_experts)
-            after = self._policy.dynamic_k.after_fault(before, plt=accounting.plt, last_loss=share, num_experts=largest)
-        if after != before:
-            log.info("PLT is %.4f after a fault: %d experts per layer instead of %d", accounting.plt, after, before)
-        return accounting.with_k(after)
+    def _counted(self) -> list[int]:
+        counted: list[int] = self._counter.read_and_reset().tolist()
+        return counted
+
+    def _count(self, rows: Sequence[Sequence[int]]) -> None:
+        """Tokens of every rank, by rank."""
+        tokens_E = sum_in_order([torch.tensor(list(row), dtype=torch.int64) for row in rows])
+        self.accounting = self.accounting.add(tokens_E)
 
     def _plan(self, accounting: Accounting, index: int) -> WindowLayout:
-        return self._lay_out(self._chooser(accounting).select(index, accounting.tables(self._experts), {}))
-
-    def _chooser(self, accounting: Accounting) -> PartialPolicy:
-        return self._policy.experts.with_k(accounting.k) if accounting.k is not None else self._policy.experts
+        return self._lay_out(self._choice.select(index, accounting))
 
     def _lay_out(self, selection: Selection) -> WindowLayout:
         """A layout of the plan, made once while plans come round again."""

@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 
 from lightning_moe_ckpt.operators import Operator, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import RecordPiece, assign_adaptively, assign_writers
+from lightning_moe_ckpt.policies import MEMORY, STORAGE, RecordPiece, assign_adaptively, assign_writers
 from lightning_moe_ckpt.session._layout import REGIONS, Part, SlotLayout, StateView, WindowLayout
+from lightning_moe_ckpt.session._lossy_budgets import SlotSizes
 from lightning_moe_ckpt.session._lossy_plan import (
     Experts,
     LossyRecord,
     check_experts,
     experts_of,
     has_two_levels,
+    lossy_record,
     storage_flavour,
 )
 
@@ -55,6 +57,37 @@ def lossy_layout(record: LossyRecord, view: StateView, groups: ParallelGroups, j
     others = expert_parts(view, groups, _without(experts_of(record, "memory"), chosen))
     outer = SlotLayout(others, view, groups, journal_nbytes, persisted=slot)
     return WindowLayout.of(record, outer, persisted=persisted)
+
+
+class SlotMeasure:
+    """`slot_sizes` of one rank, made once per capacity of the journal.
+
+    Args:
+        view: live state.
+        groups: this rank's place.
+    """
+
+    def __init__(self, view: StateView, groups: ParallelGroups) -> None:
+        self._view, self._groups = view, groups
+        self._known: tuple[int, dict[str, SlotSizes]] | None = None
+
+    def sizes(self, journal_nbytes: int) -> dict[str, SlotSizes]:
+        """With a journal record of that capacity."""
+        if self._known is None or self._known[0] != journal_nbytes:
+            self._known = journal_nbytes, slot_sizes(self._view, self._groups, journal_nbytes)
+        return self._known[1]
+
+
+def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
+    """What this rank's segments come to at each level, without experts and with all of them."""
+    everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
+    nothing: Experts = tuple(() for _ in everything)
+
+    def nbytes(memory: Experts, storage: Experts) -> int:
+        return lossy_layout(lossy_record({}, memory, storage), view, groups, journal_nbytes).slot_nbytes
+
+    bare, local, remote = nbytes(nothing, nothing), nbytes(everything, nothing), nbytes(everything, everything)
+    return {MEMORY: SlotSizes(bare=bare, full=local), STORAGE: SlotSizes(bare=bare, full=remote)}
 
 
 def expert_parts(view: StateView, groups: ParallelGroups, experts: Experts) -> Parts:

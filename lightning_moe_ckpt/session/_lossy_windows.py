@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lightning_moe_ckpt.policies import DynamicK, PartialPolicy
+import torch
 
-MAX_GENERATIONS = 16
-"""Most generations that memory keeps."""
+from lightning_moe_ckpt.policies import DynamicK, ExpertLayout, PartialPolicy, SelectivePolicy
+from lightning_moe_ckpt.session._lossy_budgets import Budgets, ByteBudgets, SlotSizes
+from lightning_moe_ckpt.session._lossy_choice import BudgetedChoice, CountedChoice, ExpertChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +19,30 @@ class LossyWindows:
     """A generation of one boundary every so many steps, with some experts of each layer."""
 
     every_n_steps: int
-    experts: PartialPolicy
+    experts: PartialPolicy | SelectivePolicy
     """Chooses them."""
     dynamic_k: DynamicK = field(default_factory=DynamicK)
-    """Whether more of them are chosen after faults."""
+    """Whether more of them are chosen after faults, where they are counted."""
+    budgets: ByteBudgets = field(default_factory=ByteBudgets)
+    """What may be taken, where that is not counted."""
     callback: str = "PartialExpertCheckpoint"
     """What the user calls it."""
 
-    kind: Literal["partial"] = "partial"
     measures: bool = False
+
+    @property
+    def kind(self) -> Literal["partial", "selective"]:
+        """Whether experts are counted, or chosen by bytes."""
+        return "partial" if isinstance(self.experts, PartialPolicy) else "selective"
+
+    def choice(
+        self, layouts: Sequence[ExpertLayout], sizes: Callable[[], Mapping[str, SlotSizes]], device: torch.device
+    ) -> ExpertChoice:
+        """How experts are chosen in one life; arguments as in `Budgets`."""
+        if isinstance(self.experts, PartialPolicy):
+            return CountedChoice(self.experts, self.dynamic_k, layouts)
+        budgets = Budgets(config=self.budgets, layouts=layouts, sizes=sizes, device=device)
+        return BudgetedChoice(self.experts, budgets, layouts)
 
     def least_steps(self, num_operators: int) -> int:
         """One cadence."""

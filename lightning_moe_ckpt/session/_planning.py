@@ -200,6 +200,10 @@ class Planner:
         """A journal of `nbytes` was seen; records reserve twice that."""
         self._journal.needs(nbytes)
 
+    def journal_had(self, nbytes: int) -> None:
+        """The life before reserved `nbytes`."""
+        self._journal.had(nbytes)
+
     def forward_begins(self, *, replaying: bool) -> None:
         """A batch is about to run forward and backward."""
         if self._proof is not None and not replaying:

@@ -146,6 +146,7 @@ class StackedMoE(nn.Module):
         self,
         num_experts: int = NUM_EXPERTS,
         *,
+        expansion: int = 2,
         gate_fp32: bool,
         noisy: bool,
         never_routed: bool,
@@ -157,7 +158,7 @@ class StackedMoE(nn.Module):
 
         layer = MoELayer(
             MODEL_DIM,
-            2 * MODEL_DIM,
+            expansion * MODEL_DIM,
             num_experts,
             top_k=2,
             capacity_factor=capacity_factor,
@@ -388,6 +389,7 @@ def _build(
     name: str,
     *,
     num_experts: int = NUM_EXPERTS,
+    expansion: int = 2,
     dropout: float = 0.1,
     gate_fp32: bool = False,
     noisy: bool = False,
@@ -405,7 +407,9 @@ def _build(
     if name == "tied":
         return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, **options))
     if name == "stacked":
-        moe: nn.Module = StackedMoE(num_experts, capacity_factor=capacity_factor, one_capacity=one_capacity, **options)
+        moe: nn.Module = StackedMoE(
+            num_experts, expansion=expansion, capacity_factor=capacity_factor, one_capacity=one_capacity, **options
+        )
     elif name == "biased":
         moe = BiasedMoE(num_experts, bias=bias, dropout=dropout, **options)
     else:

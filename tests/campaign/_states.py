@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from campaign._training import Setup, quiet
-from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
+from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint, SelectiveExpertCheckpoint
 from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
 from lightning_moe_ckpt.session import decode_journal
 from lightning_moe_ckpt.session._layout import as_memoryview
@@ -60,7 +60,13 @@ class StateRecorder(Callback):
     """
 
     def __init__(
-        self, own: PartialExpertCheckpoint, folder: Path, rank: int, *, ep_size: int, wait: bool = True
+        self,
+        own: PartialExpertCheckpoint | SelectiveExpertCheckpoint,
+        folder: Path,
+        rank: int,
+        *,
+        ep_size: int,
+        wait: bool = True,
     ) -> None:
         self._own, self._folder, self._rank, self._ep_size, self._wait = own, folder, rank, ep_size, wait
         self._states: dict[int, dict[Key, tuple[int, Tensor]]] = {}
@@ -124,7 +130,7 @@ def train_recorded(setup: Setup, life: Life, *, wait: bool = True) -> Mapping[st
     torch.manual_seed(life.seed)
     assert setup.checkpointing is not None
     own = setup.checkpointing.make(life.url)
-    assert isinstance(own, PartialExpertCheckpoint)
+    assert isinstance(own, PartialExpertCheckpoint | SelectiveExpertCheckpoint)
     recorder = StateRecorder(own, life.workdir, life.rank, ep_size=setup.expert_parallel, wait=wait)
     trainer = Trainer(callbacks=life.callbacks(recorder, own), **setup.trainer_options(life))
     trainer.fit(setup.make_module(life), *setup.loaders(life))

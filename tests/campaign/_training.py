@@ -35,7 +35,7 @@ Schedule = tuple[tuple[str, ...], ...]
 class Checkpointing:
     """Which callback protects the run, and its arguments."""
 
-    policy: Literal["dense", "sparse", "partial"]
+    policy: Literal["dense", "sparse", "partial", "selective"]
     every_n_steps: int = 1
     window: int | Literal["auto"] = 3
     budget_nbytes: int | None = None
@@ -46,6 +46,8 @@ class Checkpointing:
     snapshot_k: int | None = None
     select: Literal["sequential", "load_aware"] = "sequential"
     plt_budget: float | None = None
+    local_budget: int | Literal["auto"] = "auto"
+    remote_budget: int | Literal["auto"] = "auto"
     keep: int = 2
     batches: Literal["reposition", "log"] = "reposition"
     url: str | None = None
@@ -71,6 +73,15 @@ class Checkpointing:
                 snapshot_k=self.snapshot_k,
                 select=self.select,
                 plt_budget=self.plt_budget,
+                keep=self.keep,
+                **common,
+            )
+        if self.policy == "selective":
+            return callbacks.SelectiveExpertCheckpoint(
+                url,
+                every_n_steps=self.every_n_steps,
+                local_budget=self.local_budget,
+                remote_budget=self.remote_budget,
                 keep=self.keep,
                 **common,
             )

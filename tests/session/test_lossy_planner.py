@@ -14,10 +14,11 @@ from torch import nn
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
-from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Selection
+from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Selection, SelectivePolicy
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy import LossyPlanner
+from lightning_moe_ckpt.session._lossy_budgets import ByteBudgets
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.storage import GenerationId
 
@@ -26,6 +27,13 @@ from lightning_moe_ckpt.storage import GenerationId
 def _groups() -> Iterator[None]:
     yield
     set_current_groups(None)
+
+
+def selective(rank: int = 0, world_size: int = 1, ep_size: int = 1, *, local: int, remote: int) -> LossyPlanner:
+    """Of one rank, under budgets of bytes."""
+    view, groups = rank_of_world(rank, world_size, ep_size)
+    policy = LossyWindows(every_n_steps=1, experts=SelectivePolicy(), budgets=ByteBudgets(local=local, remote=remote))
+    return LossyPlanner(policy, view=view, groups=groups, exchange=Exchange(ParallelGroups()), module=view.module)
 
 
 def planner(rank: int = 0, world_size: int = 1, ep_size: int = 1, **options: Any) -> LossyPlanner:
@@ -37,6 +45,10 @@ def planner(rank: int = 0, world_size: int = 1, ep_size: int = 1, **options: Any
         dynamic_k=DynamicK(plt_budget=0.05),
     )
     return LossyPlanner(policy, view=view, groups=groups, exchange=Exchange(ParallelGroups()), module=view.module)
+
+
+EXPERT_NBYTES = 15_000
+"""Of one expert of the model, with what describes it, roughly."""
 
 
 class Run:
@@ -57,7 +69,7 @@ class Run:
         """One more, in the order in which a capture session does it."""
         self.step += 1
         following = self._planner.take_next()
-        self._planner.agreed([tokens_E])
+        self._planner.agreed([[*tokens_E, *self._planner.inputs()[2 * NUM_EXPERTS :]]])
         self._settle()
         self._layout = following if following is not None else self._layout
         newest = (GenerationId(step=self.step, epoch=1), self._layout)
@@ -134,6 +146,28 @@ def test_no_generation_needs_more_than_was_reserved(world_size: int, ep_size: in
         for step in range(NUM_EXPERTS):
             run.window([step % 3] * (2 * NUM_EXPERTS))
             assert run._layout.slots[0].segment.nbytes <= reserved * 1.25
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (3, 3)])
+def test_no_rank_writes_more_than_its_budgets(world_size: int, ep_size: int) -> None:
+    """Whatever is at risk: all of a segment counts, and what is to spare would not hold another expert of a position."""
+    rest, share = 30_000, 2 * NUM_EXPERTS * EXPERT_NBYTES // world_size
+    local, remote = rest + share // 2, rest + share // 4
+    for rank in {0, world_size - 1}:
+        run = Run(
+            selective(rank, world_size, ep_size, local=rest + share // 2, remote=rest + share // 4), random.Random(3), 4
+        )
+        reserved = run._layout.slot_nbytes
+        for step in range(NUM_EXPERTS):
+            run.window([step * e % 7 for e in range(2 * NUM_EXPERTS)])
+            stored = run._layout.persisted
+            assert stored is not None
+            outer, inner = run._layout.slots[0].segment.nbytes, stored.slots[0].segment.nbytes
+            # Experts as small as these are not cut evenly, and what describes them counts.
+            assert outer - inner >= EXPERT_NBYTES
+            assert outer <= 1.04 * local
+            assert remote - 2 * EXPERT_NBYTES <= inner <= 1.04 * remote
+            assert outer <= 1.25 * reserved
 
 
 def test_tokens_of_all_ranks_are_counted_and_survive_a_journal() -> None:

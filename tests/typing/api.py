@@ -83,6 +83,8 @@ def train_dense(model: LightningModule) -> None:
     )
     Trainer(strategy=strategy.MoEStrategy(), callbacks=[lossy]).fit(model)
     assert_type(lossy.snapshot_k, int | None)
+    chosen = callbacks.SelectiveExpertCheckpoint("/ckpt", every_n_steps=2, local_budget=2**20, remote_budget="auto")
+    assert_type(chosen.local_budget, int | Literal["auto"])
 
 
 def wrap(url: str, **shared: Unpack[callbacks.CheckpointArguments]) -> list[Callback]:

@@ -1,4 +1,4 @@
-"""PartialExpertCheckpoint as users meet it: what it refuses, and what it reports."""
+"""PartialExpertCheckpoint and SelectiveExpertCheckpoint as users meet them: what they refuse, and what they report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, PartialExpertCheckpoint
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    ExpertLoadMonitor,
+    PartialExpertCheckpoint,
+    SelectiveExpertCheckpoint,
+)
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
 
@@ -64,12 +69,11 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], said: str) 
         PartialExpertCheckpoint("/ckpt", **options)
 
 
-def test_a_model_without_experts_is_refused_when_training_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [PartialExpertCheckpoint, SelectiveExpertCheckpoint])
+def test_a_model_without_experts_is_refused_when_training_starts(policy: Any, tmp_path: Path) -> None:
     """It would store everything at each generation and call it partial."""
-    with pytest.raises(
-        ConfigurationError, match=r"`PartialExpertCheckpoint` takes some experts.*no Mixture-of-Experts"
-    ):
-        fit(PartialExpertCheckpoint(tmp_path / "run"), experts=False)
+    with pytest.raises(ConfigurationError, match=rf"`{policy.__name__}` takes some experts.*no Mixture-of-Experts"):
+        fit(policy(tmp_path / "run"), experts=False)
 
 
 def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> None:
@@ -92,3 +96,49 @@ def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> 
     assert monitor.latest["moe/experts_per_generation"] == 1
     assert (monitor.latest["moe/plt"], monitor.latest["moe/mlt"], monitor.latest["moe/lossy_faults"]) == (0, 0, 0)
     assert 0 < monitor.latest["moe/unsaved_tokens/memory"] <= monitor.latest["moe/unsaved_tokens/storage"]
+
+
+# -- selective
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"local_budget": 0}, r"local_budget=0.*'auto' or 1 or more bytes"),
+        ({"remote_budget": 2.5}, r"remote_budget=2\.5.*'auto' or 1 or more bytes"),
+        ({"local_budget": "all"}, r"local_budget='all'.*'auto' or 1 or more"),
+        ({"local_budget": 10, "remote_budget": 20}, r"`local_budget` of `remote_budget` or more"),
+        ({"every_n_steps": 0}, r"every_n_steps=0"),
+    ],
+)
+def test_budgets_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    """Each error shows the call, and what it may be."""
+    with pytest.raises(ConfigurationError, match=rf"`SelectiveExpertCheckpoint\(.*{said}"):
+        SelectiveExpertCheckpoint("/ckpt", **options)
+
+
+def test_a_budget_without_room_for_an_expert_takes_one_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says how many bytes are missing: else an expert would be lost whole."""
+    checkpoint, dense = (
+        SelectiveExpertCheckpoint(tmp_path / "run", local_budget=1000, remote_budget=1000),
+        DenseCheckpoint(tmp_path / "dense", every_n_steps=1),
+    )
+    fit(checkpoint)
+    fit(dense)
+    warned = [record.message for record in caplog.records if "no room for an expert" in record.message]
+    assert [text.split("`")[1] for text in warned] == ["local_budget", "remote_budget"]
+    report = checkpoint.report
+    assert report.generations_complete > NUM_EXPERTS
+    assert report.nbytes_per_step < 0.4 * dense.report.nbytes_per_step
+
+
+def test_budgets_that_are_measured_train(tmp_path: Path) -> None:
+    """Generations begin once three steps were measured."""
+    checkpoint = SelectiveExpertCheckpoint(tmp_path / "run")
+    fit(checkpoint)
+    report = checkpoint.report
+    assert 0 < report.generations_complete < report.steps
+    assert report.lost is not None
+    assert report.lost.k is None

@@ -1,0 +1,70 @@
+"""Selective expert checkpoints: as many experts as a step can hide, those with most tokens that are not saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from typing_extensions import Unpack, override
+
+from lightning_moe_ckpt.callbacks._arguments import require_count
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.policies import SelectivePolicy
+from lightning_moe_ckpt.session import ByteBudgets, LossyWindows, WindowPolicy
+
+
+class SelectiveExpertCheckpoint(CheckpointCallback):
+    """Takes the dense part and, within budgets of bytes, the experts with most unsaved tokens. A restart is not exact.
+
+    Each generation takes the dense part first; what a budget leaves goes to layers in proportion to the tokens that
+    would be lost of them, and in each layer to the experts with most. There are two budgets: the local one of what is
+    copied to host memory, the remote one of what leaves the node. A restart goes back to the newest generation: the
+    dense part is as of its step, each expert as of the newest copy that memory of nodes that still live or storage has. What an
+    expert had learned since is lost, and counted (PLT, MLT).
+
+    Args:
+        url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
+        every_n_steps: optimizer steps between two snapshots.
+        local_budget: bytes that each rank may copy to host memory per snapshot; `auto` for what measured bandwidth
+            moves while a step computes.
+        remote_budget: bytes of it that each rank may send to storage, at most `local_budget`; `auto` for what
+            measured bandwidth moves between two snapshots.
+        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or, when training starts, the model has no experts.
+
+    Source: MOETION (2024), Sec. 4, Algorithm 1.
+    """
+
+    @spelled_out
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        every_n_steps: int = 1,
+        local_budget: int | Literal["auto"] = "auto",
+        remote_budget: int | Literal["auto"] = "auto",
+        **shared: Unpack[CheckpointArguments],
+    ) -> None:
+        super().__init__(url, **shared)
+        require_count(self, "every_n_steps", every_n_steps, what="steps")
+        require_count(self, "local_budget", local_budget, what="bytes", also=["auto"])
+        require_count(self, "remote_budget", remote_budget, what="bytes", also=["auto"])
+        if isinstance(local_budget, int) and isinstance(remote_budget, int) and remote_budget > local_budget:
+            raise ConfigurationError(
+                f"`{type(self).__name__}(local_budget={local_budget}, remote_budget={remote_budget})`: what leaves the "
+                "node is copied to host memory first. Give a `local_budget` of `remote_budget` or more."
+            )
+        self.every_n_steps, self.local_budget, self.remote_budget = every_n_steps, local_budget, remote_budget
+
+    @override
+    def _policy(self) -> WindowPolicy:
+        return LossyWindows(
+            every_n_steps=self.every_n_steps,
+            experts=SelectivePolicy(),
+            budgets=ByteBudgets(local=self.local_budget, remote=self.remote_budget),
+            callback=type(self).__name__,
+        )

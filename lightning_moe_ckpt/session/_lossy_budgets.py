@@ -1,0 +1,195 @@
+"""How many bytes of experts a generation may take, from what one rank may write of it in all.
+
+A budget is of one rank and of everything that it writes: the dense part comes first, what is left is for experts. How
+much that is differs between ranks, and so does what was measured; every rank tells its own with the votes of a window,
+and the smallest counts. So all ranks choose alike, and no rank writes more than its budget.
+
+Source: MOETION (2024), Sec. 4.3; we differ in measuring over the whole run, and in agreeing on the smallest.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from lightning_moe_ckpt.native import measure_bandwidth
+from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, ExpertLayout
+
+log = logging.getLogger(__name__)
+
+AUTO: Literal["auto"] = "auto"
+
+MEASURED_STEPS = 3
+"""Steps of a life before what they can hide is known."""
+
+BUDGET_SHARE = 0.8
+"""Part of the measured bandwidth that generations may use; the rest absorbs noise."""
+
+_REMEMBERED_STEPS = 32
+"""Of which the median counts."""
+
+_BANDWIDTH_NBYTES = 16 * 2**20
+
+_NAMES = {MEMORY: "local_budget", STORAGE: "remote_budget"}
+"""What the user calls the budget of a level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteBudgets:
+    """What the user says: bytes of a generation per rank, or `auto` for what a step can hide."""
+
+    local: int | Literal["auto"] = AUTO
+    """To host memory."""
+    remote: int | Literal["auto"] = AUTO
+    """To whatever survives the node."""
+
+    def of(self, level: str) -> int | Literal["auto"]:
+        """The budget of one level. Raises `KeyError`."""
+        return {MEMORY: self.local, STORAGE: self.remote}[level]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotSizes:
+    """Bytes of this rank's segment of one level."""
+
+    bare: int
+    """Without any expert."""
+    full: int
+    """With all of them."""
+
+    def experts(self, budget: int, nbytes: int) -> int:
+        """Bytes of experts of one position that fit, of the `nbytes` that it has in all: this rank writes its share of them."""
+        return max(0, budget - self.bare) * nbytes // max(1, self.full - self.bare)
+
+    def missing(self, budget: int, wanted: int, nbytes: int) -> int:
+        """Bytes by which a budget must grow so that `wanted` bytes of experts of one position fit."""
+        return max(0, self.bare + -(-wanted * (self.full - self.bare) // max(1, nbytes)) - budget)
+
+
+class StepClock:
+    """How long steps compute: from the end of one to the optimizer step of the next, which copies must not delay."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._since: float | None = None
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        self._since = time.perf_counter()
+
+    def forward_ends(self) -> None:
+        """The optimizer is about to step."""
+        if self._since is not None:
+            self._seconds.append(time.perf_counter() - self._since)
+            self._since = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were measured."""
+        return len(self._seconds) >= MEASURED_STEPS
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self._seconds)
+
+
+@dataclass(kw_only=True, eq=False)
+class Budgets:
+    """Budgets of experts in force, by level: bytes per position, the same on all ranks.
+
+    Args:
+        config: what the user says.
+        layouts: of the experts.
+        sizes: measures this rank's segments, by level.
+        device: where experts are copied from.
+    """
+
+    config: ByteBudgets
+    layouts: Sequence[ExpertLayout]
+    sizes: Callable[[], Mapping[str, SlotSizes]]
+    device: torch.device
+    """Where experts are copied from."""
+    clock: StepClock = field(default_factory=StepClock)
+    experts: dict[str, int] = field(default_factory=dict)
+    """By level; empty until ranks have agreed."""
+    _warned: set[str] = field(default_factory=set)
+    _measured: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Of one generation and rank, as given or measured, by the name of the argument."""
+        given = {level: self._nbytes(level) for level in LEVELS}
+        return {_NAMES[level]: nbytes for level, nbytes in given.items() if nbytes is not None}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what has to be measured was measured; the same on all ranks."""
+        return AUTO not in {self.config.local, self.config.remote} or self.clock.is_known
+
+    def measure(self) -> None:
+        """A first estimate of what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
+        if AUTO in {self.config.local, self.config.remote}:
+            rate = measure_bandwidth(_BANDWIDTH_NBYTES, self.device)
+            nbytes = max(1, int(rate * self.clock.median * BUDGET_SHARE))
+            self._measured = {MEMORY: nbytes, STORAGE: nbytes}
+            log.info("copies to memory run at %.1f MiB/s, steps compute for %.4f s", rate / 2**20, self.clock.median)
+
+    @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of this rank's segment, once a budget is in force."""
+        budget, sizes = self._nbytes(MEMORY), self.sizes()[MEMORY]
+        assert budget is not None
+        return min(budget, sizes.full)
+
+    def inputs(self) -> list[int]:
+        """What this rank adds to the exchange: bytes of experts of one position that it could take, by level."""
+        sizes, nbytes, least = self.sizes(), self._position_nbytes(), self._least()
+        found = []
+        for level in LEVELS:
+            budget = self._nbytes(level)
+            assert budget is not None
+            found.append(sizes[level].experts(budget, nbytes))
+            if found[-1] < least:
+                self._warn(level, budget, sizes[level].missing(budget, least, nbytes))
+        return found
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """What every rank added."""
+        smallest = [max(self._least(), min(column)) for column in zip(*rows, strict=True)]
+        memory, storage = smallest
+        found = {MEMORY: memory, STORAGE: min(storage, memory)}
+        if found != self.experts:
+            self.experts = found
+            said = ", ".join(f"{nbytes / 2**20:.2f} MiB to {level}" for level, nbytes in found.items())
+            log.info("budgets: of the experts of one position, %s (of %.2f MiB)", said, self._position_nbytes() / 2**20)
+
+    # -- private
+
+    def _nbytes(self, level: str) -> int | None:
+        given = self.config.of(level)
+        return self._measured.get(level) if given == AUTO else given
+
+    def _position_nbytes(self) -> int:
+        positions = len({rank for each in self.layouts for rank in each.rank_of})
+        return sum(each.nbytes * each.num_experts for each in self.layouts) // positions
+
+    def _least(self) -> int:
+        """One expert of each position is taken whatever the budget: else some would never be."""
+        return max(each.nbytes for each in self.layouts)
+
+    def _warn(self, level: str, budget: int, missing: int) -> None:
+        if level not in self._warned:
+            self._warned.add(level)
+            log.warning(
+                "`%s` of %d bytes has no room for an expert beside the dense part: one is taken all the same. Give %d "
+                "bytes more, or take generations less often",
+                *(_NAMES[level], budget, missing),
+            )

@@ -1,0 +1,76 @@
+"""Killed runs under budgets of bytes go on with each expert as of its newest copy, and count what it has forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from campaign._campaign import Campaigns
+from campaign._lossy import Machines, train_lossy
+from campaign._promises import Restarts
+from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+KILL = Kill(phase="forward", step=9)
+EXPANSION = 48
+EXPERT_NBYTES = 310_000
+"""Of one expert: so many that the size of the journal decides nothing."""
+REST_NBYTES = 140_000
+"""Most of what a rank writes besides experts."""
+
+
+def budget(setup: Setup, experts: int) -> int:
+    """Bytes per rank for so many experts of each position."""
+    holders = setup.world_size // setup.expert_parallel
+    return REST_NBYTES + (10 * experts + 4) * EXPERT_NBYTES // 10 // holders
+
+
+def selective_setup(world_size: int, expert_parallel: int, local: int = 3, remote: int = 1) -> Setup:
+    """Twelve steps with a generation after each, all of which stay in storage; numbers of experts per position."""
+    setup = Setup(
+        model="stacked",
+        options=(("num_experts", 8 if world_size == 4 else 6), ("expansion", EXPANSION)),
+        world_size=world_size,
+        expert_parallel=expert_parallel,
+        batches=12,
+        epochs=1,
+        validate_every=None,
+    )
+    checkpointing = Checkpointing(
+        policy="selective", keep=100, local_budget=budget(setup, local), remote_budget=budget(setup, remote)
+    )
+    return replace(setup, checkpointing=checkpointing)
+
+
+def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill) -> Restarts:
+    lives = campaigns.run(setup, *kills, fit=partial(train_lossy, setup, machines))
+    assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
+    assert "no room for an expert" not in "".join(life.log() for life in lives)
+    return Restarts(lives)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expert_parallel"), [(1, 1), (3, 1), pytest.param(4, 2, marks=pytest.mark.soak)]
+)
+def test_after_a_kill_every_operator_is_as_old_as_promised(
+    campaigns: Campaigns, folder: Path, world_size: int, expert_parallel: int
+) -> None:
+    """From host memory: each expert as of when it was taken, the rest as of the last boundary; and tokens are counted rightly."""
+    machines = Machines(folder, (0,) * world_size)
+    found = restarts(campaigns, selective_setup(world_size, expert_parallel), machines, KILL)
+    promise = found.require(1)
+    assert len(set(promise.experts.values())) > 1, "experts are of different ages"
+    assert found.require_accounting().plt > 0
+
+
+def test_with_the_loss_of_memory_storage_has_every_expert(campaigns: Campaigns, folder: Path) -> None:
+    """Its share is smaller than that of memory, so experts are older and more tokens are lost, which is counted too."""
+    machines = Machines(folder, (0,), lost=((0,),))
+    found = restarts(campaigns, selective_setup(1, 1), machines, KILL)
+    promise = found.require(1)
+    assert promise == found.promised(1, memory=False)
+    assert len(set(promise.experts.values())) > 2, "one expert goes to storage at a time"
+    assert found.require_accounting().plt > 0
