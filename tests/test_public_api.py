@@ -38,8 +38,8 @@ PUBLIC: dict[str, str] = {
         register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
-        Accounting Debts Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS MEMORY NEVER Order
-        PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
+        Accounting Debts Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS
+        MAX_GENERATIONS MEMORY NEVER Order PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
         TierBook WindowPlan WrittenPart assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts
         needs_split next_k order plan_for_window plan_window popularity_per_capacity
         positions should_reorder soft_popularity split_nbytes

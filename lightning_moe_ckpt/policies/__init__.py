@@ -10,6 +10,7 @@ from lightning_moe_ckpt.policies._dense import DensePolicy as DensePolicy
 from lightning_moe_ckpt.policies._dynamic_k import DynamicK as DynamicK
 from lightning_moe_ckpt.policies._dynamic_k import next_k as next_k
 from lightning_moe_ckpt.policies._expert_tables import LEVELS as LEVELS
+from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS as MAX_GENERATIONS
 from lightning_moe_ckpt.policies._expert_tables import MEMORY as MEMORY
 from lightning_moe_ckpt.policies._expert_tables import STORAGE as STORAGE
 from lightning_moe_ckpt.policies._expert_tables import ExpertLayout as ExpertLayout

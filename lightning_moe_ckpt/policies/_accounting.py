@@ -25,7 +25,14 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_tokens
-from lightning_moe_ckpt.policies._expert_tables import LEVELS, MEMORY, ExpertLayout, ExpertTable, Selection
+from lightning_moe_ckpt.policies._expert_tables import (
+    LEVELS,
+    MEMORY,
+    STORAGE,
+    ExpertLayout,
+    ExpertTable,
+    Selection,
+)
 from lightning_moe_ckpt.policies._tier_book import NEVER, TierBook, counts
 
 
@@ -106,7 +113,7 @@ class Accounting:
         lost_E = self.alive - alive_E
         nowhere = torch.zeros_like(alive_E, dtype=torch.bool)
         saved = {
-            level: book.restore(alive_E, step_E, (read_from or {}).get(level, nowhere))
+            level: book.restore(alive_E, step_E, (read_from or {}).get(level, nowhere), durable=level == STORAGE)
             for level, book in self.saved.items()
         }
         in_memory_E = saved[MEMORY].step != NEVER
@@ -154,7 +161,7 @@ class Accounting:
 
     def tables(self, layouts: Sequence[ExpertLayout]) -> list[ExpertTable]:
         """What a policy chooses from now."""
-        expected = {level: book.expected() for level, book in self.saved.items()}
+        expected = {level: self._within_reach(level) for level in self.saved}
         unsaved = {level: self._by_layer(self.alive - alive_E) for level, (alive_E, _) in expected.items()}
         saved_at = {level: self._by_layer(step_E) for level, (_, step_E) in expected.items()}
         skipped = {level: self._by_layer(book.skipped.long()) for level, book in self.saved.items()}
@@ -216,6 +223,16 @@ class Accounting:
         return found
 
     # -- private
+
+    def _within_reach(self, level: str) -> tuple[Tensor, Tensor]:
+        """`(alive_E, step_E)` of the newest copies if all is lost but `level` and storage, as `TierBook.expected` has it.
+
+        What memory has dropped is restored from storage: only what an expert has learned since is at risk.
+        """
+        alive_E, step_E = self.saved[level].expected()
+        stored_alive_E, stored_step_E = self.saved[STORAGE].expected()
+        newer_E = stored_step_E > step_E
+        return torch.where(newer_E, stored_alive_E, alive_E), torch.where(newer_E, stored_step_E, step_E)
 
     def _by_layer(self, values_E: Tensor) -> list[tuple[int, ...]]:
         return [tuple(part.tolist()) for part in torch.split(values_E, list(self.num_experts))]

@@ -27,6 +27,9 @@ MEMORY, STORAGE = "memory", "storage"
 
 LEVELS = (MEMORY, STORAGE)
 
+MAX_GENERATIONS = 16
+"""Most generations that memory keeps, each of which has all of the dense part."""
+
 Order = Callable[[int], tuple[int, ...]]
 """Sorts experts of one layer: the one with the smallest key is taken first."""
 
@@ -61,9 +64,9 @@ class ExpertTable:
     nbytes: int
     """FULL bytes of one expert, all its parts."""
     unsaved: Mapping[str, tuple[int, ...]]
-    """By level: tokens in the live weights of each expert that its newest copy in that level lacks."""
+    """By level: tokens in the live weights of each expert that its newest copy in that level, or in storage, lacks."""
     saved_at: Mapping[str, tuple[int, ...]]
-    """By level: boundary of the newest generation that has each expert, -1 for none."""
+    """By level: boundary of the newest generation there, or in storage, that has each expert; -1 for none."""
     skipped: Mapping[str, tuple[bool, ...]]
     """By level: whether it gave up the last generation with each expert that it was through with."""
     age: tuple[int, ...]

@@ -9,7 +9,8 @@ the layer before it. Without skips that is PEC's interleaved schedule, in which 
 Two levels: storage gets `k` experts, memory `snapshot_k`. What is due in storage is taken to memory first of all, so that
 storage goes round in E / k generations whatever memory does; the rest of memory's places go by what memory lacks. Before
 both come experts without which one would get older than `max_age` generations: memory keeps that many, and so has a
-copy of every expert.
+copy of every expert. Where a round takes more generations than memory keeps at most, it lacks some: these are restored
+from storage.
 
 Where storage skips generations, whose turn it is has an element of chance (a function of the index): regular turns and
 regular skips can be in step, and then the same experts would never reach storage.
@@ -26,6 +27,7 @@ from fractions import Fraction
 from typing import Literal
 
 from lightning_moe_ckpt.policies._expert_tables import (
+    MAX_GENERATIONS,
     MEMORY,
     STORAGE,
     ExpertTable,
@@ -60,7 +62,7 @@ class PartialPolicy:
     """Which come first."""
     age_limit: int | None = None
     """Generations within which every expert is taken again, at least `ceil(E / K)` and the turns of ranks; `None` for
-    one and a half times that, load-aware twice, and at least 2 more."""
+    one and a half times that, load-aware twice, and at least 2 more; and no more than memory keeps, if it can hold all."""
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -91,7 +93,9 @@ class PartialPolicy:
         waits = max((self._wait(table) for table in tables), default=0)
         if self.age_limit is not None:
             return max(self.age_limit, rounds + waits)
-        return rounds + max(_SPARE, int(_SLACK[self.order] * rounds)) + waits
+        age = rounds + max(_SPARE, int(_SLACK[self.order] * rounds)) + waits
+        least = rounds + _SPARE + waits
+        return min(age, MAX_GENERATIONS) if least <= MAX_GENERATIONS else age
 
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
         """See `ExpertPolicy.select`; budgets do not matter here."""

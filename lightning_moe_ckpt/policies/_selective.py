@@ -19,6 +19,7 @@ from fractions import Fraction
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies._expert_tables import (
     LEVELS,
+    MAX_GENERATIONS,
     MEMORY,
     STORAGE,
     ExpertTable,
@@ -66,7 +67,10 @@ class SelectivePolicy:
         for position in _positions(tables):
             nbytes = sum(table.nbytes * len(here) for table, here in zip(tables, _held(tables, position), strict=True))
             rounds.append(-(-nbytes // max(_usable(tables, budgets[MEMORY]), 1)))
-        return max(rounds) * _SLACK + _SPARE if self.age_limit is None else max(self.age_limit, *rounds)
+        if self.age_limit is not None:
+            return max(self.age_limit, *rounds)
+        age = max(rounds) * _SLACK + _SPARE
+        return min(age, MAX_GENERATIONS) if max(rounds) + _SPARE <= MAX_GENERATIONS else age
 
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
         """See `ExpertPolicy.select`; `index` decides only between experts that are alike."""

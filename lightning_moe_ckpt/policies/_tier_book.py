@@ -6,6 +6,8 @@ certain: otherwise a level that takes every second generation could miss the sam
 given to it once, left out of the next one, and given to it again in the one after that. What the level has completed comes from all ranks at once
 (with the votes of a window), so every rank has the same book.
 
+A level that keeps so many generations only has dropped the others: the book then knows of no copy in those.
+
 Shape suffixes: E experts of all layers, S experts of one generation.
 """
 
@@ -45,6 +47,10 @@ class TierBook:
     """bool `[E]`: whether the newest generation with each expert that the level is through with was given up."""
     pending: tuple[Pending, ...] = ()
     """What is under way, oldest first."""
+    kept: int | None = None
+    """Generations that the level keeps of those that it was given, the newest ones; `None` if it drops no newest copy."""
+    given: tuple[int, ...] = ()
+    """Where it keeps so many only: boundaries of those that it was given and has not dropped, oldest first."""
 
     @classmethod
     def empty(cls, num_experts: int) -> TierBook:
@@ -52,21 +58,24 @@ class TierBook:
         zeros = torch.zeros(num_experts, dtype=torch.int64)
         return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool())
 
-    def take(self, step: int, experts: Sequence[int], alive_E: Tensor) -> TierBook:
+    def take(self, step: int, experts: Sequence[int], alive_E: Tensor, kept: int | None = None) -> TierBook:
         """The level was given generation `step`.
 
         Args:
             step: boundary, above all earlier ones.
             experts: places in the vector over all experts.
             alive_E: tokens in the live weights at that boundary.
+            kept: see there.
         """
         chosen = torch.tensor(sorted(experts), dtype=torch.int64)
-        return replace(self, pending=(*self.pending, Pending(step=step, experts=chosen, alive=alive_E[chosen])))
+        pending = (*self.pending, Pending(step=step, experts=chosen, alive=alive_E[chosen]))
+        return replace(self, pending=pending, kept=kept, given=() if kept is None else (*self.given, step))
 
     def complete(self, step: int) -> TierBook:
-        """The level has all of generation `step`; older ones still under way are given up.
+        """The level has all of generation `step`; older ones still under way are given up, and what is too old is dropped.
 
-        A boundary that was never given, or was given up, changes nothing but that.
+        A boundary that was never given, or was given up, changes nothing but that. Places in the level are also taken
+        by generations that only some ranks have completed there, so all that were given count.
         """
         alive_E, step_E, skipped_E = self.alive.clone(), self.step.clone(), self.skipped.clone()
         for each in self.pending:
@@ -76,7 +85,16 @@ class TierBook:
                 alive_E[each.experts] = each.alive
                 step_E[each.experts] = step
         left = tuple(each for each in self.pending if each.step > step)
-        return TierBook(alive=alive_E, step=step_E, skipped=skipped_E, pending=left)
+        given = self._held(step)
+        dropped_E = step_E < given[0] if given else torch.zeros_like(skipped_E)
+        return TierBook(
+            alive=torch.where(dropped_E, 0, alive_E),
+            step=torch.where(dropped_E, NEVER, step_E),
+            skipped=skipped_E,
+            pending=left,
+            kept=self.kept,
+            given=given,
+        )
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """`(alive_E, step_E)` of the newest copies, if all that is under way completes; but see `skipped`."""
@@ -87,24 +105,27 @@ class TierBook:
             step_E[each.experts[counted_S]] = each.step
         return alive_E, step_E
 
-    def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor) -> TierBook:
+    def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor, *, durable: bool) -> TierBook:
         """After a recovery: what is known of the level now.
 
-        Nothing is under way. Copies newer than what was restored were lost or belong to the timeline that ended; an
-        older one of the same expert is not known of, so such an expert counts as not saved here.
+        Nothing is under way. Copies newer than what was restored were lost or belong to the timeline that ended. An
+        older one of the same expert counts only in a level that loses nothing by a fault.
 
         Args:
             alive_E: tokens in the restored weights.
             step_E: boundary from which each expert was restored.
             read_here_E: bool, whether this level holds that copy.
+            durable: whether the level is one that loses nothing.
         """
-        keep_E = self.step <= step_E
+        keep_E = (self.step < step_E) & durable
         kept_alive_E = torch.where(keep_E, self.alive, 0)
         kept_step_E = torch.where(keep_E, self.step, NEVER)
         return TierBook(
             alive=torch.where(read_here_E, alive_E, kept_alive_E),
             step=torch.where(read_here_E, step_E, kept_step_E),
             skipped=torch.zeros_like(self.skipped),
+            kept=self.kept,
+            given=self.given,
         )
 
     def tokens_at(self, expert: int, step: int) -> int | None:
@@ -122,7 +143,14 @@ class TierBook:
     def to_journal(self) -> dict[str, object]:
         """Plain values and tensors."""
         pending = [{"step": p.step, "experts": p.experts, "alive": p.alive} for p in self.pending]
-        return {"alive": self.alive, "step": self.step, "skipped": self.skipped.long(), "pending": pending}
+        return {
+            "alive": self.alive,
+            "step": self.step,
+            "skipped": self.skipped.long(),
+            "pending": pending,
+            "kept": self.kept,
+            "given": list(self.given),
+        }
 
     @classmethod
     def from_journal(cls, stored: Mapping[str, object]) -> TierBook:
@@ -133,8 +161,24 @@ class TierBook:
         rows = tuple(
             Pending(step=int(p["step"]), experts=counts(p["experts"]), alive=counts(p["alive"])) for p in pending
         )
-        skipped_E = counts(stored["skipped"]).bool()
-        return cls(alive=counts(stored["alive"]), step=counts(stored["step"]), skipped=skipped_E, pending=rows)
+        kept, given = stored.get("kept"), stored.get("given", [])  # books that do not have them dropped nothing
+        if not isinstance(given, list) or not isinstance(kept, int | None):
+            raise TypeError("`kept` or `given` is not what it should be")
+        return cls(
+            alive=counts(stored["alive"]),
+            step=counts(stored["step"]),
+            skipped=counts(stored["skipped"]).bool(),
+            pending=rows,
+            kept=kept,
+            given=tuple(int(step) for step in given),
+        )
+
+    def _held(self, step: int) -> tuple[int, ...]:
+        """What of `given` is still there once generation `step` is complete, oldest first."""
+        if self.kept is None:
+            return ()
+        settled = [each for each in self.given if each <= step]
+        return (*settled[-self.kept :], *(each for each in self.given if each > step))
 
 
 def counts(value: object) -> Tensor:

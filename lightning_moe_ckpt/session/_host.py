@@ -100,6 +100,11 @@ class HostWorker(TierWorker):
 
     @property
     @override
+    def generations_kept(self) -> int | None:
+        return None if self._memory.ring is None else self._memory.ring.keep
+
+    @property
+    @override
     def nbytes_reserved(self) -> int:
         return self._memory.nbytes
 

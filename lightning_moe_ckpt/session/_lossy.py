@@ -104,7 +104,7 @@ class LossyPlanner:
 
     @property
     def generations_kept(self) -> int:
-        """Generations that memory keeps: together they hold every expert."""
+        """Generations that memory keeps: together they hold every expert, if so many can."""
         return self._choice.generations_kept(self.accounting)
 
     @property
@@ -245,12 +245,16 @@ class LossyPlanner:
         self.accounting = now = self.accounting.take(step, selection, levels=())  # what levels get, they are told of
         self._next = Background(lambda: self._plan(now, now.generations))
 
-    def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
+    def given(
+        self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
+    ) -> None:
         """A tier begins to take the generation of the boundary at hand."""
         level = LEVEL_OF_TIER.get(tier)
         if level is not None:
             experts = Selection.from_record(layout.record).flat(level, self._experts)
-            book = self.accounting.saved[level].take(generation.step, experts, self.accounting.alive)
+            book = self.accounting.saved[level].take(
+                generation.step, experts, self.accounting.alive, kept=generations_kept
+            )
             self.accounting = replace(self.accounting, saved={**self.accounting.saved, level: book})
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:

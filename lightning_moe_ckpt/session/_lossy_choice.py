@@ -9,13 +9,18 @@ from typing import Protocol
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.policies import Accounting, DynamicK, ExpertLayout, PartialPolicy, Selection, SelectivePolicy
+from lightning_moe_ckpt.policies import (
+    MAX_GENERATIONS,
+    Accounting,
+    DynamicK,
+    ExpertLayout,
+    PartialPolicy,
+    Selection,
+    SelectivePolicy,
+)
 from lightning_moe_ckpt.session._lossy_budgets import Budgets
 
 log = logging.getLogger(__name__)
-
-MAX_GENERATIONS = 16
-"""Most generations that memory keeps."""
 
 _IN_FLIGHT = 4
 """Generations of which a journal says that they are under way, over all tiers, roughly."""
@@ -45,7 +50,7 @@ class ExpertChoice(Protocol):
         """The experts of generation `index`; from any thread."""
 
     def generations_kept(self, accounting: Accounting) -> int:
-        """Generations that memory keeps: together they hold every expert."""
+        """Generations that memory keeps: together they hold every expert, if so many can."""
 
     @property
     def reserve_nbytes(self) -> int:

@@ -55,6 +55,7 @@ class PeerWorker(TierWorker):
         replication: where to; closed with the worker.
         markers: makes this rank's markers.
         resumed: the generation this life began from; copies of it stay until a newer one is complete everywhere.
+        keep: generations that holders keep.
         on_complete: see `TierWorker`.
     """
 
@@ -66,10 +67,11 @@ class PeerWorker(TierWorker):
         markers: Markers,
         *,
         resumed: GenerationId | None = None,
+        keep: int = 1,
         on_complete: Callable[[GenerationId, float, int], None] | None = None,
     ) -> None:
         super().__init__(PEER, markers, on_complete=on_complete)
-        self._replication, self._keep = replication, resumed
+        self._replication, self._keep, self._num_kept = replication, resumed, keep
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
         """How to give back the slots of those whose copies are complete here; see the module."""
@@ -131,6 +133,11 @@ class PeerWorker(TierWorker):
     @override
     def flush(self, timeout: float) -> None:
         self.drain(timeout)
+
+    @property
+    @override
+    def generations_kept(self) -> int | None:
+        return self._num_kept
 
     @property
     @override
@@ -240,7 +247,7 @@ def join_peers(
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
     )
-    return [PeerWorker(replication, markers, resumed=resumed)]
+    return [PeerWorker(replication, markers, resumed=resumed, keep=keep)]
 
 
 def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:

@@ -244,7 +244,9 @@ class Planner:
     def loss_figures(self) -> None:
         """Restarts are exact."""
 
-    def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
+    def given(
+        self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
+    ) -> None:
         """Plans do not depend on it."""
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:

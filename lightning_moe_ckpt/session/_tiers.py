@@ -61,8 +61,10 @@ class Window:
 class TierWatcher(Protocol):
     """Whoever follows what tiers hold, on all ranks alike."""
 
-    def given(self, tier: str, generation: GenerationId, layout: WindowLayout) -> None:
-        """A tier begins to take a generation."""
+    def given(
+        self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
+    ) -> None:
+        """A tier begins to take a generation, and keeps so many of the newest that it is given; `None` for all it needs."""
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:
         """A tier begins to take a generation of everything, which is taken for it alone."""
@@ -303,7 +305,7 @@ class Tiers:
         worker, layout = lane.worker, window.layout
         window.tiers.add(worker.name)
         if self._watcher is not None:
-            self._watcher.given(worker.name, window.generation, layout)
+            self._watcher.given(worker.name, window.generation, layout, worker.generations_kept)
         lane.take(window.generation)
         window.ring.pin(window.generation)
         stored = layout.persisted if worker.level == "storage" else None

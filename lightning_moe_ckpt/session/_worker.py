@@ -194,6 +194,11 @@ class TierWorker(ABC):
         """All ranks hold `generation` here: what is older is not needed any more. Called once per generation."""
 
     @property
+    def generations_kept(self) -> int | None:
+        """How many of the newest generations given to it stay here; `None` where what is needed stays."""
+        return None
+
+    @property
     def nbytes_reserved(self) -> int:
         """Memory that the tier takes on this node for this rank's work."""
         return 0

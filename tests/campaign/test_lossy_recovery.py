@@ -137,3 +137,18 @@ def test_with_all_experts_in_every_generation_nothing_is_lost(
     """The end has the bits of a run that was never interrupted: only experts ever go back."""
     setup = lossy_setup(world_size, expert_parallel, k=6, snapshot_k=6)
     campaigns.check(setup, KILL)
+
+
+@pytest.mark.soak
+def test_memory_that_cannot_keep_every_expert_promises_what_it_has(campaigns: Campaigns, folder: Path) -> None:
+    """Forty experts, of which sixteen generations hold thirty-two: the rest comes from storage, and the book knows."""
+    setup = replace(lossy_setup(1, 1), options=(("num_experts", 40),), batches=22)
+    found = restarts(campaigns, setup, Machines(folder, (0,)), Kill(phase="forward", step=21, settle=60.0))
+    promise = found.require(1)
+    found.require_accounting()
+    said = found.stored_accounting(promise.generation).saved["memory"].step.tolist()
+    given = [promise.experts[name].step for name in sorted(promise.experts, key=lambda name: int(name.split(".")[-1]))]
+    assert -1 in said
+    assert max(said) > promise.generation.step - 3
+    assert all(promised <= step for promised, step in zip(said, given, strict=True))
+    assert min(given) < promise.generation.step - 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from torch import nn
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
-from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Selection, SelectivePolicy
+from lightning_moe_ckpt.policies import MAX_GENERATIONS, DynamicK, PartialPolicy, Selection, SelectivePolicy
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy import LossyPlanner
 from lightning_moe_ckpt.session._lossy_budgets import ByteBudgets
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers import SegmentRing
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +38,11 @@ def selective(rank: int = 0, world_size: int = 1, ep_size: int = 1, *, local: in
     return LossyPlanner(policy, view=view, groups=groups, exchange=Exchange(ParallelGroups()), module=view.module)
 
 
-def planner(rank: int = 0, world_size: int = 1, ep_size: int = 1, **options: Any) -> LossyPlanner:
+def planner(
+    rank: int = 0, world_size: int = 1, ep_size: int = 1, num_experts: int = NUM_EXPERTS, **options: Any
+) -> LossyPlanner:
     """Of one rank."""
-    view, groups = rank_of_world(rank, world_size, ep_size)
+    view, groups = rank_of_world(rank, world_size, ep_size, num_experts)
     policy = LossyWindows(
         every_n_steps=1,
         experts=PartialPolicy(**options),
@@ -56,6 +60,9 @@ class Run:
 
     def __init__(self, planner: LossyPlanner, draw: random.Random, longest: int) -> None:
         self._planner, self._draw, self._longest = planner, draw, longest
+        self._kept = planner.generations_kept
+        self.ring = SegmentRing(Path("unused"), torch.zeros((self._kept + 2) * 4096, dtype=torch.uint8), 4096)
+        self.ring.keep = self._kept
         layout = planner.first_layout()
         assert layout is not None
         self._layout = layout
@@ -73,7 +80,10 @@ class Run:
         self._settle()
         self._layout = following if following is not None else self._layout
         newest = (GenerationId(step=self.step, epoch=1), self._layout)
-        self._planner.given("host", *newest)
+        self._planner.given("host", *newest, self._kept)
+        self.ring.begin_window(self.step)
+        self.ring.seal(self.ring.acquire(self.step, self.step))
+        self.ring.finish_window(self.step)
         if self._storing is None:
             self._store(*newest)
         self._planner.started(self.step, self._layout)
@@ -81,6 +91,7 @@ class Run:
 
     def _settle(self) -> None:
         if self.step > 1:
+            self.ring.complete_everywhere(self.step - 1)
             self._planner.complete_everywhere("host", GenerationId(step=self.step - 1, epoch=1))
         self._busy -= 1
         if self._storing is not None and self._busy <= 0:
@@ -124,6 +135,31 @@ def test_what_memory_keeps_has_every_expert(order: str, longest: int, k: int, sn
         if step >= kept:
             for layer in range(2):
                 assert {e for each in run.taken[-kept:] for e in each.memory[layer]} == set(range(NUM_EXPERTS))
+
+
+@pytest.mark.parametrize("order", ["sequential", "load_aware"])
+@pytest.mark.parametrize(("k", "snapshot_k"), [(1, None), (1, 2), (4, None)])
+def test_the_book_of_memory_has_what_the_ring_has(order: str, k: int, snapshot_k: int | None) -> None:
+    """Forty experts do not fit into as many generations as memory keeps: what the ring has dropped counts no more."""
+    here = planner(num_experts=40, k=k, snapshot_k=snapshot_k, order=order)
+    run = Run(here, random.Random(k), 2)
+    draw, alive = random.Random(1), [0] * 80
+    copies: dict[int, dict[int, int]] = {}
+    for step in range(1, 91):
+        tokens = [draw.randint(0, 9) for _ in alive]
+        alive = [before + more for before, more in zip(alive, tokens, strict=True)]
+        run.window(tokens)
+        copies[step] = {e: alive[e] for e in run.taken[-1].flat("memory", here._experts)}
+        book = here.accounting.saved["memory"]
+        held = [int(str(each)) for each in run.ring.complete if each != step]
+        for expert in range(step % 5, 80, 5):
+            having = [each for each in held if expert in copies[each]]
+            assert int(book.step[expert]) == max(having, default=-1)
+            assert int(book.alive[expert]) == (copies[max(having)][expert] if having else 0)
+    assert here.generations_kept == (15 if k == 4 and order == "sequential" else MAX_GENERATIONS)
+    assert bool((here.accounting.saved["memory"].step < 0).any()) == (k == 1)
+    taken = [set(each.memory[0]) for each in run.taken[-80:]]
+    assert set().union(*taken) == set(range(40)), "each expert has its turn, whether memory keeps it or not"
 
 
 def test_all_ranks_choose_alike() -> None:

@@ -281,7 +281,7 @@ def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection
     by: policies.ExpertOrder = "load_aware"
     rules: list[policies.ExpertPolicy] = [policies.PartialPolicy(k=k, order=by), policies.SelectivePolicy()]
     tables: list[policies.ExpertTable] = accounting.with_k(k).tables(layouts)
-    assert_type(rules[0].max_age(tables, {}), int)
+    assert_type(rules[0].max_age(tables, {}) <= policies.MAX_GENERATIONS, bool)
     return rules[0].select(accounting.generations, tables, {})
 
 
