@@ -5,9 +5,11 @@ Run the same command again after any failure; the callback in the file resumes b
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_moe_ckpt  # noqa: F401  # registers the strategy name `moe`
@@ -15,11 +17,17 @@ from corpus import TextCrops
 from moe_gpt import MoEGPT
 
 
-def main(argv: Sequence[str] | None = None, *, run: bool = True, model: type[LightningModule] = MoEGPT) -> LightningCLI:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    run: bool = True,
+    model: type[LightningModule] = MoEGPT,
+    data: type[LightningDataModule] = TextCrops,
+) -> LightningCLI:
     """Parse and run; with `run=False` only build the trainer, the model and the data."""
     return LightningCLI(
         model,
-        TextCrops,
+        data,
         args=None if argv is None else list(argv),
         run=run,
         # A resumed run finds the file that its first life saved.
@@ -27,5 +35,13 @@ def main(argv: Sequence[str] | None = None, *, run: bool = True, model: type[Lig
     )
 
 
+def show_log() -> None:
+    """Say on the terminal what is durable, resumed from and lost, once per node; Python shows warnings only by itself."""
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    level = logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.WARNING
+    logging.getLogger("lightning_moe_ckpt").setLevel(level)
+
+
 if __name__ == "__main__":
+    show_log()
     main()

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_moe_ckpt  # noqa: F401  # registers the strategy name `moe`
+import cli
 from lightning_moe_ckpt.moe import MoELayer
 
 NUM_CLASSES, IMAGE, PATCH = 10, 8, 2
@@ -171,15 +171,9 @@ class MoEViT(LightningModule):
 
 def main(argv: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
     """Parse and run; with `run=False` only build the trainer, the model and the data."""
-    return LightningCLI(
-        MoEViT,
-        Digits,
-        args=None if argv is None else list(argv),
-        run=run,
-        # A resumed run finds the file that its first life saved.
-        save_config_kwargs={"overwrite": True},
-    )
+    return cli.main(argv, run=run, model=MoEViT, data=Digits)
 
 
 if __name__ == "__main__":
+    cli.show_log()
     main()

@@ -70,4 +70,5 @@ def main(argv: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI
 
 
 if __name__ == "__main__":
+    cli.show_log()
     main()

@@ -25,6 +25,7 @@ from lightning_moe_ckpt.callbacks import (
     PartialExpertCheckpoint,
     Popularity,
     Retention,
+    SelectiveExpertCheckpoint,
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.cli import main as moe_ckpt
@@ -95,6 +96,15 @@ def test_values_of_a_file_arrive_as_their_types() -> None:
     assert (strategy.timeout, strategy.process_group_backend) == (timedelta(minutes=10), "gloo")
 
 
+@pytest.mark.parametrize("kind", [PartialExpertCheckpoint, SelectiveExpertCheckpoint])
+def test_a_policy_file_names_what_the_policy_adds(kind: type) -> None:
+    """All arguments of its own; those that every checkpoint callback takes are in `sparse.yaml` and `dense.yaml`."""
+    own = arguments(kind) - CheckpointArguments.__annotations__.keys()
+    name = kind.__name__.removesuffix("ExpertCheckpoint").lower()
+    (entry,) = example(f"policies/{name}.yaml")["trainer"]["callbacks"]
+    assert set(entry["init_args"]) == own
+
+
 def program_of(path: Path) -> Any:
     """The module that a file is for: its first command line says so."""
     (name,) = set(re.findall(r"python examples/(\w+)\.py", path.read_text()))
@@ -134,6 +144,7 @@ def holds(read: Any, written: Any) -> bool:
         ("callbacks", SparseCheckpoint, ["one run per URL", "smallest that fits", "torchrun and SLURM", "gc.freeze"]),
         ("callbacks", DenseCheckpoint, ["optimizer steps between two snapshots", "refuses to start a new one"]),
         ("callbacks", PartialExpertCheckpoint, ["saved longest ago", "refuses to start a new one", "default: 0:00:25"]),
+        ("callbacks", SelectiveExpertCheckpoint, ["while a step computes", "refuses to start a new one"]),
         ("callbacks", ExpertLoadMonitor, ["optimizer steps between two rows"]),
         ("callbacks", FaultInjector, ["each at a place of training", "MOE_CKPT_FAULTS"]),
         ("strategy", MoEStrategy, ["ranks share one set of experts", "adds gradients in rank order"]),
@@ -154,7 +165,9 @@ def test_help_explains_every_argument(
     assert [word for word in words if word not in said] == []
 
 
-CHECKPOINTS = pytest.mark.parametrize("kind", [DenseCheckpoint, PartialExpertCheckpoint, SparseCheckpoint])
+CHECKPOINTS = pytest.mark.parametrize(
+    "kind", [DenseCheckpoint, PartialExpertCheckpoint, SelectiveExpertCheckpoint, SparseCheckpoint]
+)
 
 
 @CHECKPOINTS

@@ -23,7 +23,12 @@ import digits
 from corpus import RandomCrops, TextCrops, load_corpus
 from demo_report import RunRecords, compare, draw, table
 from lightning_moe_ckpt import MoEStrategy
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    PartialExpertCheckpoint,
+    SelectiveExpertCheckpoint,
+    SparseCheckpoint,
+)
 from lightning_moe_ckpt.parallel import run_world
 from moe_gpt import Architecture, MoEGPT, Recipe
 
@@ -286,4 +291,9 @@ def test_each_example_runs_with_each_policy(example: str, main: Callable[..., An
         built = main(["--config", str(ROOT / "examples" / f"{example}.yaml"), "--config", str(path)], run=False)
         own = [type(c) for c in built.trainer.callbacks if type(c).__module__.startswith("lightning_moe_ckpt")]
         found[path.stem] = own
-    assert found == {"dense": [DenseCheckpoint], "partial": [PartialExpertCheckpoint]}
+    assert found == {
+        "dense": [DenseCheckpoint],
+        "partial": [PartialExpertCheckpoint],
+        "selective": [SelectiveExpertCheckpoint],
+        "sparse": [SparseCheckpoint],
+    }

@@ -128,6 +128,7 @@ def test_arguments_of_constructors_are_documented() -> None:
         "callbacks.SparseCheckpoint",
         "callbacks.DenseCheckpoint",
         "callbacks.PartialExpertCheckpoint",
+        "callbacks.SelectiveExpertCheckpoint",
         "callbacks.CapacityBoost",
         "callbacks.ExpertLoadMonitor",
         "MoEStrategy",

@@ -190,7 +190,8 @@ def log_recovery(generation: GenerationId, sources: ExpertSources, accounted: tu
     cost = "its tokens were not counted"
     if accounted is not None:
         accounting, lost_E = accounted
-        cost = f"{int(lost_E.sum())} tokens lost, PLT {accounting.plt:.4%}, K {accounting.k}"
+        in_force = "" if accounting.k is None else f", K {accounting.k}"
+        cost = f"{int(lost_E.sum())} tokens lost, PLT {accounting.plt:.4%}{in_force}"
     log.info(
         "%s is lossy: %d experts (%s; from %s); %s",
         generation,
