@@ -375,7 +375,7 @@ def _shift(module: nn.Module, every: int) -> None:
 
 
 def build(name: str, *, shift_every: int = 0, **options: Any) -> nn.Module:
-    """A model by name: `lists`, `batch_norm`, `tied`, `mixtral`, `stacked`, `counting`, `biased` or `dense`.
+    """A model by name: `lists`, `batch_norm`, `tied`, `mixtral`, `stacked`, `layers`, `counting`, `biased` or `dense`.
 
     See `Shift` for `shift_every`, `_build` for other options.
     """
@@ -406,6 +406,9 @@ def _build(
         return TiedGPT(lambda: _DenseMLP(dropout), num_blocks=4)
     if name == "tied":
         return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, **options))
+    if name == "layers":
+        factors = iter((2.0, 1.0, 0.5))
+        return TiedGPT(lambda: StackedMoE(num_experts, capacity_factor=next(factors), **options), num_blocks=3)
     if name == "stacked":
         moe: nn.Module = StackedMoE(
             num_experts, expansion=expansion, capacity_factor=capacity_factor, one_capacity=one_capacity, **options

@@ -65,6 +65,8 @@ class Restarts:
     def __init__(self, lives: Sequence[LifeResult]) -> None:
         self.lives, self.workdir = lives, lives[0].workdir
         self.ranks = range(lives[0].world_size)
+        self._promises: dict[tuple[int, bool, bool], Promise] = {}
+        self._states: dict[tuple[int, GenerationId], State] = {}
 
     def load(self, life: int, rank: int, what: str) -> Any:
         return torch.load(self._file(life, rank, what))
@@ -118,6 +120,12 @@ class Restarts:
             memory: whether there is any; else from storage alone.
             spoilt: whether what was damaged is of no use.
         """
+        key = (life, memory, spoilt)
+        if key not in self._promises:
+            self._promises[key] = self._promised(*key)
+        return self._promises[key]
+
+    def _promised(self, life: int, memory: bool, spoilt: bool) -> Promise:
         held = [each for rank in self.ranks for each in self.load(life, rank, "held")] if memory else []
         found = [(kind, RankMarker.from_bytes(data, "held")) for kind, data in held]
         found += [("storage", each) for each in self._committed]
@@ -172,8 +180,10 @@ class Restarts:
             assert torch.equal(found[key][1], value), (life, rank, key, promise, self.lives[life].log(rank))
 
     def _state(self, rank: int, generation: GenerationId) -> State:
-        state: State = self.load(generation.epoch - 1, rank, f"state.{generation.step}")
-        return state
+        key = (rank, generation)
+        if key not in self._states:
+            self._states[key] = self.load(generation.epoch - 1, rank, f"state.{generation.step}")
+        return self._states[key]
 
     def require_turns(self, life: int, within: int) -> None:
         """No expert is older than so many generations, of which there is one after each step.
@@ -226,18 +236,25 @@ class Restarts:
         processed = torch.stack([tokens for _, tokens in steps]).sum(0)
         return Tally(processed, lost, tuple(number for _, number in self._layers))
 
-    def stored_accounting(self, generation: GenerationId | None = None) -> Accounting:
-        """What a generation in storage says, by default the last one."""
+    @cached_property
+    def accountings(self) -> dict[GenerationId, Accounting]:
+        """What every generation in storage says, oldest first."""
         backend = open_backend(checkpoints(self.workdir).as_uri())
         store = RunStore.open(backend, resume="must")
-        commits = [each for each in store.candidates() if generation in {None, each.generation}]
-        (segment,) = store.read_marker(commits[0], 0).segments
-        (record,) = (record for record in segment.records if record.kind == "journal")
-        buffer = torch.empty(record.nbytes, dtype=torch.uint8)
-        store.read_range(segment, record.offset, as_memoryview(buffer))
+        found = {}
+        for commit in reversed(store.candidates()):
+            (segment,) = store.read_marker(commit, 0).segments
+            (record,) = (record for record in segment.records if record.kind == "journal")
+            buffer = torch.empty(record.nbytes, dtype=torch.uint8)
+            store.read_range(segment, record.offset, as_memoryview(buffer))
+            journal: Mapping[str, Any] = decode_journal(buffer)["outcome"]["accounting"]
+            found[commit.generation] = Accounting.from_journal(journal)
         backend.close()
-        journal: Mapping[str, Any] = decode_journal(buffer)["outcome"]["accounting"]
-        return Accounting.from_journal(journal)
+        return found
+
+    def stored_accounting(self) -> Accounting:
+        """What the last generation in storage says."""
+        return list(self.accountings.values())[-1]
 
     def require_accounting(self) -> Tally:
         """What the run says of its tokens at its end is what counting one by one gives."""

@@ -97,7 +97,9 @@ class Checkpointing:
 class Setup:
     """A training run. The defaults are 2 epochs of 5 optimizer steps in one process."""
 
-    model: Literal["lists", "batch_norm", "tied", "mixtral", "stacked", "counting", "biased", "dense"] = "lists"
+    model: Literal["lists", "batch_norm", "tied", "mixtral", "stacked", "layers", "counting", "biased", "dense"] = (
+        "lists"
+    )
     options: tuple[tuple[str, Any], ...] = ()
     """Arguments of `build`."""
     checkpointing: Checkpointing | None = None

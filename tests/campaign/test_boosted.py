@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,10 +36,10 @@ def boosted_setup(world_size: int, scope: str) -> BoostedSetup:
     )
 
 
-def run_boosted(campaigns: Campaigns, folder: Path, world_size: int, scope: str) -> Restarts:
+def run_boosted(campaigns: Campaigns, folder: Path, world_size: int, scope: str, **options: Any) -> Restarts:
     setup = boosted_setup(world_size, scope)
     machines = Machines(folder, (0,) * world_size)
-    return Restarts(campaigns.run(setup, *KILLS, fit=partial(train_lossy, setup, machines)))
+    return Restarts(campaigns.run(setup, *KILLS, fit=partial(train_lossy, setup, machines), **options))
 
 
 def require_boosted(found: Restarts, boosting: Boosting, scope: str) -> None:

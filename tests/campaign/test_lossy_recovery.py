@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ from lightning_moe_ckpt.testing._lives import Fit
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILL = Kill(phase="forward", step=9)
+TURN = 4
+"""Generations within which memory gets every expert, where it takes two of at most eight at each step."""
 
 
 def lossy_setup(world_size: int, expert_parallel: int, **options: object) -> Setup:
@@ -36,8 +39,10 @@ def lossy_setup(world_size: int, expert_parallel: int, **options: object) -> Set
     )
 
 
-def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None) -> Restarts:
-    lives = campaigns.run(setup, *kills, fit=fit or partial(train_lossy, setup, machines))
+def restarts(
+    campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None, **options: Any
+) -> Restarts:
+    lives = campaigns.run(setup, *kills, fit=fit or partial(train_lossy, setup, machines), **options)
     assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
     return Restarts(lives)
 
@@ -53,6 +58,7 @@ def test_after_a_kill_every_operator_is_as_old_as_promised(
     found = restarts(campaigns, lossy_setup(world_size, expert_parallel), machines, KILL)
     promise = found.require(1)
     assert len(set(promise.experts.values())) > 1, "experts are of different ages"
+    found.require_turns(1, within=TURN)
     assert found.require_accounting().plt > 0
 
 
@@ -85,6 +91,19 @@ def test_copies_on_other_nodes_keep_a_lost_node_as_new(campaigns: Campaigns, fol
     found = restarts(campaigns, lossy_setup(4, 2), machines, KILL)
     found.require(1)
     found.require_accounting()
+
+
+def test_lost_tokens_of_several_layers_are_told_apart(campaigns: Campaigns, folder: Path) -> None:
+    """MLT adds up what each layer has lost of its own tokens: layers that drop differently many weigh the same."""
+    setup = replace(lossy_setup(1, 1, snapshot_k=1), model="layers", options=(("num_experts", 4),))
+    found = restarts(campaigns, setup, Machines(folder, (0,)), Kill(phase="forward", step=6), KILL)
+    for life in (1, 2):
+        found.require(life)
+    tally = found.require_accounting()
+    assert len(tally.num_experts) == 3
+    assert len({tally.mlt, tally.plt, 3 * tally.plt}) == 3, "each is told from the other"
+    by_layer = [found.tally(restarts=2).lost[4 * i : 4 * i + 4].sum() for i in range(3)]
+    assert all(by_layer)
 
 
 def test_loss_after_loss_is_counted_once(campaigns: Campaigns, folder: Path) -> None:

@@ -1,0 +1,123 @@
+"""Fault after fault, with K doubled as it has to be, until every generation takes all experts and nothing is lost any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from campaign._campaign import Campaigns
+from campaign._lossy import Machines, train_lossy
+from campaign._promises import Restarts
+from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One rank that is killed again and again; K begins at one expert."""
+
+    num_experts: int
+    first: int
+    """Step of the first fault."""
+    every: int
+    """Steps from one fault to the next."""
+    faults: int
+    budget: float
+    settle: float = 0.0
+    """See `Kill`; else a fault meets generations under way."""
+
+    def run(self, campaigns: Campaigns, folder: Path, **options: Any) -> Restarts:
+        """Its lives, the last of which finished."""
+        steps = [self.first + self.every * fault for fault in range(self.faults)]
+        kills = [Kill(phase="forward", step=step, settle=self.settle) for step in steps]
+        setup = Setup(
+            model="stacked",
+            options=(("num_experts", self.num_experts),),
+            batches=steps[-1] + self.every,
+            epochs=1,
+            validate_every=None,
+            checkpointing=Checkpointing(policy="partial", keep=1000, k=1, plt_budget=self.budget),
+        )
+        fit = partial(train_lossy, setup, Machines(folder, (0,)))
+        return Restarts(campaigns.run(setup, *kills, fit=fit, patience=600.0, **options))
+
+
+SHORT = Story(num_experts=4, first=12, every=1, faults=5, budget=0.232, settle=20.0)
+LONG = Story(num_experts=8, first=28, every=2, faults=20, budget=0.2)
+STRICT = Story(num_experts=8, first=16, every=2, faults=20, budget=0.05)
+"""The paper's budget, which the first fault exceeds."""
+
+
+def require_counts(found: Restarts, life: int) -> Accounting:
+    """What the first generation after a fault says is what counting one by one gives."""
+    generation, said = next((g, each) for g, each in found.accountings.items() if g.epoch == life + 1)
+    tally = found.tally(restarts=life)
+    since = [found.counted(life, step) for step in range(found.began_at(life) + 1, generation.step + 1)]
+    tally = replace(tally, processed=tally.processed + sum(since))
+    assert torch.equal(said.lost, tally.lost)
+    assert torch.equal(said.processed, tally.processed)
+    assert (said.plt, said.mlt) == (tally.plt, tally.mlt)
+    return said
+
+
+def require_budget(found: Restarts, story: Story) -> list[int]:
+    """PLT is never above the budget by more than the loss of one fault, until K is E. Returns K after each fault."""
+    ks, lost, most = [1], 0, 0.0
+    for life in range(1, story.faults + 1):
+        said, tally = require_counts(found, life), found.tally(restarts=life)
+        share = (int(tally.lost.sum()) - lost) / int(tally.processed.sum())
+        lost, most = int(tally.lost.sum()), max(most, share)
+        if ks[-1] == story.num_experts:
+            assert share == 0, "generations that take all experts lose none"
+        else:
+            assert tally.plt <= story.budget + share
+        wanted = ks[-1]
+        while wanted < story.num_experts and tally.plt + share * ks[-1] / wanted > story.budget:
+            wanted *= 2
+        assert said.k == wanted
+        ks.append(wanted)
+    for said in found.accountings.values():
+        assert said.k == story.num_experts or said.plt <= story.budget + most
+    return ks
+
+
+@pytest.mark.parametrize(
+    ("story", "wanted"),
+    [
+        (SHORT, {1, 2, 4}),
+        pytest.param(LONG, {1, 2, 4, 8}, marks=pytest.mark.soak),
+        pytest.param(STRICT, {1, 8}, marks=pytest.mark.soak),
+    ],
+    ids=["short", "twenty faults", "the paper's budget"],
+)
+def test_k_doubles_until_nothing_is_lost_any_more(
+    campaigns: Campaigns, folder: Path, story: Story, wanted: set[int]
+) -> None:
+    """PLT and MLT are counted rightly after every fault, and PLT stays at its budget plus one fault's loss at most."""
+    found = story.run(campaigns, folder)
+    for life in range(1, story.faults + 1):
+        found.require(life)
+    ks = require_budget(found, story)
+    print(f"K: {ks}; PLT: {[round(found.tally(restarts=i).plt, 4) for i in range(1, story.faults + 1)]}")
+    assert set(ks) == wanted
+    found.require_accounting()
+
+
+def _same_k(rule: object, k: int, **options: object) -> int:
+    return k
+
+
+def test_without_dynamic_k_the_budget_is_passed(campaigns: Campaigns, folder: Path) -> None:
+    """The check above can fail."""
+    seam = Seam(module="lightning_moe_ckpt.policies", attribute="DynamicK.after_fault", replacement=_same_k)
+    found = SHORT.run(campaigns, folder, seams=[seam])
+    with pytest.raises(AssertionError):
+        require_budget(found, SHORT)
+    assert found.tally(restarts=SHORT.faults).plt > SHORT.budget
