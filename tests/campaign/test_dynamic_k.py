@@ -89,24 +89,19 @@ def require_budget(found: Restarts, story: Story) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("story", "wanted"),
-    [
-        (SHORT, {1, 2, 4}),
-        pytest.param(LONG, {1, 2, 4, 8}, marks=pytest.mark.soak),
-        pytest.param(STRICT, {1, 8}, marks=pytest.mark.soak),
-    ],
+    ("story", "least"),
+    [(SHORT, 3), pytest.param(LONG, 3, marks=pytest.mark.soak), pytest.param(STRICT, 2, marks=pytest.mark.soak)],
     ids=["short", "twenty faults", "the paper's budget"],
 )
-def test_k_doubles_until_nothing_is_lost_any_more(
-    campaigns: Campaigns, folder: Path, story: Story, wanted: set[int]
-) -> None:
+def test_k_doubles_until_nothing_is_lost_any_more(campaigns: Campaigns, folder: Path, story: Story, least: int) -> None:
     """PLT and MLT are counted rightly after every fault, and PLT stays at its budget plus one fault's loss at most."""
     found = story.run(campaigns, folder)
     for life in range(1, story.faults + 1):
         found.require(life)
     ks = require_budget(found, story)
     print(f"K: {ks}; PLT: {[round(found.tally(restarts=i).plt, 4) for i in range(1, story.faults + 1)]}")
-    assert set(ks) == wanted
+    assert ks[-1] == story.num_experts
+    assert len(set(ks)) >= least, "by and by, where the budget leaves room"
     found.require_accounting()
 
 
