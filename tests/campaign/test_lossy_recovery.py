@@ -165,7 +165,7 @@ def test_memory_that_cannot_keep_every_expert_promises_what_it_has(campaigns: Ca
     found = restarts(campaigns, setup, Machines(folder, (0,)), Kill(phase="forward", step=21, settle=60.0))
     promise = found.require(1)
     found.require_accounting()
-    said = found.stored_accounting(promise.generation).saved["memory"].step.tolist()
+    said = found.accountings[promise.generation].saved["memory"].step.tolist()
     given = [promise.experts[name].step for name in sorted(promise.experts, key=lambda name: int(name.split(".")[-1]))]
     assert -1 in said
     assert max(said) > promise.generation.step - 3
