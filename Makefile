@@ -1,7 +1,7 @@
 # Every target makes its own environment in .venv first. Needed beforehand: make, a C++ compiler, Python 3.10 or newer.
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; the last line is pytest's summary
-#   make soak   the long campaigns of kills        make bench  throughput and planner figures
+#   make soak   the long campaigns of kills        make bench  throughput, planner figures, quality after faults; an hour
 #   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer
 # PYTHON picks the interpreter that .venv is made from; PYTEST_ARGS goes to pytest (-k name, -x, --durations=20).
 # JOBS=0 runs tests in pytest's own process, one after another, as a debugger wants it.

@@ -8,6 +8,7 @@ from lightning_moe_ckpt.benchmarks._overhead import OverheadBench as OverheadBen
 from lightning_moe_ckpt.benchmarks._partial import PartialBench as PartialBench
 from lightning_moe_ckpt.benchmarks._persist import PersistBench as PersistBench
 from lightning_moe_ckpt.benchmarks._planner import PlannerBench as PlannerBench
+from lightning_moe_ckpt.benchmarks._quality import QualityBench as QualityBench
 from lightning_moe_ckpt.benchmarks._recovery import RecoveryBench as RecoveryBench
 from lightning_moe_ckpt.benchmarks._reduction import ReductionBench as ReductionBench
 from lightning_moe_ckpt.benchmarks._replication import ReplicationBench as ReplicationBench

@@ -38,6 +38,10 @@ class ModelSize:
     """Tokens of a crop."""
     batch_size: int = 16
     """Crops of a batch."""
+    capacity_factor: float = 0.0
+    """Room per expert relative to an even load; 0 drops nothing."""
+    balance: float = 0.01
+    """Weight of the experts' balancing loss."""
 
     def num_params(self) -> int:
         """Parameters of the model; it is not built."""
@@ -52,7 +56,7 @@ class _Block(nn.Module):
         self.num_heads = max(1, dim // 32)
         self.norm_attention, self.norm_moe = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.moe = MoELayer(dim, size.expert_dim, size.num_experts, top_k=2)
+        self.moe = MoELayer(dim, size.expert_dim, size.num_experts, top_k=2, capacity_factor=size.capacity_factor)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self._attend(self.norm_attention(x_BTD))
@@ -67,7 +71,7 @@ class _Block(nn.Module):
 
 
 class BenchModel(LightningModule):
-    """Predicts the next of random tokens.
+    """Predicts the next token.
 
     Args:
         size: what is built.
@@ -75,6 +79,7 @@ class BenchModel(LightningModule):
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
+        self.size = size
         self.embed = nn.Embedding(size.vocabulary, size.model_dim)
         self.position = nn.Embedding(size.context, size.model_dim)
         self.blocks = nn.Sequential(*(_Block(size) for _ in range(size.num_blocks)))
@@ -83,12 +88,20 @@ class BenchModel(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Cross-entropy and the experts' balancing loss."""
         (tokens_BT,) = batch
+        loss = self.cross_entropy(tokens_BT)
+        self.log("loss", loss)
+        balance = [layer.l_aux for layer in self.moe_layers() if layer.l_aux is not None]
+        return loss + self.size.balance * torch.stack(balance).sum()
+
+    def cross_entropy(self, tokens_BT: Tensor) -> Tensor:
+        """Of every token but the first, in nats, mean."""
         x_BTD = self.embed(tokens_BT[:, :-1]) + self.position.weight[: tokens_BT.shape[1] - 1]
         logits_BTV = self.head(self.blocks(x_BTD))
-        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
-        self.log("loss", loss)
-        balance = [layer.l_aux for layer in self.modules() if isinstance(layer, MoELayer) and layer.l_aux is not None]
-        return loss + 0.01 * torch.stack(balance).sum()
+        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+    def moe_layers(self) -> list[MoELayer]:
+        """First block first."""
+        return [module for module in self.modules() if isinstance(module, MoELayer)]
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW, 12 bytes per parameter with its weights, under a warm-up."""

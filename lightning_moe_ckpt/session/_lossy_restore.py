@@ -171,12 +171,23 @@ def account(outcome: Journal, sources: ExpertSources, operators: OperatorSet) ->
     accounting = Accounting.from_journal(stored)
     names = [f"{layer.prefix}/expert.{i}" for layer in operators.layers for i in range(layer.num_experts)]
     generations = [sources.chosen.generations[name] for name in names]
-    # Of what was never counted nothing is known to be alive.
-    alive = [int(tokens[i]) if (tokens := sources.alive.get(g)) is not None else 0 for i, g in enumerate(generations)]
+    alive = [_tokens_behind(i, generation, sources, accounting) for i, generation in enumerate(generations)]
     levels = [sources.chosen.levels[name] for name in names]
     read_from = {level: torch.tensor([level in each for each in levels]) for level in accounting.saved}
     steps = torch.tensor([generation.step for generation in generations], dtype=torch.int64)
     return accounting.restore(torch.tensor(alive, dtype=torch.int64), steps, read_from)
+
+
+def _tokens_behind(expert: int, generation: GenerationId, sources: ExpertSources, accounting: Accounting) -> int:
+    """Tokens in the copy of `expert` (place over all layers) that a generation supplies.
+
+    Of a generation that retention keeps for its experts alone, nobody finds the journal: the book has what it said.
+    """
+    told = sources.alive.get(generation)
+    if told is not None:
+        return int(told[expert])
+    # Of what was never counted nothing is known to be alive.
+    return accounting.tokens_at(expert, generation.step) or 0
 
 
 def log_recovery(generation: GenerationId, sources: ExpertSources, accounted: tuple[Accounting, Tensor] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
@@ -67,6 +68,10 @@ TINY = {
             "32",
         ),
         *("--systems", "dense", "dcp"),
+    ),
+    "quality": (
+        *("--quality-quick", "--quality-seeds", "1"),
+        *("--quality-out", str(Path(tempfile.gettempdir()) / "moe-ckpt-test-quality")),
     ),
     "persist": (
         *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
