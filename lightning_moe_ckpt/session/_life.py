@@ -134,11 +134,7 @@ class Life:
         view, ops, groups = self._view, self._operators, self._groups
         identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype)
         self._runs = Runs(
-            self._config.url,
-            self._config.storage_options,
-            self._exchange,
-            groups,
-            bandwidth=self._config.bandwidth,
+            self._config.url, self._config.storage_options, self._exchange, groups, bandwidth=self._config.bandwidth
         )
         job = Job(identity=identity, view=view, groups=groups)
         self._found = self._runs.open(resume=self._config.resume, job=job)
@@ -464,13 +460,17 @@ class Life:
 
     def _memory_is_superseded(self, *, ask: bool = False) -> bool:
         """Whether nobody needs what this rank holds in memory, as far as it knows, or storage if it is to `ask` that."""
-        known = [self._tiers.everywhere.get(STORAGE)]
-        if self._found is not None and self._found.committed:
-            known.append(self._found.generation)
-        if self._exchange.is_coordinator and self._storage is not None:
-            known.append(self._storage.newest)  # which it committed
-        store = self._runs.store if ask and self._memory is not None and self._runs is not None else None
-        return self._memory is None or is_superseded(self._memory, known, store)
+        storage, found = self._storage, self._found
+        if self._memory is None or storage is None or self._runs is None:
+            return True
+        known = [
+            self._tiers.everywhere.get(STORAGE),
+            found.generation if found is not None and found.committed else None,
+        ]
+        if self._exchange.is_coordinator:
+            known.append(storage.newest)  # which it committed
+        stored = storage.marker_of if isinstance(self._policy, LossyWindows) else None
+        return is_superseded(self._memory, known, self._runs.store if ask else None, stored=stored)
 
     @cached_property
     def _dense_nbytes(self) -> int:

@@ -88,6 +88,10 @@ class PersistWorker(TierWorker):
         """A committed generation of an earlier life, of which `marker` is this rank's; later ones may be built on it."""
         self._bases[marker.generation] = marker
 
+    def marker_of(self, generation: GenerationId) -> RankMarker | None:
+        """This rank's marker of one of the newest generations that it knows to be stored; from any thread."""
+        return self._bases.get(generation)
+
     @override
     def _interrupt(self) -> None:
         self._store.close()

@@ -223,16 +223,23 @@ class RunStore:
         """Why a generation must not be restored, wherever its bytes are; `None` if it may. As of the last `candidates`."""
         return self._coordinator().history.why_dead(generation)
 
-    def may_need(self, generation: GenerationId) -> bool:
+    def may_need(self, generation: GenerationId, has_more: Callable[[Commit], bool] = lambda _: False) -> bool:
         """Whether a later start may restore a copy of `generation` that is in memory. On any rank; reads the medium.
 
         It does not where this run was replaced, the log has left the generation behind, or what is committed is as new.
+
+        Args:
+            generation: in memory.
+            has_more: whether memory has something newer than what a commit that is as new consists of.
+
+        Raises:
+            StorageError: the medium failed.
         """
         history = Log(self._backend).read()
         if history is None or history.run_id != self.run_id or history.why_dead(generation) is not None:
             return False
         survey = Survey.take(self._backend, history, read_catalog(self._backend))
-        return all(commit.generation < generation for commit in survey.usable)
+        return all(commit.generation < generation or has_more(commit) for commit in survey.usable)
 
     def open_epoch(self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = ()) -> int | None:
         """Begin this life from one of the last `candidates`, from a copy in memory, or from nothing.

@@ -18,7 +18,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_of
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_of, full_records
 from lightning_moe_ckpt.tiers._names import (
     Kind,
     MemoryName,
@@ -73,6 +73,17 @@ class RankMemory:
     def published(self) -> list[GenerationId]:
         """Generations that a later life would find here."""
         return [generation for ring in self._all() for generation in ring.published]
+
+    @property
+    def rank(self) -> int:
+        """Whose segments it holds."""
+        return self._rank
+
+    @property
+    def copies(self) -> dict[str, GenerationId]:
+        """Newest generation that a later life would find here, by operator of which it has a full record."""
+        markers = sorted((each for ring in self._all() for each in ring.markers), key=lambda each: each.generation)
+        return {record.operator: each.generation for each in markers for _, record in full_records(each)}
 
     @property
     def nbytes(self) -> int:

@@ -307,6 +307,13 @@ class SegmentRing:
             held = [name for name, entry in self._generations.items() if entry.marker is not None]
         return [name for name in held if isinstance(name, GenerationId)]
 
+    @property
+    def markers(self) -> list[RankMarker]:
+        """Of the generations that a restarted process would find, oldest first; read from where it would read them."""
+        with self._lock:
+            paths = [entry.marker for entry in self._generations.values() if entry.marker is not None]
+        return [found.marker for path in paths if (found := _read_marker(path)) is not None]
+
     def complete_everywhere(self, generation: Hashable) -> None:
         """All ranks have completed `generation`: nobody will need more than the `keep` newest ones up to it.
 

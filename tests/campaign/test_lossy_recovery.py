@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -171,3 +172,29 @@ def test_memory_that_cannot_keep_every_expert_promises_what_it_has(campaigns: Ca
     assert max(said) > promise.generation.step - 3
     assert all(promised <= step for promised, step in zip(said, given, strict=True))
     assert min(given) < promise.generation.step - 16
+
+
+def test_memory_with_newer_copies_stays_though_storage_has_the_generation(campaigns: Campaigns, folder: Path) -> None:
+    """Two experts to memory, one to storage, and Ctrl-C once that is committed: the next life takes them from memory."""
+    setup, machines = lossy_setup(1, 1), Machines(folder, (0,))
+    kill = Kill(phase="forward", step=9, signal=signal.SIGINT, settle=30.0)
+    lives = campaigns.run(setup, kill, fit=partial(train_lossy, setup, machines))
+    assert [life.outcome for life in lives] == ["stopped", "finished"]
+    found = Restarts(lives)
+    promise = found.require(1)
+    assert promise.generation == found.promised(1, memory=False).generation, "storage has it too"
+    assert promise != found.promised(1, memory=False)
+    found.require_accounting()
+
+
+def test_a_stop_that_was_stored_leaves_no_memory_behind(campaigns: Campaigns, folder: Path) -> None:
+    """After SIGTERM storage has everything as of the last step, which is as new as anything in memory."""
+    setup, machines = lossy_setup(1, 1), Machines(folder, (0,))
+    kill = Kill(phase="forward", step=8, signal=signal.SIGTERM)
+    lives = campaigns.run(setup, kill, fit=partial(train_lossy, setup, machines))
+    assert [life.outcome for life in lives] == ["stopped", "finished"]
+    found = Restarts(lives)
+    assert found.load(1, 0, "held") == []
+    promise = found.require(1)
+    assert set(promise.experts.values()) == {promise.generation}
+    assert list((folder / "node0.0").iterdir()) == [], "nor does the end of the run"
