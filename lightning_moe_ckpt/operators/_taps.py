@@ -110,24 +110,37 @@ class IndexTap:
 
     experts: str
     """Name of that module."""
+    router: str | None = None
+    """Name of a module that emits the indices, for experts that are handed rows in their order and counts instead."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the experts' forward."""
+        """Hook the experts' forward, and the router's."""
+        emitted: list[Tensor | None] = [None]
+
+        def route(router: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any], out: object) -> None:
+            if router.training and not in_backward():
+                emitted[0] = find_indices(out if isinstance(out, tuple | list) else [out])
 
         def before(experts: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if not experts.training or in_backward():
                 return
+            chosen, emitted[0] = emitted[0], None
             idx_TK = find_indices([*args, *kwargs.values()])
+            if idx_TK is None:
+                idx_TK = chosen
             if idx_TK is None:
                 counts.missed(self.experts, "is given no expert indices")
                 return
             with torch.no_grad():
                 counts.add_indices(idx_TK)
 
-        return [module.get_submodule(self.experts).register_forward_pre_hook(before, with_kwargs=True)]
+        handles = [module.get_submodule(self.experts).register_forward_pre_hook(before, with_kwargs=True)]
+        if self.router is not None:
+            handles.append(module.get_submodule(self.router).register_forward_hook(route, with_kwargs=True))
+        return handles
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Nothing: the hook has counted."""
+        """Nothing: the hooks have counted."""
 
 
 @dataclass(frozen=True)

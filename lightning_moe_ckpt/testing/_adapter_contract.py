@@ -27,6 +27,9 @@ from lightning_moe_ckpt.testing._adapter_blocks import BlockCalls, OperatorCopie
 _SEEDS = (1, 2)
 """Two micro-batches of one step."""
 
+_TERM = 100.0
+"""Beside scores from 0 to 1: whoever has it is chosen by every token."""
+
 
 class AdapterContract:
     """Tests that operators and token counts of a model pass. Models are built anew for every test, on the same seed."""
@@ -161,6 +164,29 @@ class AdapterContract:
             view.set(model, before)
             assert view.get(model) == before
             assert torch.equal(calls.output(layer), output), f"`{layer.fqn}` does not forget another capacity"
+
+    # -- bias
+
+    def test_a_bias_view_moves_choices_and_leaves_the_trained_bias_alone(
+        self, model: nn.Module, operators: OperatorSet
+    ) -> None:
+        """With a large term more tokens choose an expert; with the term removed, the counts are the same again."""
+        biased = [(layer.fqn, layer.bias) for layer in operators.layers if layer.bias is not None]
+        if not biased:
+            pytest.skip("no layer has a selection-only bias")
+        usual = self._count(model, operators)
+        for fqn, view in biased:
+            trained = view.trained(model)
+            bits, expert = trained.clone(), usual[fqn].index(min(usual[fqn]))
+            term_E = torch.zeros(len(usual[fqn]), device=trained.device)
+            term_E[expert] = _TERM
+            remove = view.add(model, term_E)
+            moved = self._count(model, operators)[fqn]
+            remove()
+            assert moved[expert] > usual[fqn][expert], f"`{fqn}` takes no notice of its bias"
+            assert self._count(model, operators) == usual, f"`{fqn}` does not forget a term beside its bias"
+            assert view.trained(model) is trained, f"`{fqn}` has another bias than before"
+            assert torch.equal(trained, bits), f"`{fqn}`: the term has gone into the trained bias"
 
     # -- private
 

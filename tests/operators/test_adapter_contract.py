@@ -137,11 +137,139 @@ class TestLitGPT(AdapterContract):
             nn.init.normal_(parameter, std=0.1)
         return model
 
+    def test_its_grouped_router_has_a_bias_view(self, operators: OperatorSet) -> None:
+        """By the name that LitGPT took from DeepSeek; a plain gate has none."""
+        views = [layer.bias for layer in operators.layers]
+        assert [view is not None for view in views] == [self.grouped] * 2
+        assert {view.attribute for view in views if view is not None} <= {"e_score_correction_bias"}
+
     def loss(self, model: nn.Module, seed: int) -> Tensor:
         tokens = torch.randint(1, 64, (2, 8), generator=torch.Generator().manual_seed(seed))
         logits: Tensor = model(tokens)
         loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         return loss
+
+
+class NanochatRouter(nn.Module):
+    """Chooses by sigmoid scores plus a bias that it trains by its own count, and says how many rows go to each expert."""
+
+    expert_bias: Tensor
+    tokens_per_expert_counter: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.register_buffer("expert_bias", 0.01 * torch.arange(float(E)))
+        self.register_buffer("tokens_per_expert_counter", torch.zeros(E))
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        score_TE = self.gate(x_TD).sigmoid()
+        idx_TK = (score_TE + self.expert_bias).topk(2, sorted=False).indices
+        rows_E = torch.histc(idx_TK.float(), bins=E, min=0, max=E)
+        if self.training:
+            self.tokens_per_expert_counter += rows_E
+        return score_TE.gather(1, idx_TK), idx_TK, rows_E
+
+
+class NanochatExperts(nn.Module):
+    """Stacked, and handed rows in their order instead of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_up, self.w_down = nn.Parameter(torch.randn(E, 6, D)), nn.Parameter(torch.randn(E, D, 6))
+
+    def forward(self, x_SD: Tensor, rows_E: Tensor) -> Tensor:
+        rows = torch.split(x_SD, [int(rows) for rows in rows_E])
+        return torch.cat(
+            [(x @ up.t()).relu() @ down.t() for x, up, down in zip(rows, self.w_up, self.w_down, strict=True)]
+        )
+
+
+class NanochatBlock(nn.Module):
+    """Written after the attributes of nanochat's stacked `MoE`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared_expert = NanochatRouter(), NanochatExperts(), nn.Linear(D, D)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weight_TK, idx_TK, rows_E = self.router(x_TD)
+        order_S = idx_TK.flatten().argsort(stable=True)
+        y_SD = self.experts(x_TD[order_S // 2], rows_E) * weight_TK.flatten()[order_S, None]
+        out_TD: Tensor = self.shared_expert(x_TD).index_add(0, order_S // 2, y_SD)
+        return out_TD
+
+
+class TestNanochat(Tokens):
+    """A bias and a running count in the router; experts that are not told which of them they are."""
+
+    build = NanochatBlock
+
+
+class ScatteredExperts(nn.Module):
+    """ScatterMoE's `ParallelExperts`, by loops instead of kernels."""
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, num_out, num_in))
+        self.bias = nn.Parameter(torch.randn(E, num_out)) if bias else None
+
+    def forward(self, x_SD: Tensor, idx_S: Tensor) -> Tensor:
+        out_SF = torch.einsum("sd,sfd->sf", x_SD, self.weight[idx_S])
+        return out_SF if self.bias is None else out_SF + self.bias[idx_S]
+
+
+class ScatterMLP(nn.Module):
+    """Written after the attributes of ScatterMoE's `GLUMLP`, and of its `MLP`."""
+
+    def __init__(self, *, gated: bool) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.gated = E, 2, gated
+        self.experts = ScatteredExperts(D, 12 if gated else 6, bias=not gated)
+        self.output_experts = ScatteredExperts(6, D, bias=not gated)
+
+    def forward(self, x_TD: Tensor, weight_TK: Tensor, idx_TK: Tensor) -> Tensor:
+        idx_S = idx_TK.flatten()
+        h_SF = self.experts(x_TD.repeat_interleave(self.top_k, 0), idx_S)
+        if self.gated:
+            h_SF, gate_SF = h_SF.chunk(2, -1)
+            h_SF = h_SF * nn.functional.silu(gate_SF)
+        y_SD = self.output_experts(h_SF.relu(), idx_S) * weight_TK.flatten()[:, None]
+        out_TD: Tensor = y_SD.view(len(x_TD), self.top_k, D).sum(1)
+        return out_TD
+
+
+GLUMLP = type("GLUMLP", (ScatterMLP,), {"__module__": "scattermoe.mlp"})
+MLP = type("MLP", (ScatterMLP,), {"__module__": "scattermoe.mlp"})
+
+
+class ScatterBlock(nn.Module):
+    """A model's block around them, with the router that they lack."""
+
+    def __init__(self, *, gated: bool) -> None:
+        super().__init__()
+        self.gate, self.moe_mlp = nn.Linear(D, E, bias=False), (GLUMLP if gated else MLP)(gated=gated)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weight_TK, idx_TK = self.gate(x_TD).softmax(-1).topk(2)
+        out_TD: Tensor = self.moe_mlp(x_TD, weight_TK, idx_TK)
+        return out_TD
+
+
+class TestScatterMoE(Tokens):
+    """Both of its modules, with biases and without."""
+
+    @pytest.fixture(autouse=True, params=[True, False], ids=["GLUMLP", "MLP"])
+    def choose(self, request: pytest.FixtureRequest) -> None:
+        self.build = partial(ScatterBlock, gated=request.param)
+
+
+def test_a_router_beside_scattered_experts_is_theirs() -> None:
+    """What is called like a router and emits a value per expert; what only looks like one stays dense."""
+    model = Stack(partial(ScatterBlock, gated=True))
+    model.layers[0].router_norm = nn.Linear(D, D)
+    router = discover(model)["layers.0.moe_mlp/router"]
+    assert [piece.fqn for piece in router.slices] == ["layers.0.gate.weight"]
 
 
 class DeepSpeedBlock(nn.Module):
@@ -272,6 +400,23 @@ def test_a_tap_that_counts_evaluation_is_found() -> None:
     validated = wrong(partial(PickTap, in_evaluation=True))
     with validated as (contract, model, operators), pytest.raises(AssertionError, match="in evaluation"):
         contract.test_evaluation_is_not_counted(model, operators)
+
+
+def test_a_bias_view_of_another_attribute_is_found() -> None:
+    """A running count beside the bias: a term there changes no choice."""
+    torch.manual_seed(0)
+    model = Stack(NanochatBlock).train()
+    operators = discover(model)
+    deaf = [
+        replace(each, bias=replace(each.bias, attribute="tokens_per_expert_counter"))
+        for each in operators.layers
+        if each.bias is not None
+    ]
+    assert len(deaf) == 2
+    with pytest.raises(AssertionError, match=r"`layers\.0` takes no notice of its bias"):
+        TestNanochat().test_a_bias_view_moves_choices_and_leaves_the_trained_bias_alone(
+            model, replace(operators, layers=tuple(deaf))
+        )
 
 
 def test_a_capacity_view_of_another_attribute_is_found() -> None:

@@ -136,5 +136,7 @@ def test_the_loss_it_keeps_is_named_since_it_is_in_the_way_of_copies() -> None:
 
 def test_expert_parallelism_of_its_engine_is_refused() -> None:
     """Its experts' gradients are reduced by an engine that is not there."""
-    with pytest.raises(UnknownLayout, match="ep_size=2"):
+    with pytest.raises(
+        UnknownLayout, match=r"DeepSpeed with `ep_size=2`; only its own trainer .* Build it with `ep_size=1`"
+    ):
         discover(build(ep_size=2))

@@ -315,16 +315,24 @@ def test_a_padded_megatron_layer_is_not_counted_and_its_capacity_not_touched() -
 
 
 def test_experts_spread_by_another_engine_are_refused() -> None:
-    """Nothing here reduces their gradients."""
+    """Nothing here reduces their gradients: what was found, what was wanted, and what to do."""
     spread: Any = megatron("SequentialMLP")
     spread["moe"].local_expert_indices = [0, 1]
     parallel: Any = megablocks("dMoE", stacked=False)
     parallel["moe"].experts.args.moe_expert_model_parallelism = True
     fast: Any = fastmoe(fused=True)
     fast["moe"].world_size = 2
-    for model in (spread, parallel, fast):
-        with pytest.raises(UnknownLayout, match="only its own trainer"):
+    for model, found, wanted in (
+        (spread, "Megatron with 2 of 4 experts on this rank", "expert_model_parallel_size=1"),
+        (parallel, "MegaBlocks with `moe_expert_model_parallelism=True`", "moe_expert_model_parallelism=False"),
+        (fast, "FastMoE with `world_size=2`", "world_size=1"),
+    ):
+        with pytest.raises(UnknownLayout) as refused:
             discover(model)
+        assert f"`moe` is a layer of {found}; only its own trainer" in str(refused.value)
+        assert f"Build it with `{wanted}`, so that every rank has all experts, or take a `MoELayer`" in str(
+            refused.value
+        )
 
 
 def test_matrices_of_an_unknown_class_are_not_guessed() -> None:

@@ -16,6 +16,7 @@ from lightning_moe_ckpt.operators.adapters._hugging_face import HUGGING_FACE
 from lightning_moe_ckpt.operators.adapters._megablocks import MEGABLOCKS
 from lightning_moe_ckpt.operators.adapters._megatron import MEGATRON
 from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory
+from lightning_moe_ckpt.operators.adapters._scattermoe import SCATTERMOE
 from lightning_moe_ckpt.operators.adapters._torchtitan import TORCHTITAN
 from lightning_moe_ckpt.operators.adapters._tutel import TUTEL
 
@@ -24,6 +25,7 @@ _RULES: Mapping[str, Mapping[str, AdapterFactory]] = {
     "fmoe": FASTMOE,
     "megablocks": MEGABLOCKS,
     "megatron": MEGATRON,
+    "scattermoe": SCATTERMOE,
     "torchtitan": TORCHTITAN,
     "transformers": HUGGING_FACE,
     "tutel": TUTEL,

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_moe_ckpt.errors import UnknownLayout
 from lightning_moe_ckpt.operators._capacity import AttributeCapacity
 from lightning_moe_ckpt.operators._demand import Demand, DemandTap
 from lightning_moe_ckpt.operators._layers import MoELayerSpec, whole_slice
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators.adapters._pieces import refuse_spread
 from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory
 
 _INNER = "deepspeed_moe"
@@ -33,10 +33,7 @@ def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoE
     """
     layer: Any = block
     if layer.ep_size > 1:
-        raise UnknownLayout(
-            f"`{fqn}` is a DeepSpeed MoE with `ep_size={layer.ep_size}`, whose experts only DeepSpeed's engine can train. "
-            "Build it with `ep_size=1`, or take a `MoELayer`, which `MoEStrategy` spreads over ranks."
-        )
+        refuse_spread(fqn, "DeepSpeed", found=f"`ep_size={layer.ep_size}`", wanted="`ep_size=1`")
     prefix = f"{fqn}." if fqn else ""
     inner, gate = f"{prefix}{_INNER}", f"{prefix}{_INNER}.gate"
     ids = tuple(range(layer.num_experts))

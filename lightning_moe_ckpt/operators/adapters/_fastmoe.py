@@ -28,7 +28,8 @@ def describe_fastmoe(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELa
     """
     layer: Any = block
     num_experts, experts, gate = int(layer.num_expert), under(fqn, "experts"), under(fqn, "gate")
-    refuse_spread(fqn, "FastMoE", num_experts, num_experts * int(layer.world_size))
+    if layer.world_size > 1:
+        refuse_spread(fqn, "FastMoE", found=f"`world_size={layer.world_size}`", wanted="`world_size=1`")
     ids = tuple(range(num_experts))
     if isinstance(layer.experts, nn.ModuleList):
         slices = wholes([index.under(f"{experts}.{expert}") for expert in ids])

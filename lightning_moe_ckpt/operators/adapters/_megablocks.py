@@ -34,9 +34,9 @@ def describe_megablocks(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
     mlp = index.under(f"{experts}.mlp")
     if {name.rpartition(".")[2] for name in mlp} - set(_MATRICES):
         raise UnknownLayout(f"`{experts}.mlp` of MegaBlocks has {sorted(mlp)}, known are {_MATRICES}.")
-    refuse_spread(
-        fqn, "MegaBlocks", int(layer.experts.num_experts) if not args.moe_expert_model_parallelism else 0, num_experts
-    )
+    if args.moe_expert_model_parallelism:
+        switch = "moe_expert_model_parallelism"
+        refuse_spread(fqn, "MegaBlocks", found=f"`{switch}=True`", wanted=f"`{switch}=False`")
     dropless = any(base.__name__ == "dMoE" for base in type(block).__mro__)
     ids, limit = tuple(range(num_experts)), None if dropless else experts
     return MoELayerSpec(

@@ -36,7 +36,10 @@ def describe_megatron(fqn: str, block: nn.Module, index: ParameterIndex) -> MoEL
     """
     layer: Any = block
     num_experts, router = int(layer.config.num_moe_experts), under(fqn, "router")
-    refuse_spread(fqn, "Megatron", len(layer.local_expert_indices), num_experts)
+    num_local = len(layer.local_expert_indices)
+    if num_local != num_experts:
+        found = f"{num_local} of {num_experts} experts on this rank"
+        refuse_spread(fqn, "Megatron", found=found, wanted="`expert_model_parallel_size=1`")
     # Padded to the capacity, the map says what was computed, and the dispatcher keeps a copy of the factor.
     padded = bool(getattr(layer.config, "moe_pad_expert_input_to_capacity", False))
     biased = getattr(layer.router, "expert_bias", None) is not None

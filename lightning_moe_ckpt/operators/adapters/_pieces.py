@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from torch import nn
 
@@ -38,13 +39,17 @@ def wholes(params: Sequence[Mapping[str, nn.Parameter]]) -> dict[int, tuple[Para
     return {expert: tuple(whole_slice(n, p) for n, p in own.items()) for expert, own in enumerate(params)}
 
 
-def refuse_spread(fqn: str, library: str, num_local: int, num_experts: int) -> None:
-    """Expert parallelism of a library's own engine: nothing here knows its groups."""
-    if num_local != num_experts:
-        raise UnknownLayout(
-            f"`{fqn}` is a layer of {library} that has {num_local} of {num_experts} experts on this rank; only its own "
-            "trainer can reduce their gradients. Build it without expert parallelism, or take a `MoELayer`."
-        )
+def refuse_spread(fqn: str, library: str, *, found: str, wanted: str) -> NoReturn:
+    """Expert parallelism of a library's own engine: nothing here knows its groups.
+
+    Raises:
+        UnknownLayout: always.
+    """
+    raise UnknownLayout(
+        f"`{fqn}` is a layer of {library} with {found}; only its own trainer can reduce the gradients of experts that are "
+        f"spread over ranks. Build it with {wanted}, so that every rank has all experts, or take a `MoELayer`, which "
+        "`MoEStrategy` spreads over ranks."
+    )
 
 
 def under(prefix: str, name: str) -> str:

@@ -7,7 +7,8 @@ router: it emits one value.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -78,6 +79,18 @@ def find_router_buffers(block: nn.Module, block_fqn: str, num_experts: int, expe
     return tuple(f"{prefix}{name}" for name in names)
 
 
+def find_router_beside(fqn: str, num_experts: int, index: ParameterIndex) -> tuple[str, ...]:
+    """Names of the parameters of routers that are siblings of the module `fqn`, for blocks that are not known as such."""
+    parent = fqn.rpartition(".")[0]
+    children = defaultdict[str, dict[str, nn.Parameter]](dict)
+    for name, param in index.under(parent).items():
+        child = name.removeprefix(f"{parent}.").partition(".")[0]
+        if _is_router_name(child):
+            children[child][name] = param
+    emitting = [params for params in children.values() if _emitting(params.values(), num_experts)]
+    return tuple(name for params in emitting for name in params)
+
+
 def is_shared(fqn: str) -> bool:
     """Whether a module is one of the experts every token visits; their wrapper may carry the name."""
     return any("shared" in part.lower() for part in fqn.split(".")[-2:])
@@ -120,4 +133,8 @@ def _is_router_name(name: str) -> bool:
 
 
 def _emits(module: nn.Module, num_experts: int) -> bool:
-    return any(p.ndim == 2 and num_experts in p.shape for p in module.parameters())
+    return _emitting(module.parameters(), num_experts)
+
+
+def _emitting(params: Iterable[nn.Parameter], num_experts: int) -> bool:
+    return any(p.ndim == 2 and num_experts in p.shape for p in params)

@@ -1,6 +1,6 @@
 """Stacked experts: one module whose parameters all have the experts as dimension 0, with a router beside it.
 
-Source: the convention of Hugging Face transformers 5 (`use_experts_implementation`), also torchtitan and torchtune.
+Source: the convention of Hugging Face transformers 5 (`use_experts_implementation`), also nanochat, torchtitan and torchtune.
 A rule by shape alone would misfire on stacked shared experts, hence the sibling router is required.
 """
 
@@ -38,7 +38,7 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
         router=found.router,
         router_buffers=found.buffers,
         top_k=find_top_k(experts, block, *block.children()),
-        count=IndexTap(fqn),
+        count=IndexTap(fqn, gate),
         probabilities=ProbabilityTap(gate) if gate is not None else None,
         # Rows of stacked experts are not copied into buffers of a fixed size: nothing is dropped.
         capacity=CapacityTap(fqn),
