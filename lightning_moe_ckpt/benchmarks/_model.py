@@ -80,6 +80,9 @@ class BenchModel(LightningModule):
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.size = size
+        self._build(size)
+
+    def _build(self, size: ModelSize) -> None:
         self.embed = nn.Embedding(size.vocabulary, size.model_dim)
         self.position = nn.Embedding(size.context, size.model_dim)
         self.blocks = nn.Sequential(*(_Block(size) for _ in range(size.num_blocks)))
@@ -108,6 +111,23 @@ class BenchModel(LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ShardedBenchModel(BenchModel):
+    """The same, built once the strategy says which experts each rank has.
+
+    Args:
+        size: what is built.
+    """
+
+    def __init__(self, size: ModelSize) -> None:
+        LightningModule.__init__(self)
+        self.size = size
+
+    def configure_model(self) -> None:
+        """Build it, once."""
+        if not hasattr(self, "head"):
+            self._build(self.size)
 
 
 def random_tokens(size: ModelSize, num_batches: int) -> DataLoader[tuple[Tensor, ...]]:

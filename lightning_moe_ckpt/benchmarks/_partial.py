@@ -1,6 +1,6 @@
-"""Bytes of the rank that writes most in a partial generation: dense state shared equally, and shared adaptively.
+"""Bytes of the rank that writes most in a partial generation, dense state shared equally and adaptively; and tokens lost.
 
-The model is the paper's: GPT-2 small with experts in every other layer, one expert of each layer per rank, 12 bytes per
+For what the loss of nodes costs see `_two_level`. For bytes the model is the paper's: GPT-2 small with experts in every other layer, one expert of each layer per rank, 12 bytes per
 parameter. Every rank writes its pieces of the experts whose turn it is; checkpoints take as long as the rank with most
 bytes does. The paper reports 11.7 % less time.
 
@@ -18,6 +18,13 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, megabytes, positive, table_of
+from lightning_moe_ckpt.benchmarks._two_level import (
+    PAIRS,
+    TwoLevelFigure,
+    measure_two_levels,
+    pair_of,
+    two_level_table,
+)
 from lightning_moe_ckpt.operators import ParamSlice
 from lightning_moe_ckpt.policies import (
     LEVELS,
@@ -61,33 +68,50 @@ class PartialFigure:
         return 1 - self.adaptive_nbytes / self.equal_nbytes
 
 
-class PartialBench(Benchmark[PartialFigure]):
+class PartialBench(Benchmark[PartialFigure | TwoLevelFigure]):
     """See the module."""
 
     name = "partial"
-    summary = "peak bytes per rank of partial generations, dense state shared equally and adaptively"
+    summary = "partial generations: peak bytes per rank, and tokens lost with two levels and with storage alone"
 
     @override
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--partial-ranks", type=positive, default=8, help="of the job (default: %(default)s)")
         parser.add_argument("--partial-experts", type=positive, default=8, help="per layer (default: %(default)s)")
+        parser.add_argument(
+            "--pairs",
+            nargs="+",
+            type=pair_of,
+            default=PAIRS,
+            metavar="M,S",
+            help=f"experts per layer in memory and in storage (default: {' '.join(f'{m},{s}' for m, s in PAIRS)})",
+        )
+        parser.add_argument(
+            "--partial-nodes", type=positive, default=3, help="processes that are killed (default: %(default)s)"
+        )
+        parser.add_argument("--partial-faults", type=positive, default=2, help="kills of each (default: %(default)s)")
 
     @override
-    def measure(self, options: argparse.Namespace, progress: Progress) -> list[PartialFigure]:
+    def measure(self, options: argparse.Namespace, progress: Progress) -> list[PartialFigure | TwoLevelFigure]:
         ks = [2**i for i in range(options.partial_experts.bit_length()) if 2**i <= options.partial_experts]
-        figures = []
+        figures: list[PartialFigure | TwoLevelFigure] = []
         for done, k in enumerate(ks):
             progress(f"sharding with K = {k}", done, len(ks))
             figures.append(_figure(options.partial_ranks, options.partial_experts, k))
-        return figures
+        return figures + measure_two_levels(options, progress)
 
     @override
-    def table(self, figures: Sequence[PartialFigure]) -> Table:
-        title = (
-            f"Bytes per rank and generation, {figures[0].num_ranks} ranks, {figures[0].num_experts} experts per layer"
-        )
-        columns = ["K", "average", "equal shares, peak", "adaptive, peak", "less"]
-        return table_of(title, columns, [_row(figure) for figure in figures])
+    def table(self, figures: Sequence[PartialFigure | TwoLevelFigure]) -> Table:
+        tables = Table.grid(padding=(1, 0))
+        tables.add_row(_sharding([each for each in figures if isinstance(each, PartialFigure)]))
+        tables.add_row(two_level_table([each for each in figures if isinstance(each, TwoLevelFigure)]))
+        return tables
+
+
+def _sharding(figures: Sequence[PartialFigure]) -> Table:
+    title = f"Bytes per rank and generation, {figures[0].num_ranks} ranks, {figures[0].num_experts} experts per layer"
+    columns = ["K", "average", "equal shares, peak", "adaptive, peak", "less"]
+    return table_of(title, columns, [_row(figure) for figure in figures])
 
 
 def _figure(num_ranks: int, num_experts: int, k: int) -> PartialFigure:

@@ -36,6 +36,7 @@ from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
 from lightning_moe_ckpt.benchmarks._replication import ReplicationFigure
 from lightning_moe_ckpt.benchmarks._selection import SelectionFigure
+from lightning_moe_ckpt.benchmarks._two_level import TwoLevelFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.parallel._bench import ReductionCost
@@ -47,7 +48,7 @@ TINY_FITS = [
 ]
 TINY = {
     "planner": ("--operators", "1300", "--runs", "2"),
-    "partial": ("--partial-experts", "8"),
+    "partial": ("--partial-experts", "8", "--partial-nodes", "2", "--partial-faults", "1", "--pairs", "8,1"),
     "selection": ("--selection-steps", "120"),
     "reduction": ("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     "recovery": (
@@ -159,13 +160,25 @@ def test_planner_figures_are_those_of_the_design() -> None:
 
 def test_adaptive_sharding_lowers_the_peak() -> None:
     """Of a partial generation, wherever ranks have different numbers of experts; and it never raises it."""
-    figures = [PartialFigure(**row) for row in _document("partial")["partial"]]
+    figures = [PartialFigure(**row) for row in _document("partial")["partial"] if "adaptive_nbytes" in row]
     assert [figure.k for figure in figures] == [1, 2, 4, 8]
     for figure in figures:
         assert figure.average_nbytes <= figure.adaptive_nbytes <= figure.equal_nbytes
         assert figure.adaptive_nbytes <= 1.04 * figure.average_nbytes
     assert figures[0].saved > 0.05
-    assert "adaptive" in _shown(PartialBench().table(figures))
+
+
+def test_memory_of_surviving_nodes_keeps_tokens_that_storage_lost() -> None:
+    """Real kills, one of two nodes lost: PLT is below that of storage alone, and both are shown beside the bytes."""
+    rows = _document("partial")["partial"]
+    (figure,) = (TwoLevelFigure(**row) for row in rows if "storage_plt" in row)
+    assert (figure.num_nodes, figure.num_experts, figure.snapshot_k, figure.k) == (2, 8, 8, 1)
+    assert 0 < figure.plt < figure.storage_plt
+    sharding = [PartialFigure(**row) for row in rows if "adaptive_nbytes" in row]
+    shown = _shown(PartialBench().table([*sharding, figure]))
+    assert "adaptive" in shown
+    assert f"{figure.plt:.1%}" in shown
+    assert f"{figure.storage_plt:.1%}" in shown
 
 
 def test_popular_experts_first_halves_what_a_fault_costs() -> None:
