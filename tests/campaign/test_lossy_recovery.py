@@ -16,6 +16,7 @@ from campaign._lossy import Machines, train_lossy
 from campaign._lossy_damage import Damage
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
+from campaign.test_selective import selective_setup
 from lightning_moe_ckpt.testing._lives import Fit
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
@@ -107,10 +108,11 @@ def test_lost_tokens_of_several_layers_are_told_apart(campaigns: Campaigns, fold
     assert all(by_layer)
 
 
-def test_loss_after_loss_is_counted_once(campaigns: Campaigns, folder: Path) -> None:
-    """A node, and then everything, in two lives of one run; experts are modules with a step count of their own."""
+@pytest.mark.parametrize("policy", ["partial", pytest.param("selective", marks=pytest.mark.soak)])
+def test_loss_after_loss_is_counted_once(campaigns: Campaigns, folder: Path, policy: str) -> None:
+    """A node, and then everything, in two lives of one run; under K, experts are modules with a step count of their own."""
     machines = Machines(folder, (0, 1, 1), lost=((1,), (0, 1)), replicas=0)
-    setup = replace(lossy_setup(3, 1), model="lists")
+    setup = replace(lossy_setup(3, 1), model="lists") if policy == "partial" else selective_setup(3, 1)
     kills = [Kill(phase="forward", step=step) for step in (5, 9)]
     found = restarts(campaigns, setup, machines, *kills)
     for life in (1, 2):
@@ -120,25 +122,34 @@ def test_loss_after_loss_is_counted_once(campaigns: Campaigns, folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("place", "placed", "lost"),
+    ("place", "placed", "lost", "policy"),
     [
-        ("ring", (0,), ()),
-        ("replica", (0, 1), ((1,),)),
-        ("storage", (0,), ((0,),)),
-        pytest.param("ring", (0, 0, 0), (), marks=pytest.mark.soak),
-        pytest.param("storage", (0, 0, 0), ((0,),), marks=pytest.mark.soak),
+        ("ring", (0,), (), "partial"),
+        ("replica", (0, 1), ((1,),), "partial"),
+        ("storage", (0,), ((0,),), "partial"),
+        pytest.param("ring", (0, 0, 0), (), "partial", marks=pytest.mark.soak),
+        pytest.param("storage", (0, 0, 0), ((0,),), "partial", marks=pytest.mark.soak),
+        ("ring", (0,), (), "selective"),
+        pytest.param("storage", (0, 0, 0), ((0,),), "selective", marks=pytest.mark.soak),
     ],
-    ids=["ring", "replica", "storage", "ring of three ranks", "storage of three ranks"],
+    ids=["ring", "replica", "storage", "ring-3", "storage-3", "ring-selective", "storage-3-selective"],
 )
 def test_a_bad_record_makes_its_own_expert_older_and_no_other(
-    campaigns: Campaigns, folder: Path, place: Damage, placed: tuple[int, ...], lost: tuple[tuple[int, ...], ...]
+    campaigns: Campaigns,
+    folder: Path,
+    *,
+    place: Damage,
+    placed: tuple[int, ...],
+    lost: tuple[tuple[int, ...], ...],
+    policy: str,
 ) -> None:
     """A bit of an expert turns between two lives: in memory of a dead process, in a copy of a dead node's, or in a file.
 
     Its next older copy is taken; all others, and the dense part, are as new as without the damage.
     """
     machines = Machines(folder, placed, lost=lost, damaged=place)
-    found = restarts(campaigns, lossy_setup(len(placed), 1), machines, replace(KILL, settle=10.0))
+    setup = lossy_setup(len(placed), 1) if policy == "partial" else selective_setup(len(placed), 1)
+    found = restarts(campaigns, setup, machines, replace(KILL, settle=10.0))
     promise, undamaged = found.require(1), found.promised(1, spoilt=False)
     expert = found.spoilt.expert
     assert promise.experts[expert] < undamaged.experts[expert] == found.spoilt.generation
