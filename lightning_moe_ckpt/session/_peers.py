@@ -7,6 +7,9 @@ a transfer only where the next generation would have no slots without those that
 Copies alone bring nobody back: when a node dies, those who live need the same generation in their own memory. So what
 is complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the host tier
 has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
+
+Where generations may be told by gradients (`_deltas`), one is taken while the one before is still under way: it has to
+be of the very next boundary. All ranks then know only one window later that a generation is complete everywhere.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from datetime import timedelta
 from typing import cast
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._config import LifeConfig
+from lightning_moe_ckpt.session._deltas import DeltaChain, DeltaFigures
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced, Job, Released, TierWorker
@@ -28,6 +33,7 @@ from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import (
     COPIES,
     FailureDomain,
+    NotReplicated,
     Placement,
     Replication,
     SegmentRing,
@@ -77,6 +83,12 @@ class PeerWorker(TierWorker):
         """How to give back the slots of those whose copies are complete here; see the module."""
         self._period_steps = 1
         self._slot_nbytes = 0
+        self._begun: GenerationId | None = None
+        self._follows = False
+        """Whether the generation begun last is of the boundary behind that of the one before."""
+        self._chain = DeltaChain()
+        self._nbytes_before = 0
+        """Sent before the generation under way."""
 
     # -- called from the training thread
 
@@ -98,6 +110,22 @@ class PeerWorker(TierWorker):
         self._replication.start()
         self._start_thread()
 
+    @property
+    @override
+    def idle(self) -> bool:
+        with self._changed:
+            return len(self._jobs) <= self._replication.ahead
+
+    @property
+    @override
+    def wants_gradients(self) -> bool:
+        return self._replication.ahead and self._follows and not self._chain.given_up
+
+    @property
+    def figures(self) -> DeltaFigures | None:
+        """What generations took on the wire; `None` where they are always sent as they are."""
+        return self._chain.figures if self._replication.ahead else None
+
     @override
     def stepped(self, period_steps: int) -> None:
         self._period_steps = period_steps
@@ -105,14 +133,20 @@ class PeerWorker(TierWorker):
 
     @override
     def begin(self, announced: Announced) -> None:
-        self._give_back(lambda held: held != self._keep)  # what some rank failed to replicate is of no use
-        num_segments = announced.num_segments
-        self._replication.pacer.begin(num_segments=num_segments, num_steps=max(num_segments, self._period_steps))
+        before, self._begun = self._begun, announced.generation
+        self._follows = before is not None and before.step + 1 == announced.generation.step
+        undecided = before if self._replication.ahead else None
+        self._give_back(
+            lambda held: held not in {self._keep, undecided}
+        )  # what some rank failed to replicate is of no use
+        num_segments, name = announced.num_segments, announced.generation
+        num_steps = max(num_segments, self._period_steps)
+        self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=name)
         super().begin(announced)
 
     @override
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
-        self._replication.pacer.expect(segment.view.nbytes)
+        self._replication.pacer.expect(segment.view.nbytes, name=generation)
         super().add(generation, segment)
 
     @override
@@ -176,26 +210,50 @@ class PeerWorker(TierWorker):
     def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
         entry, stream = segment.digested(), self._replication.stream
         if self._sending is None:
-            self._sending, num_segments = job.generation, job.announced.num_segments
-            stream.begin(job.generation, keep=self._keep, num_segments=num_segments, slot_nbytes=self._slot_nbytes)
+            self._sending, self._nbytes_before = job.generation, stream.nbytes_sent
+            stream.begin(
+                job.generation,
+                keep=self._keep,
+                base=self._chain.newest if self._replication.ahead else None,
+                num_segments=job.announced.num_segments,
+                slot_nbytes=self._slot_nbytes,
+            )
         view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
-        stream.send(segment.step, view_U8, lambda: self._wanted(job))
+        if not (self._replication.ahead and self._send_delta(job, segment, view_U8)):
+            stream.send(segment.step, view_U8, lambda: self._wanted(job))
         return entry
+
+    def _send_delta(self, job: Job, segment: SealedSegment, view_U8: Tensor) -> bool:
+        """Send what leads to a segment; `False` if that cannot be done, and nothing was sent."""
+        stream, delta = self._replication.stream, self._chain.encode(segment, view_U8)
+        if delta is None or not self._chain.offered(stream.offer(segment.step, delta)):
+            return False
+        self._replication.pacer.resize(delta.payload_nbytes)
+        stream.send_delta(delta, lambda: self._wanted(job))
+        return True
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:
         stream = self._replication.stream
-        stream.finish(marker.to_bytes())
+        try:
+            stream.finish(marker.to_bytes(), like=self._chain.marker)
+        except NotReplicated as error:
+            if error.refused:
+                self._chain.refused(str(error))
+            raise
+        nbytes = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders)
+        if self._replication.ahead:
+            self._chain.whole(marker, nbytes)
         self._sending = None
         with self._changed:
             if job.on_released is not None:
                 self._held[job.generation], job.on_released = job.on_released, None
-        nbytes = sum(entry.nbytes for entry in job.entries)
         log.info("%s is replicated to ranks %s: %.1f MiB", job.generation, stream.holders, nbytes / 2**20)
 
     @override
     def _end(self, job: Job) -> None:
         sending, self._sending = self._sending, None
+        self._replication.pacer.end(job.generation)
         if sending is not None:
             self._replication.stream.abandon()
         super()._end(job)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
@@ -26,6 +26,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     segment_key,
 )
+from lightning_moe_ckpt.tiers import Gradients
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -57,6 +58,13 @@ class RecordDigests:
             return self._found
 
 
+class StepRecord(Protocol):
+    """What the optimizer step that led to a segment has consumed."""
+
+    def gradients(self) -> Gradients | None:
+        """As they were; waits until they are copied, from any thread. `None` if they are not known for certain."""
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class SealedSegment:
     """A segment whose bytes are final, or will be when its ticket is done."""
@@ -71,6 +79,8 @@ class SealedSegment:
     ticket: Ticket | None = None
     persisted: SealedSegment | None = None
     """The file within it that goes to storage, where that is not all of it."""
+    step_record: StepRecord | None = None
+    """From which it can be rebuilt by who has the segment of the boundary before."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
     shared: RecordDigests | None = None

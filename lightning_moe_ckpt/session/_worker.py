@@ -154,6 +154,11 @@ class TierWorker(ABC):
             return not self._jobs
 
     @property
+    def wants_gradients(self) -> bool:
+        """Whether what the optimizer consumed, up to the generation that was begun last, would be of use here."""
+        return False
+
+    @property
     def newest(self) -> GenerationId | None:
         """The newest generation that this life completed here, on this rank."""
         with self._changed:

@@ -5,6 +5,12 @@ A tier is one short contract (`Tier`); recovery asks the tiers in order of cost,
 
 from lightning_moe_ckpt.tiers._contract import Holding as Holding
 from lightning_moe_ckpt.tiers._contract import Tier as Tier
+from lightning_moe_ckpt.tiers._delta import Baseline as Baseline
+from lightning_moe_ckpt.tiers._delta import EncodedDelta as EncodedDelta
+from lightning_moe_ckpt.tiers._delta import Gradients as Gradients
+from lightning_moe_ckpt.tiers._delta import PartGradient as PartGradient
+from lightning_moe_ckpt.tiers._delta import StepSettings as StepSettings
+from lightning_moe_ckpt.tiers._delta import encode_delta as encode_delta
 from lightning_moe_ckpt.tiers._domains import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._domains import expect_domains as expect_domains
 from lightning_moe_ckpt.tiers._domains import this_domain as this_domain
@@ -14,6 +20,7 @@ from lightning_moe_ckpt.tiers._object import ObjectTier as ObjectTier
 from lightning_moe_ckpt.tiers._peer import DEFAULT_MAX_CHUNK as DEFAULT_MAX_CHUNK
 from lightning_moe_ckpt.tiers._peer import Replication as Replication
 from lightning_moe_ckpt.tiers._peer_store import COPIES as COPIES
+from lightning_moe_ckpt.tiers._peer_stream import NotReplicated as NotReplicated
 from lightning_moe_ckpt.tiers._placement import Placement as Placement
 from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory

@@ -40,6 +40,7 @@ class Replication:
         url: of the run; what replaced runs left is found by it.
         resumed: the generation that this life goes on from; see `ReplicaStore`.
         keep: generations that holders keep.
+        ahead: whether a generation is sent before all ranks know of the one before, so that it may be told by deltas.
         directory: where copies are kept; default `shared_directory()`.
     """
 
@@ -54,14 +55,18 @@ class Replication:
         max_chunk: int = DEFAULT_MAX_CHUNK,
         resumed: GenerationId | None = None,
         keep: int = 1,
+        ahead: bool = False,
         directory: Path | None = None,
     ) -> None:
-        self._group, self.started = group, False
+        self._group, self.started, self.ahead = group, False, ahead
         self.pacer = Pacer()
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
         self.stores = {
             owner: ReplicaStore(
-                RankMemory(run_id, owner, url=url, directory=directory, kind="replica"), resumed, keep=keep
+                RankMemory(run_id, owner, url=url, directory=directory, kind="replica"),
+                resumed,
+                keep=keep,
+                ahead=ahead,
             )
             for owner in owners
         }

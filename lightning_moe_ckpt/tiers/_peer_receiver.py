@@ -2,7 +2,8 @@
 
 Bytes arrive where they stay, in slots of the owner's replica ring. A generation is published, which is what a later
 life finds, only when every segment has the digest that the owner's marker says; then its owner is told. So a copy
-that is torn, because its owner died or gave it up, is never mistaken for a whole one.
+that is torn, because its owner died or gave it up, is never mistaken for a whole one, and neither is one that was rebuilt
+from gradients and has other bytes than the owner's segment.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, digest_of
+from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
-from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, cut, generation_of
+from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, as_payload, cut, generation_of
+from lightning_moe_ckpt.tiers._squeeze import unsqueeze
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +31,29 @@ class _Incoming:
 
     generation: GenerationId
     num_segments: int
+    base: GenerationId | None
+    """What deltas are made of."""
     segments: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Size and digest of those that have arrived, by step."""
     step: int = -1
     out: torch.Tensor | None = None
     """Memory of the segment under way."""
+    decoder: DeltaDecoder | None = None
+    """Rebuilds it, if it does not come as it is."""
+
+    def place(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Where the next bytes go; `None` if none are due."""
+        if self.decoder is not None:
+            return self.decoder.place(offset, nbytes)
+        fits = self.out is not None and offset + nbytes <= self.out.numel()
+        return self.out[offset : offset + nbytes] if self.out is not None and fits else None
+
+    def arrived(self, end: int, nbytes: int) -> bool:
+        """The bytes up to `end` are there; whether the segment is whole."""
+        if self.decoder is not None:
+            self.decoder.arrived(nbytes)
+            return self.decoder.whole
+        return self.out is not None and end == self.out.numel()
 
 
 class ReplicaReceiver:
@@ -53,6 +74,8 @@ class ReplicaReceiver:
         self._group, self._run_id, self._store = group, run_id, store
         self._wire = Wire(group, owner, to_holder=False, max_chunk=max_chunk)
         self._incoming: _Incoming | None = None
+        self._newest: tuple[GenerationId, bytes] | None = None
+        """The newest whole copy, and its marker as it came."""
         self._thread = threading.Thread(target=self._serve, name=f"moe-ckpt-replica-{owner}", daemon=True)
 
     def start(self) -> None:
@@ -85,6 +108,8 @@ class ReplicaReceiver:
                 self._drop()
             elif message.kind is Kind.SEGMENT:
                 self._begin_segment(*message.numbers)
+            elif message.kind is Kind.DELTA:
+                self._begin_delta(*message.numbers)
             elif message.kind is Kind.CHUNK:
                 self._take_chunk(*message.numbers)
             elif message.kind is Kind.MARKER:
@@ -93,44 +118,72 @@ class ReplicaReceiver:
                 raise self._unexpected(message.kind)
 
     def _begin(self, message: Message) -> None:
-        step, epoch, keep_step, keep_epoch, num_segments, slot_nbytes = message.numbers
+        step, epoch, *older, num_segments, slot_nbytes = message.numbers
         self._drop()
-        generation, keep = GenerationId(step=step, epoch=epoch), generation_of((keep_step, keep_epoch))
+        generation, keep, base = (
+            GenerationId(step=step, epoch=epoch),
+            generation_of(older[:2]),
+            generation_of(older[2:]),
+        )
         try:
-            self._store.begin(generation, keep=keep, num_segments=num_segments, slot_nbytes=slot_nbytes)
+            self._store.begin(generation, keep=keep, base=base, num_segments=num_segments, slot_nbytes=slot_nbytes)
         except ConfigurationError as error:
             self._refuse(str(error))
             return
-        self._incoming = _Incoming(generation=generation, num_segments=num_segments)
+        self._incoming = _Incoming(generation=generation, num_segments=num_segments, base=base)
         self._wire.send(Message(Kind.READY))
 
     def _begin_segment(self, step: int, nbytes: int) -> None:
         incoming = self._expect(Kind.SEGMENT)
-        incoming.step, incoming.out = step, self._store.segment(step, nbytes)
+        incoming.step, incoming.out, incoming.decoder = step, self._store.slot(step)[:nbytes], None
+
+    def _begin_delta(self, step: int, nbytes: int) -> None:
+        incoming = self._expect(Kind.DELTA)
+        recipe = self._wire.receive_bytes(nbytes)
+        try:
+            incoming.decoder = DeltaDecoder(recipe, self._base(incoming), self._store.slot(step))
+        except Corrupt as error:
+            log.info("a segment of rank %d cannot be rebuilt, it comes whole: %s", self.owner, error)
+            self._answer_refused(str(error))
+            return
+        incoming.step, incoming.out = step, incoming.decoder.segment
+        self._wire.send(Message(Kind.READY))
+
+    def _base(self, incoming: _Incoming) -> torch.Tensor:
+        """The segment that one is rebuilt from. Raises `Corrupt`."""
+        base = incoming.base
+        known = self._newest is not None and self._newest[0] == base
+        found = self._store.whole(base, base.step) if base is not None and known else None
+        if found is None:
+            raise Corrupt(f"there is no copy of {base} here, from which {incoming.generation} was to be rebuilt.")
+        return found
 
     def _take_chunk(self, offset: int, nbytes: int) -> None:
         incoming = self._expect(Kind.CHUNK)
-        out = incoming.out
-        if out is None or offset + nbytes > out.numel():
+        place = incoming.place(offset, nbytes)
+        if place is None:
             raise self._unexpected(Kind.CHUNK)
-        self._wire.receive_into(out[offset : offset + nbytes])
-        if offset + nbytes == out.numel():
+        self._wire.receive_into(place)
+        if incoming.arrived(offset + nbytes, nbytes):
+            assert incoming.out is not None
             # While the owner waits for its next step.
-            incoming.segments[incoming.step] = (out.numel(), digest_of(out.numpy().data))
+            incoming.segments[incoming.step] = (incoming.out.numel(), digest_of(incoming.out.numpy().data))
 
     def _finish(self, message: Message) -> None:
-        payload = torch.empty(message.numbers[0], dtype=torch.uint8)
+        nbytes, by_difference = message.numbers
         incoming = self._expect(Kind.MARKER)
-        self._wire.receive_into(payload)
+        told = self._wire.receive_bytes(nbytes)
         try:
-            marker = RankMarker.from_bytes(payload.numpy().tobytes(), f"marker of rank {self.owner}")
+            if by_difference and self._newest is not None:
+                told = unsqueeze(told, self._newest[1])
+            marker = RankMarker.from_bytes(told, f"marker of rank {self.owner}")
             self._check(incoming, marker)
             self._store.publish(marker)
         except (CheckpointError, OSError) as error:
             self._drop()
             self._refuse(str(error))
             return
-        self._incoming = None
+        self._incoming, self._newest = None, (incoming.generation, told)
         self._wire.send(Message(Kind.WHOLE))
 
     def _check(self, incoming: _Incoming, marker: RankMarker) -> None:
@@ -142,7 +195,10 @@ class ReplicaReceiver:
 
     def _refuse(self, reason: str) -> None:
         log.error("a copy of the segments of rank %d was not kept; training goes on: %s", self.owner, reason)
-        payload = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
+        self._answer_refused(reason)
+
+    def _answer_refused(self, reason: str) -> None:
+        payload = as_payload(reason.encode())
         self._wire.send(Message(Kind.REFUSED, (payload.numel(),)), payload)
 
     def _drop(self) -> None:

@@ -4,6 +4,9 @@ Usually one is kept, the one that is whole on all ranks of the job; the other is
 says when it begins the next, because only then every rank knows of it: a holder that gave up the older copy as soon as
 it had a newer one would leave the job with nothing if a node died while others still had the older one only.
 
+An owner that begins a generation before all ranks know of the one before has room for that one too: the newer one may
+be rebuilt from it.
+
 A plan that needs more memory gets a ring of its own; the ring before stays until the new one holds what is kept.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
@@ -28,10 +31,13 @@ class ReplicaStore:
         memory: of the owner's replicas on this node.
         resumed: the generation that this life goes on from; a copy that an earlier life left of it stays.
         keep: generations that are kept besides the one that is received.
+        ahead: whether a generation may come before all ranks know of the one before.
     """
 
-    def __init__(self, memory: RankMemory, resumed: GenerationId | None = None, *, keep: int = 1) -> None:
-        self._memory, self._keep = memory, keep
+    def __init__(
+        self, memory: RankMemory, resumed: GenerationId | None = None, *, keep: int = 1, ahead: bool = False
+    ) -> None:
+        self._memory, self._keep, self._room = memory, keep, 1 + keep + ahead
         memory.claim(resumed, older=keep > 1)
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
@@ -48,34 +54,45 @@ class ReplicaStore:
         return self._make(slot_nbytes, num_segments).memory.numel()
 
     def begin(
-        self, generation: GenerationId, *, keep: GenerationId | None, num_segments: int, slot_nbytes: int
+        self,
+        generation: GenerationId,
+        *,
+        keep: GenerationId | None,
+        base: GenerationId | None = None,
+        num_segments: int,
+        slot_nbytes: int,
     ) -> None:
-        """Make room for a generation by giving up every other but `keep`, and those before it that are kept with it.
+        """Make room for a generation by giving up every other but `base`, `keep` and those before it that are kept with it.
 
         Raises:
             ConfigurationError: the generation needs more memory than there is.
         """
-        self.reclaim(keep=keep)
+        self.reclaim(keep=keep, base=base)
         ring = self._ring
         if ring.slot_nbytes < slot_nbytes or not ring.has_room(num_segments):
             ring = self._make(slot_nbytes, num_segments)
         ring.begin_window(generation)
         self._generation = generation
 
-    def reclaim(self, *, keep: GenerationId | None) -> None:
-        """Give up every whole copy but one, and as many before it as are kept with it."""
+    def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None) -> None:
+        """Give up every whole copy but two, and as many before `keep` as are kept with it."""
         if keep is not None:
             self._memory.complete_everywhere(keep)
         for each in self._ring.published:
-            if keep is None or each > keep or (each < keep and self._keep == 1):
+            if each != base and (keep is None or each > keep or (each < keep and self._keep == 1)):
                 self._ring.discard(each)
 
-    def segment(self, step: int, nbytes: int) -> Tensor:
-        """Memory for the segment of boundary `step`; uint8, shape `[nbytes]`. The one before is whole."""
+    def slot(self, step: int) -> Tensor:
+        """Memory for the segment of boundary `step`, and what may lie behind it; uint8. The one before is whole."""
         assert self._generation is not None
-        self._seal()
-        self._slot = self._ring.acquire(self._generation, step)
-        return self._slot.view[:nbytes]
+        if self._slot is None or self._slot.step != step:
+            self._seal()
+            self._slot = self._ring.acquire(self._generation, step)
+        return self._slot.view
+
+    def whole(self, generation: GenerationId, step: int) -> Tensor | None:
+        """Memory that begins with a segment of a whole copy, which stays while it is `keep` or `base`; `None` if gone."""
+        return self._memory.view(generation, step)
 
     def publish(self, marker: RankMarker) -> None:
         """Every segment is whole and as the marker says: the copy may be restored from.
@@ -120,7 +137,7 @@ class ReplicaStore:
     # -- private
 
     def _make(self, slot_nbytes: int, num_segments: int) -> SegmentRing:
-        return self._memory.make(slot_nbytes, (1 + self._keep) * num_segments, keep=self._keep)
+        return self._memory.make(slot_nbytes, self._room * num_segments, keep=self._keep)
 
     def _seal(self) -> None:
         slot, self._slot = self._slot, None

@@ -8,23 +8,34 @@ does not count as replicated. One thread uses a stream; it blocks while a holder
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers._delta import EncodedDelta
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
-from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, numbers_of
+from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, as_payload, numbers_of
+from lightning_moe_ckpt.tiers._squeeze import squeeze
 
 log = logging.getLogger(__name__)
 
 
 class NotReplicated(StorageError):
-    """Some holder of a generation does not have it; the message says which, and why."""
+    """Some holder of a generation does not have it; the message says which, and why.
+
+    Args:
+        message: for people.
+        refused: whether one that lives has refused it.
+    """
+
+    def __init__(self, message: str, *, refused: bool) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class ReplicaStream:
@@ -43,7 +54,9 @@ class ReplicaStream:
         self._lost: dict[int, str] = {}
         self._missing: dict[int, str] = {}
         self.nbytes_sent = 0
-        """Of segments, to all holders together."""
+        """Of segments, or what was sent in their place, to all holders together."""
+        self.seconds_sending = 0.0
+        """In which these went, not those in which the pacer held them up."""
 
     @property
     def holders(self) -> list[int]:
@@ -51,13 +64,20 @@ class ReplicaStream:
         return [wire.peer for wire in self._wires]
 
     def begin(
-        self, generation: GenerationId, *, keep: GenerationId | None, num_segments: int, slot_nbytes: int
+        self,
+        generation: GenerationId,
+        *,
+        keep: GenerationId | None,
+        base: GenerationId | None = None,
+        num_segments: int,
+        slot_nbytes: int,
     ) -> None:
         """Announce a generation, and wait until every holder has made room for it or has refused it.
 
         Args:
             generation: what is coming.
-            keep: the generation that is whole on all ranks; holders may give up every other one of this owner.
+            keep: the generation that is whole on all ranks; holders may give up every other one of this owner, but for
+            base: one whose fate other ranks may still decide, and of which deltas may be made.
             num_segments: how many segments it has.
             slot_nbytes: size of the largest.
 
@@ -65,10 +85,10 @@ class ReplicaStream:
             NotReplicated: no holder takes it.
         """
         self._missing = dict(self._lost)
-        self._tell(Message(Kind.BEGIN, (*numbers_of(generation), *numbers_of(keep), num_segments, slot_nbytes)))
-        self._hear(Kind.READY)
-        if not self._active:
-            raise self._not_replicated()
+        names = (*numbers_of(generation), *numbers_of(keep), *numbers_of(base))
+        self._tell(Message(Kind.BEGIN, (*names, num_segments, slot_nbytes)))
+        self._missing |= self._hear(Kind.READY)
+        self._expect_active()
 
     def send(self, step: int, view_U8: Tensor, wanted: Callable[[], bool]) -> bool:
         """Send the segment of boundary `step` as fast as the pacer lets it; `False` if that stopped being wanted.
@@ -77,27 +97,41 @@ class ReplicaStream:
             NotReplicated: no holder is left.
         """
         self._tell(Message(Kind.SEGMENT, (step, view_U8.numel())))
-        sent = 0
-        while sent < view_U8.numel():
-            nbytes = self._pacer.take(min(self._max_chunk, view_U8.numel() - sent), wanted)
-            if nbytes == 0:
-                return False
-            self._tell(Message(Kind.CHUNK, (sent, nbytes)), view_U8[sent : sent + nbytes])
-            sent += nbytes
-            self.nbytes_sent += nbytes * len(self._active)
-            if not self._active:
-                raise self._not_replicated()
-        return True
+        return self._send_chunks([view_U8], wanted)
 
-    def finish(self, marker: bytes) -> None:
+    def offer(self, step: int, delta: EncodedDelta) -> str | None:
+        """Ask whether every holder can rebuild the segment of boundary `step` from the generation `base`.
+
+        Returns:
+            Why not; the segment must be sent as it is then. `None` if the payload may be sent.
+
+        Raises:
+            NotReplicated: no holder is left.
+        """
+        self._tell(Message(Kind.DELTA, (step, len(delta.recipe))), as_payload(delta.recipe))
+        self.nbytes_sent += len(delta.recipe) * len(self._active)
+        refused = self._hear(Kind.READY)
+        self._expect_active()
+        return "; ".join(refused.values()) or None
+
+    def send_delta(self, delta: EncodedDelta, wanted: Callable[[], bool]) -> bool:
+        """Send what was offered; as `send`."""
+        return self._send_chunks(delta.payload, wanted)
+
+    def finish(self, marker: bytes, *, like: bytes | None = None) -> None:
         """Send the marker and wait until every holder has checked its copy against it.
+
+        Args:
+            marker: over the segments that were sent.
+            like: the marker of `base`; given if and only if a delta was sent.
 
         Raises:
             NotReplicated: some holder has no whole copy.
         """
-        payload = torch.frombuffer(bytearray(marker), dtype=torch.uint8)
-        self._tell(Message(Kind.MARKER, (len(marker),)), payload)
-        self._hear(Kind.WHOLE)
+        payload = as_payload(marker if like is None else squeeze(marker, like))
+        self._tell(Message(Kind.MARKER, (payload.numel(), int(like is not None))), payload)
+        self.nbytes_sent += payload.numel() * len(self._active)
+        self._missing |= self._hear(Kind.WHOLE)
         if self._missing:
             raise self._not_replicated()
 
@@ -126,16 +160,39 @@ class ReplicaStream:
             with self._losing(wire):
                 sending.wait()
 
-    def _hear(self, wanted: Kind) -> None:
+    def _send_chunks(self, views: Sequence[Tensor], wanted: Callable[[], bool]) -> bool:
+        """No chunk has bytes of two views."""
+        position = 0
+        for view_U8 in views:
+            sent = 0
+            while sent < view_U8.numel():
+                nbytes = self._pacer.take(min(self._max_chunk, view_U8.numel() - sent), wanted)
+                if nbytes == 0:
+                    return False
+                started = time.perf_counter()
+                self._tell(Message(Kind.CHUNK, (position, nbytes)), view_U8[sent : sent + nbytes])
+                self.seconds_sending += time.perf_counter() - started
+                sent, position = sent + nbytes, position + nbytes
+                self.nbytes_sent += nbytes * len(self._active)
+                self._expect_active()
+        return True
+
+    def _hear(self, wanted: Kind) -> dict[int, str]:
+        """One answer of each; why some refuse, by rank."""
+        refused = {}
         for wire in self._active:
             with self._losing(wire):
                 answer = wire.receive()
                 if answer.kind is Kind.REFUSED:
-                    reason = torch.empty(answer.numbers[0], dtype=torch.uint8)
-                    wire.receive_into(reason)
-                    self._missing[wire.peer] = f"rank {wire.peer}: {reason.numpy().tobytes().decode(errors='replace')}"
+                    reason = wire.receive_bytes(answer.numbers[0]).decode(errors="replace")
+                    refused[wire.peer] = f"rank {wire.peer}: {reason}"
                 elif answer.kind is not wanted:
                     raise PeerLost(f"rank {wire.peer} answers {answer.kind.name}, {wanted.name} was due.")
+        return refused
+
+    def _expect_active(self) -> None:
+        if not self._active:
+            raise self._not_replicated()
 
     @contextmanager
     def _losing(self, wire: Wire) -> Iterator[None]:
@@ -148,4 +205,5 @@ class ReplicaStream:
 
     def _not_replicated(self) -> NotReplicated:
         told = "; ".join(self._missing.values())
-        return NotReplicated(f"not every node that should keep a copy has one: {told}")
+        refused = bool(self._missing.keys() - self._lost.keys())
+        return NotReplicated(f"not every node that should keep a copy has one: {told}", refused=refused)

@@ -9,8 +9,10 @@ owner                                                 holder
 BEGIN generation, sizes, what to keep  ->
                                            <-  READY, or REFUSED reason
 SEGMENT step, nbytes                   ->
-CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT; until it is whole)
-MARKER nbytes, bytes                   ->
+or DELTA step, nbytes, recipe          ->             (the segment is rebuilt from what the holder has)
+                                           <-  READY, or REFUSED reason: SEGMENT comes next
+CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT or DELTA; until it is whole)
+MARKER nbytes, how, bytes              ->             (how: 1 after a DELTA, told by its difference)
                                            <-  WHOLE, or REFUSED reason
 ABANDON                                ->             (instead of whatever would come next; no answer)
 BYE                                    ->             (the last one; no answer)
@@ -34,8 +36,8 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.storage import GenerationId
 
-_MAGIC = 0x4D6F45_0001
-"""Which protocol, in its first version; a header that begins otherwise is not read."""
+_MAGIC = 0x4D6F45_0002
+"""Which protocol, in its second version, which has `DELTA`; a header that begins otherwise is not read."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 _TO_HOLDER, _TO_OWNER = 71, 72
@@ -64,6 +66,7 @@ class Kind(IntEnum):
     READY = 7
     WHOLE = 8
     REFUSED = 9
+    DELTA = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,12 @@ class Wire:
         for part in torch.split(out, self.max_chunk):
             self.wait_for(self._operate(part, self._in, receive=True))
 
+    def receive_bytes(self, nbytes: int) -> bytes:
+        """The bytes that the last message announced, where they are few."""
+        out = torch.empty(nbytes, dtype=torch.uint8)
+        self.receive_into(out)
+        return out.numpy().tobytes()
+
     def wait_for(self, work: dist.Work) -> None:
         """Raises `PeerLost` if the peer is gone."""
         try:
@@ -173,6 +182,11 @@ class Sending:
         """Until the peer has all of it. Raises `PeerLost`."""
         for work in self._works:
             self._wire.wait_for(work)
+
+
+def as_payload(data: bytes) -> Tensor:
+    """Bytes to send with a message; a copy."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def cut(group: dist.ProcessGroup, peer: int) -> None:

@@ -17,6 +17,8 @@ import logging
 from collections.abc import Hashable
 from pathlib import Path
 
+from torch import Tensor
+
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_of, full_records
 from lightning_moe_ckpt.tiers._names import (
@@ -129,6 +131,10 @@ class RankMemory:
         self._ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
         self._ring.keep = keep
         return self._ring
+
+    def view(self, generation: GenerationId, step: int) -> Tensor | None:
+        """Memory that begins with a segment of a published generation; `None` if it is not here."""
+        return next((view for ring in self._all() if (view := ring.view(generation, step)) is not None), None)
 
     # -- completion
 

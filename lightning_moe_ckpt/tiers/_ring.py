@@ -314,6 +314,13 @@ class SegmentRing:
             paths = [entry.marker for entry in self._generations.values() if entry.marker is not None]
         return [found.marker for path in paths if (found := _read_marker(path)) is not None]
 
+    def view(self, generation: GenerationId, step: int) -> Tensor | None:
+        """Slot of a published generation; `None` if it has none. Pin the generation, or know that nobody gives it up."""
+        with self._lock:
+            entry = self._generations.get(generation)
+            index = entry.steps.get(step) if entry is not None and entry.marker is not None else None
+        return None if index is None else self.memory[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
+
     def complete_everywhere(self, generation: Hashable) -> None:
         """All ranks have completed `generation`: nobody will need more than the `keep` newest ones up to it.
 

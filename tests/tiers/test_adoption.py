@@ -290,7 +290,7 @@ def test_copies_for_others_are_kept_as_many_as_they_keep_themselves(node: Path) 
     before = None
     for step in range(1, 7):
         store.begin(generation(step), keep=before, num_segments=1, slot_nbytes=SLOT)
-        store.segment(step, SLOT)
+        store.slot(step)
         store.publish(_marker_of(4, step))
         before = generation(step) if step != 4 else before
     assert sorted(each.step for each in store._memory.published) == [2, 3, 5, 6]
