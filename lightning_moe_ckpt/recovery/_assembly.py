@@ -93,7 +93,10 @@ class Assembly:
         self._copies = list(copies)
         self._gone: dict[Copy, str] = {}
         self._file = _Part("the file", 0, entry.nbytes, entry.digest)
-        self._records = [_Part(each.name, each.offset, each.nbytes, each.digest) for each in entry.records]
+        self._records: list[_Part] = []
+        """Looked at only when the file is bad."""
+        self._asked: list[list[Request]] = []
+        """All requests so far."""
         self._bad: list[_Part] | None = None
 
     @property
@@ -110,6 +113,7 @@ class Assembly:
         if self.done:
             return []
         requests = self._striped() if self._bad is None else self._mending(self._bad)
+        self._asked.append(requests)
         for part in (self._file, *self._records):
             part.supplied(requests)
         for request in requests:
@@ -128,12 +132,21 @@ class Assembly:
             self.layout = check_places(self.entry, self.view)
             self.done = True
             return
+        self._records = self._records or self._noted()
         bad = [part for part in self._records if digest_of(self._bytes(part)) != part.digest]
         self._bad = bad or [self._file]
         for part in self._bad:
             if part.supplier is not None:
                 part.bad_in.add(part.supplier)
                 self._complain(part, part.supplier)
+
+    def _noted(self) -> list[_Part]:
+        """The records, as if they had been there from the start."""
+        parts = [_Part(each.name, each.offset, each.nbytes, each.digest) for each in self.entry.records]
+        for part in parts:
+            for requests in self._asked:
+                part.supplied(requests)
+        return parts
 
     def _complain(self, part: _Part, copy: Copy) -> None:
         if copy not in self._gone:

@@ -33,12 +33,9 @@ class Averages:
     def __init__(self, models: Sequence[AveragedModel], *, consumed: bool) -> None:
         self._models = {f"{PREFIX}{index}": model for index, model in enumerate(models)}
         self._consumed = consumed
+        self.names = frozenset(self._models)
+        """Of the averages; keys of fields in records."""
         self._tensors = {name: dict(model.module.named_parameters()) for name, model in self._models.items()}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the averages; keys of fields in records."""
-        return frozenset(self._models)
 
     @property
     def consumed(self) -> bool:

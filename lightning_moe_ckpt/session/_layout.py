@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from lightning_moe_ckpt.storage import (
     SegmentLayout,
     TensorSpec,
     dtype_code,
+    is_filler,
+    place_tensors,
 )
 
 REGIONS = ("world", "expert_data")
@@ -48,10 +50,12 @@ class Part:
     piece: ParamSlice
     writer: int
 
-    @property
-    def prefix(self) -> str:
-        """Start of the names of this part's tensors, in global coordinates."""
-        return f"{self.kind.value}/{self.piece.fqn}/{self.piece.global_start}+{self.piece.numel}"
+    prefix: str = field(init=False, compare=False)
+    """Start of the names of this part's tensors, in global coordinates."""
+
+    def __post_init__(self) -> None:
+        piece = self.piece
+        object.__setattr__(self, "prefix", f"{self.kind.value}/{piece.fqn}/{piece.global_start}+{piece.numel}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,11 @@ class Field:
     """`param`, `present`, or a key of the optimizer's state."""
     dtype: torch.dtype
     per_element: bool
+    name: str = field(init=False, compare=False)
+    """In the segment's header."""
 
-    @property
-    def name(self) -> str:
-        """Name in the segment's header."""
-        return f"{self.part.prefix}/{self.key}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.part.prefix}/{self.key}")
 
     @property
     def spec(self) -> TensorSpec:
@@ -162,8 +166,11 @@ class StateView:
     def live(self, field: Field) -> Tensor | None:
         """The live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
         base = self.base(field)
-        if base is None:
-            return None
+        return None if base is None else self.part_of(base, field)
+
+    @staticmethod
+    def part_of(base: Tensor, field: Field) -> Tensor:
+        """The slice of `base` that a field is, flat."""
         flat = base.detach().view(-1)
         return flat[field.part.piece.start : field.part.piece.stop] if field.per_element else flat
 
@@ -223,8 +230,9 @@ class SlotLayout:
         persisted: SlotLayout | None = None,
     ) -> None:
         self.view, self.groups, self.persisted = view, groups, persisted
-        own = [part for region in REGIONS for part in parts[region] if part.writer == groups.rank]
-        self.own = [field for part in own for field in view.fields(part)]
+        rank = groups.rank
+        self._fields = {(region, rank): self._fields_of(parts[region], rank) for region in REGIONS}
+        self.own = [field for region in REGIONS for field in self._fields[region, rank]]
         local = self._local_specs(journal_nbytes)
         self._local = [spec.name for spec in local]
         self._specs = [field.spec for field in self.own]
@@ -236,6 +244,7 @@ class SlotLayout:
         else:
             self.parts = {region: [*persisted.parts[region], *parts[region]] for region in REGIONS}
             self.own = persisted.own + self.own
+            self._fields = {key: persisted._fields[key] + fields for key, fields in self._fields.items()}
             self._local.insert(0, PERSISTED_HEADER)
             self._nested = NestedLayout(persisted._specs, self._specs, metadata=_METADATA)  # noqa: SLF001  # same class
             self.segment = self._nested.outer
@@ -276,21 +285,34 @@ class SlotLayout:
 
     def fields(self, region: str, writer: int) -> list[Field]:
         """What `writer` stores in `region`, in order."""
-        return [f for part in self.parts[region] if part.writer == writer for f in self.view.fields(part)]
+        found = self._fields.get((region, writer))
+        if found is None:
+            found = self._fields[region, writer] = self._fields_of(self.parts[region], writer)
+        return found
 
-    def region(self, region: str, writer: int) -> SegmentLayout | None:
-        """Layout of one writer's region alone; `None` if it stores nothing there."""
-        specs = [f.spec for f in self.fields(region, writer)]
-        return SegmentLayout(specs, metadata={}) if specs else None
+    def spans(self, region: str, writer: int) -> tuple[list[tuple[Field, int, int]], int]:
+        """Fields of one writer's region with their places in it, as (offset, bytes); and the bytes of all of it."""
+        fields = self.fields(region, writer)
+        placed = [each for each in place_tensors([field.spec for field in fields]) if not is_filler(each[0].name)]
+        spans = [(field, offset, nbytes) for field, (_, offset, nbytes) in zip(fields, placed, strict=True)]
+        return spans, spans[-1][1] + spans[-1][2] if spans else 0
 
     def entries(self, buffer: Tensor) -> list[RecordEntry]:
         """What the marker says of the records in `buffer`; digests are filled in when the bytes are final."""
-        found = [self._entry(field, buffer) for field in self.own]
+        segment, is_state = self.segment, self.view.is_state
+        present = {
+            field.part.prefix: bool(segment.view(buffer, field.name).item())
+            for field in self.own
+            if field.key == PRESENT
+        }
+        found = [self._entry(each, present=not is_state(each) or present[each.part.prefix]) for each in self.own]
         return found + [self._local_entry(name) for name in self._local]
 
-    def _entry(self, field: Field, buffer: Tensor) -> RecordEntry:
+    def _fields_of(self, parts: Iterable[Part], writer: int) -> list[Field]:
+        return [field for part in parts if part.writer == writer for field in self.view.fields(part)]
+
+    def _entry(self, field: Field, *, present: bool) -> RecordEntry:
         part, span = field.part, self.segment.spans[field.name]
-        present = not self.view.is_state(field) or bool(self.segment.view(buffer, f"{part.prefix}/{PRESENT}").item())
         return RecordEntry(
             name=field.name,
             operator=part.operator,

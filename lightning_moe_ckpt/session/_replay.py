@@ -171,18 +171,15 @@ class Replay:
         self._versions = versions(self._loaded)
 
     def _load_region(self, layout: SlotLayout, segment: Tensor, region: str, writer: int) -> None:
-        fields = layout.fields(region, writer)
-        if not fields:
+        spans, nbytes = layout.spans(region, writer)
+        if not spans:
             return
-        spans = _relative_spans(layout, region, writer)
-        nbytes = max(offset + size for offset, size in spans.values())
         own = writer == self._groups.rank
-        source = _region_bytes(layout, segment, fields[0], nbytes) if own else torch.empty(nbytes, dtype=torch.uint8)
+        source = _region_bytes(layout, segment, spans[0][0], nbytes) if own else torch.empty(nbytes, dtype=torch.uint8)
         source = self._broadcast(source, region, writer)
         present: dict[str, bool] = {}
         copies: list[Copy] = []
-        for field in fields:
-            offset, size = spans[field.name]
+        for field, offset, size in spans:
             copies += self._load_field(field, _typed(source[offset : offset + size], field.dtype), present)
         copy_through(self._engine, copies)
 
@@ -224,13 +221,6 @@ class Replay:
                     param.requires_grad_(False)
                     self._switched_off.append(param)
                 self._dropped.append(param)
-
-
-def _relative_spans(layout: SlotLayout, region: str, writer: int) -> dict[str, tuple[int, int]]:
-    alone = layout.region(region, writer)
-    assert alone is not None
-    first = min(span.offset for span in alone.spans.values())
-    return {name: (span.offset - first, span.nbytes) for name, span in alone.spans.items()}
 
 
 def _region_bytes(layout: SlotLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:

@@ -138,9 +138,8 @@ class SegmentWriter:
                 place.fill_(int(layout.view.schema.has_state(layout.view.params[field.part.piece.fqn])))
                 continue
             base = layout.view.base(field)
-            live = layout.view.live(field)
-            if base is not None and live is not None:
-                self._pairs.append((live, place))
+            if base is not None:
+                self._pairs.append((layout.view.part_of(base, field), place))
                 self._owners.append(index[id(base)])
         self._copies = self._engine.prepare(self._pairs)
         entries = layout.entries(self.view)

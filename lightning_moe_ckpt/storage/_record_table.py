@@ -9,17 +9,18 @@ is spelled once per plan.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from itertools import chain
 from operator import attrgetter
-from typing import overload
+from typing import Any, overload
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._digest import digest_of
-from lightning_moe_ckpt.storage._json import Fields, read_integer, read_text
+from lightning_moe_ckpt.storage._json import Fields, read_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ class RecordTable(Sequence[RecordEntry]):
         line.end()
         if len(digests) != len(rows):
             raise Corrupt(f"{self._where}: {len(digests)} digests for {len(rows)} records.")
-        return tuple(replace(row, digest=digest) for row, digest in zip(rows, digests, strict=True))
+        return _read_columns(rows, digests, f"{self._where}: rows")
 
 
 class RecordRows:
@@ -159,22 +160,44 @@ def _line(digests: Sequence[str], rows: bytes) -> bytes:
     return b'{"digests":[%s],"rows":%s}\n' % (quoted, rows)
 
 
-def _read_row(value: object, where: str) -> RecordEntry:
+def _read_row(value: object, where: str) -> list[object]:
     if not isinstance(value, list) or len(value) != len(RECORD_COLUMNS):
         raise Corrupt(f"{where}: a row of {len(RECORD_COLUMNS)} columns was expected.")
-    row = Fields(dict(zip(RECORD_COLUMNS, value, strict=True)), where)
-    return RecordEntry(
-        name=row.text("name"),
-        operator=row.text("operator"),
-        kind=row.text("kind"),
-        fqn=row.text("fqn"),
-        state_key=row.text("state_key"),
-        dtype=row.text("dtype"),
-        global_shape=row.rows("global_shape", read_integer),
-        global_start=row.integer("global_start"),
-        numel=row.integer("numel"),
-        offset=row.integer("offset"),
-        nbytes=row.integer("nbytes"),
-        digest="",
-        present=row.flag("present"),
+    return value
+
+
+def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str) -> tuple[RecordEntry, ...]:
+    """Records of rows whose values are checked column by column: there are many rows, and a restore reads all of them."""
+    columns = dict(zip(RECORD_COLUMNS, zip(*rows, strict=True), strict=True)) if rows else {}
+    for name, column in columns.items():
+        _CHECKS[name](column, f"{where}: {name}")
+    return tuple(
+        RecordEntry(**dict(zip(RECORD_COLUMNS, row, strict=True)) | {"global_shape": tuple(shape), "digest": digest})
+        for row, shape, digest in zip(rows, columns.get("global_shape", ()), digests, strict=True)
     )
+
+
+def _expect_kind(kind: type, column: Iterable[object], where: str) -> None:
+    # Exact types: JSON has no others, and to Python a truth value is a whole number.
+    if strange := set(map(type, column)) - {kind}:
+        found = sorted(each.__name__ for each in strange)
+        raise Corrupt(f"{where} must be {kind.__name__}, found {', '.join(found)}.")
+
+
+def _expect_integers(column: Sequence[Any], where: str) -> None:
+    _expect_kind(int, column, where)
+    if column and min(column) < 0:
+        raise Corrupt(f"{where} must be a whole number of zero or more, found {min(column)}.")
+
+
+def _expect_shapes(column: Sequence[Any], where: str) -> None:
+    _expect_kind(list, column, where)
+    _expect_integers(list(chain.from_iterable(column)), where)
+
+
+_CHECKS: dict[str, Callable[[Sequence[Any], str], None]] = {
+    **dict.fromkeys(("name", "operator", "kind", "fqn", "state_key", "dtype"), partial(_expect_kind, str)),
+    **dict.fromkeys(("global_start", "numel", "offset", "nbytes"), _expect_integers),
+    "global_shape": _expect_shapes,
+    "present": partial(_expect_kind, bool),
+}

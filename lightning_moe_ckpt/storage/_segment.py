@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,16 +104,18 @@ class SegmentLayout:
         self.metadata = dict(metadata)
         """As given."""
         self.align = align
-        placed = _place(tensors, align)
+        placed = place_tensors(tensors, align)
         self.header = _header(placed, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
         """The file's first bytes, up to the first tensor; a multiple of 4096."""
         start = len(self.header)
-        spans = {spec.name: Span(start + offset, spec.nbytes, spec.dtype, spec.shape) for spec, offset in placed}
-        self.pads = {name: span for name, span in spans.items() if name.startswith(_PAD_PREFIX)}
+        self.pads: dict[str, Span] = {}
         """Fillers, by name."""
-        self.spans = {name: span for name, span in spans.items() if name not in self.pads}
+        self.spans: dict[str, Span] = {}
         """Tensors by name, in file order."""
-        self.nbytes = start + sum(spec.nbytes for spec, _ in placed)
+        for spec, offset, nbytes in placed:
+            spans = self.pads if spec.name.startswith(_PAD_PREFIX) else self.spans
+            spans[spec.name] = Span(start + offset, nbytes, spec.dtype, spec.shape)
+        self.nbytes = start + (placed[-1][1] + placed[-1][2] if placed else 0)
         """Size of the file, a multiple of `align`."""
 
     def write_header(self, buffer: torch.Tensor) -> None:
@@ -167,34 +169,51 @@ def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: in
     names = [spec.name for spec in tensors]
     if len(set(names)) != len(names):
         raise ValueError(f"`SegmentLayout`: repeated names {sorted({n for n in names if names.count(n) > 1})}.")
-    if reserved := [n for n in names if n == _METADATA or n.startswith(_PAD_PREFIX)]:
+    if reserved := [n for n in names if n == _METADATA or is_filler(n)]:
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
+    for dtype in {spec.dtype for spec in tensors}:
+        dtype_code(dtype)  # raises
     if align < 8 or _PAGE_NBYTES % align:
         raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
 
 
-def _place(tensors: Sequence[TensorSpec], align: int) -> list[tuple[TensorSpec, int]]:
-    """Tensors and pads with their offsets from the end of the header, without a hole."""
-    placed: list[tuple[TensorSpec, int]] = []
+def is_filler(name: str) -> bool:
+    """Whether a tensor of this name fills a gap."""
+    return name.startswith(_PAD_PREFIX)
+
+
+_Placed = tuple[TensorSpec, int, int]
+"""A tensor or a filler, its offset from the end of the header, and its bytes."""
+
+
+def place_tensors(tensors: Iterable[TensorSpec], align: int = 64) -> list[_Placed]:
+    """Tensors and fillers, each with its offset from the first one and its bytes, without a hole.
+
+    Args:
+        tensors: in order.
+        align: as of `SegmentLayout`.
+    """
+    placed: list[_Placed] = []
     position = num_pads = 0
     for spec in tensors:
-        placed.append((spec, position))
-        position += spec.nbytes
+        nbytes = spec.nbytes
+        placed.append((spec, position, nbytes))
+        position += nbytes
         if gap := -position % align:
-            placed.append((TensorSpec(f"{_PAD_PREFIX}{num_pads}", torch.uint8, (gap,)), position))
+            placed.append((TensorSpec(f"{_PAD_PREFIX}{num_pads}", torch.uint8, (gap,)), position, gap))
             position, num_pads = position + gap, num_pads + 1
     return placed
 
 
-def _header(placed: Sequence[tuple[TensorSpec, int]], metadata: Mapping[str, str]) -> bytes:
+def _header(placed: Sequence[_Placed], metadata: Mapping[str, str]) -> bytes:
     table: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
-    for spec, offset in placed:
+    for spec, offset, nbytes in placed:
         table[spec.name] = {
-            "dtype": dtype_code(spec.dtype),
+            "dtype": _CODES[spec.dtype],
             "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
+            "data_offsets": [offset, offset + nbytes],
         }
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % _PAGE_NBYTES)
@@ -231,7 +250,7 @@ def _rebuild(table: dict[str, object]) -> SegmentLayout:
         if metadata.pop(_FORMAT_KEY) != _FORMAT:
             raise Corrupt("segment: written in another version of the format. Read it with the release that wrote it.")
         align = int(metadata.pop(_ALIGN_KEY))
-        specs = [_read_spec(name, place) for name, place in table.items() if not name.startswith(_PAD_PREFIX)]
+        specs = [_read_spec(name, place) for name, place in table.items() if not is_filler(name)]
         return SegmentLayout(specs, metadata=metadata, align=align)
     except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         if isinstance(error, Corrupt):
