@@ -61,6 +61,10 @@ class Recovery:
     """Of these, how many had to be taken again."""
     step_seconds: float
     """Mean step before the kill, checkpoints included."""
+    hook_seconds: float
+    """Of that, what the training thread of the killed rank spent on checkpoints, waits included."""
+    saved_nbytes: float
+    """Bytes that were saved per step before the kill, by all ranks together."""
     begin_seconds: float
     """From the SIGKILL until a new process runs the user's code: noticing the death, ending the others, a fork."""
     ready_seconds: float
@@ -89,6 +93,8 @@ class RecoveryFigure:
     """Steps between two checkpoints."""
     rollback_steps: float
     step_seconds: float
+    hook_seconds: float
+    saved_nbytes: float
     ready_seconds: float
     restore_seconds: float | None
     rerun_seconds: float
@@ -142,11 +148,14 @@ class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
             f"From a SIGKILL to the first new step: {first.num_params / 1e6:.1f}M parameters on {first.num_ranks} nodes of "
             f"one process, a checkpoint every {first.every} steps, medians of {len(first.rounds)} kills"
         )
-        columns = ["checkpoints", "lost", "restored from", "steps lost", "restored after", "of it restore", "re-run"]
-        table = table_of(title, [*columns, "total", "range", "step"], [_row(figure) for figure in killed])
+        columns = ["checkpoints", "lost", "restored from", "saved per step", "in hooks per step", "step", "steps lost"]
+        columns += ["restored after", "of it restore", "re-run", "total", "range"]
+        table = table_of(title, columns, [_row(figure) for figure in killed])
         note = (
+            "before the kill: bytes saved per step by all ranks together, what the training thread spent on it, waits "
+            "included, and the mean step with it\n"
             "restored after: from the SIGKILL until the state is there, with new processes but without imports; "
-            "step: mean before the kill, checkpoints included"
+            "re-run: steps lost, and done again"
         )
         alone = [_host_line(figure) for figure in figures if isinstance(figure, HostRestoreFigure)]
         table.caption = "\n".join([note, *_from_host(killed), *alone])
@@ -178,7 +187,7 @@ def _recover(case: tuple[System, Loss], step: int, options: argparse.Namespace) 
             lives = run_lives(fit, url=url, workdir=folder, world_size=options.nodes, kills=[kill], timeout=300)
         except LifeFailed as failed:
             raise CheckpointError(f"{_SYSTEMS[system]}, {loss} lost: {failed}") from failed
-        return _read(lives, step)
+        return _read(lives, step, (_CYCLES - 1) * options.every)
 
 
 def _size(options: argparse.Namespace) -> ModelSize:
@@ -186,12 +195,22 @@ def _size(options: argparse.Namespace) -> ModelSize:
     return ModelSize(num_blocks=options.recovery_blocks, model_dim=dim, expert_dim=2 * dim, batch_size=4)
 
 
-def _read(lives: Sequence[LifeResult], step: int) -> Recovery:
-    """Times of the rank that was killed last time; every rank waits for the slowest in each step."""
+def _read(lives: Sequence[LifeResult], step: int, num_steps: int) -> Recovery:
+    """Times of the rank that was killed last time; every rank waits for the slowest in each step.
+
+    Args:
+        lives: the one that was killed, and the next.
+        step: of the kill.
+        num_steps: before it, a whole number of checkpoint intervals, over which costs are averaged.
+    """
     killed, resumed = lives
     rank = killed.world_size - 1
     (at,) = (line["at"] for line in killed.records(rank, "killed"))
-    before = read_times(killed.workdir / f"life{killed.index}.rank{rank}.times")["done"]
+    ranks = range(killed.world_size)
+    times = [read_times(killed.workdir / f"life{killed.index}.rank{each}.times") for each in ranks]
+    before, costs = times[rank]["done"], [each["costs"] for each in times]
+    last = min(max(each) for each in costs)  # a rank may not have got to its line
+    spent = [[b - a for a, b in zip(each[last - num_steps], each[last], strict=True)] for each in costs]
     own = resumed.returned(rank)
     done = {int(number): seconds for number, seconds in own["done"].items()}
     steady = sorted(before.values())[-max(2, 2 * step // 3) :]
@@ -199,6 +218,8 @@ def _read(lives: Sequence[LifeResult], step: int) -> Recovery:
         killed_at=step,
         rollback_steps=step - own["from"],
         step_seconds=statistics.fmean(later - earlier for earlier, later in pairwise(steady)),
+        hook_seconds=spent[rank][0] / num_steps,
+        saved_nbytes=sum(nbytes for _, nbytes in spent) / num_steps,
         begin_seconds=own["begun"] - at,
         ready_seconds=own["ready"] - at,
         restore_seconds=own["restore_seconds"],
@@ -221,6 +242,8 @@ def _figure(case: tuple[System, Loss], options: argparse.Namespace, rounds: list
         every=options.every,
         rollback_steps=median([each.rollback_steps for each in rounds]),
         step_seconds=median([each.step_seconds for each in rounds]),
+        hook_seconds=median([each.hook_seconds for each in rounds]),
+        saved_nbytes=median([each.saved_nbytes for each in rounds]),
         ready_seconds=median([each.ready_seconds for each in rounds]),
         restore_seconds=median(restores) if restores else None,
         rerun_seconds=median([each.rerun_seconds for each in rounds]),
@@ -272,10 +295,15 @@ def _row(figure: RecoveryFigure) -> list[str]:
     lost = _LOSSES[figure.loss] if figure.system in ("sparse", "dense") else "any"
     restore = "" if figure.restore_seconds is None else milliseconds(figure.restore_seconds)
     return [
-        *(_SYSTEMS[figure.system], lost, _sources(figure), f"{figure.rollback_steps:g}"),
-        *(milliseconds(figure.ready_seconds), restore, milliseconds(figure.rerun_seconds)),
+        *(_SYSTEMS[figure.system], lost, _sources(figure)),
+        *(megabytes(figure.saved_nbytes), milliseconds(figure.hook_seconds), milliseconds(figure.step_seconds)),
+        *(
+            f"{figure.rollback_steps:g}",
+            milliseconds(figure.ready_seconds),
+            restore,
+            milliseconds(figure.rerun_seconds),
+        ),
         *(milliseconds(figure.total_seconds), f"{milliseconds(low)} to {milliseconds(high)}"),
-        milliseconds(figure.step_seconds),
     ]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -35,6 +37,8 @@ class DcpCheckpoint(Callback):
         self._folder, self._every, self._first = folder, every_n_steps, first_step
         self._group: dist.ProcessGroup | None = None
         self._saving: Future[Any] | None = None
+        self.seconds, self.nbytes = 0.0, 0
+        """Of the training thread in saves so far, and bytes that they saved; of one rank, as all have the same state."""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,12 +61,16 @@ class DcpCheckpoint(Callback):
         step = self._first + trainer.global_step
         if step % self._every:
             return
+        began = time.perf_counter()
         self._wait()
         self._forget_old(trainer)
         state = self._state(trainer, pl_module)
         saving = async_save(state, checkpoint_id=self._folder / str(step), process_group=self._group)
         assert isinstance(saving, Future)  # the other kind of answer is for stagers
         self._saving = saving
+        self.seconds += time.perf_counter() - began
+        if trainer.global_rank == 0:
+            self.nbytes += _nbytes(state)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,3 +90,10 @@ class DcpCheckpoint(Callback):
         if trainer.global_rank == 0:
             for path in sorted(self._folder.glob("*/.metadata"), key=lambda path: int(path.parent.name))[: 1 - _KEEP]:
                 shutil.rmtree(path.parent)
+
+
+def _nbytes(state: object) -> int:
+    """Of all tensors in it."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(_nbytes(each) for each in state.values()) if isinstance(state, dict) else 0

@@ -56,7 +56,7 @@ class RecoveryFit:
         folder = Path(life.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
         checkpoint = self._checkpoint(life, folder, first)
-        times = StepTimes(life.records.with_suffix(".times"), first)
+        times = StepTimes(life.records.with_suffix(".times"), first, checkpoint)
         with quiet_lightning():
             trainer = self._trainer(life, life.callbacks(checkpoint, times), self.max_steps - first)
             data = random_tokens(self.size, life.world_size * (self.max_steps + 1))
@@ -73,7 +73,7 @@ class RecoveryFit:
             return DenseCheckpoint(life.url, every_n_steps=self.every)
         if self.system == "dcp":
             return DcpCheckpoint(folder, every_n_steps=self.every, first_step=first)
-        return ModelCheckpoint(folder, every_n_train_steps=self.every)
+        return MeteredCheckpoint(folder, every_n_train_steps=self.every)
 
     def _ckpt_path(self, folder: Path) -> str | None:
         if self.system != "lightning":
@@ -96,16 +96,31 @@ class RecoveryFit:
         )
 
 
+class MeteredCheckpoint(ModelCheckpoint):
+    """Lightning's own; knows what it has cost."""
+
+    seconds, nbytes = 0.0, 0
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **options: Any) -> None:
+        began, newest = time.perf_counter(), self.best_model_path
+        super().on_train_batch_end(trainer, *args, **options)
+        self.seconds += time.perf_counter() - began
+        if trainer.is_global_zero and self.best_model_path != newest:
+            self.nbytes += Path(self.best_model_path).stat().st_size
+
+
 class StepTimes(Callback):
     """Appends a line at every step, with one `write` each, so that they outlive a SIGKILL.
 
     Args:
         path: where.
         first_step: added to `global_step`.
+        checkpoint: asked at every step for what it has cost so far.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
-        self._path, self._first = path, first_step
+    def __init__(self, path: Path, first_step: int, checkpoint: Callback) -> None:
+        self._path, self._first, self._checkpoint = path, first_step, checkpoint
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._started = False
 
@@ -125,20 +140,32 @@ class StepTimes(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        self._write("step", trainer)
+        self._write("step", trainer, _costs(self._checkpoint))
 
-    def _write(self, what: str, trainer: Trainer) -> None:
-        line = {"what": what, "step": self._first + trainer.global_step, "at": time.monotonic()}
+    def _write(self, what: str, trainer: Trainer, costs: tuple[float, int] | None = None) -> None:
+        line = {"what": what, "step": self._first + trainer.global_step, "at": time.monotonic(), "costs": costs}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
 def read_times(path: Path) -> dict[str, Any]:
-    """When the state was there, when the first batch was and at which step, and when each step was done."""
+    """When the state was there, when the first batch was and at which step, and of each step when it was done.
+
+    Also what checkpoints had cost by then: seconds of the training thread, and bytes.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     by_kind = {line["what"]: line for line in lines if line["what"] != "step"}
-    done = {line["step"]: line["at"] for line in lines if line["what"] == "step"}
-    started = by_kind["started"]
-    return {"ready": by_kind["ready"]["at"], "started": started["at"], "from": started["step"], "done": done}
+    steps = {line["step"]: line for line in lines if line["what"] == "step"}
+    done, costs = ({step: line[key] for step, line in steps.items()} for key in ("at", "costs"))
+    ready, started = by_kind["ready"]["at"], by_kind["started"]
+    return {"ready": ready, "started": started["at"], "from": started["step"], "done": done, "costs": costs}
+
+
+def _costs(checkpoint: Callback) -> tuple[float, int]:
+    """Seconds of the training thread so far, and bytes that were saved; summed over the ranks, no byte counts twice."""
+    if isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
+        return checkpoint.report.overhead_seconds, checkpoint.report.nbytes_captured
+    assert isinstance(checkpoint, DcpCheckpoint | MeteredCheckpoint)
+    return checkpoint.seconds, checkpoint.nbytes
 
 
 def _report(checkpoint: Callback) -> dict[str, Any]:

@@ -45,35 +45,44 @@ class _AtStart(Callback):
 
 def _fit(
     folder: Path, steps: int, first: int, seed: int
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
-    """State at start and at end of a fit, and the last learning rate."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float, int]:
+    """State at start and at end of a fit, the last learning rate, and the bytes that were saved."""
     torch.manual_seed(seed)
     model, start = BenchModel(SIZE), _AtStart()
+    checkpoint = DcpCheckpoint(folder, every_n_steps=2, first_step=first)
     trainer = Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[DcpCheckpoint(folder, every_n_steps=2, first_step=first), start],
+        enable_model_summary=False, callbacks=[checkpoint, start],
     )  # fmt: skip
     with quiet_lightning():
         trainer.fit(model, random_tokens(SIZE, steps + 1))
-    return start.state, _state(trainer, model), trainer.optimizers[0].param_groups[0]["lr"]
+    return start.state, _state(trainer, model), trainer.optimizers[0].param_groups[0]["lr"], checkpoint.nbytes
 
 
 def test_distributed_checkpoint_restores_what_it_saved(tmp_path: Path) -> None:
     """Parameters, moments and learning rate of the newest whole checkpoint, over another seed's; two are kept."""
 
-    def work(_: int) -> tuple[list[int], int, list[str], float, float]:
-        _none, saved, rate = _fit(tmp_path, steps=6, first=0, seed=0)
+    def work(_: int) -> tuple[list[int], int, list[str], float, float, int]:
+        _none, saved, rate, saved_nbytes = _fit(tmp_path, steps=6, first=0, seed=0)
         (tmp_path / "8").mkdir()  # a save that a kill interrupted
         steps = sorted(int(path.name) for path in tmp_path.iterdir())
         newest = newest_step(tmp_path)
-        restored, _end, next_rate = _fit(tmp_path, steps=1, first=newest, seed=1)
-        return steps, newest, [key for key in saved if not torch.equal(saved[key], restored[key])], rate, next_rate
+        restored, _end, next_rate, _none_saved = _fit(tmp_path, steps=1, first=newest, seed=1)
+        return (
+            steps,
+            newest,
+            [key for key in saved if not torch.equal(saved[key], restored[key])],
+            rate,
+            next_rate,
+            saved_nbytes,
+        )
 
-    ((steps, newest, differing, rate, next_rate),) = run_world(
+    ((steps, newest, differing, rate, next_rate, saved_nbytes),) = run_world(
         1, work, process_group=False, timeout=timedelta(minutes=2)
     )
     assert (steps, newest, differing) == ([4, 6, 8], 6, [])
     assert next_rate > rate, "the warm-up goes on"
+    assert saved_nbytes == pytest.approx(3 * 12 * SIZE.num_params(), rel=0.05)
 
 
 def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
@@ -97,7 +106,11 @@ def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
         assert 0 < figure.rollback_steps <= 3 * 2 + 1
         assert 0 < figure.rerun_seconds < figure.total_seconds
         assert figure.ready_seconds < figure.total_seconds
+        assert figure.hook_seconds > 0
     assert figures[-1].rollback_steps == 1, "written at step 6, killed in the step after"
+    # Of 12 bytes per parameter half in each step, and the weights of the other half in one of two; journals are besides.
+    state_nbytes = 12 * figures[0].num_params
+    assert all(0.5 < figure.saved_nbytes / state_nbytes < 1.2 for figure in figures), figures
 
 
 @pytest.mark.parametrize(("seconds", "outcome"), [([0.05, 0.3, 0.09], "met"), ([0.05, 0.11, 0.3], "NOT met")])
