@@ -29,8 +29,6 @@ from lightning_moe_ckpt.storage import (
     SegmentLayout,
     TensorSpec,
     dtype_code,
-    is_filler,
-    place_tensors,
 )
 
 REGIONS = ("world", "expert_data")
@@ -293,9 +291,9 @@ class SlotLayout:
     def spans(self, region: str, writer: int) -> tuple[list[tuple[Field, int, int]], int]:
         """Fields of one writer's region with their places in it, as (offset, bytes); and the bytes of all of it."""
         fields = self.fields(region, writer)
-        placed = [each for each in place_tensors([field.spec for field in fields]) if not is_filler(each[0].name)]
-        spans = [(field, offset, nbytes) for field, (_, offset, nbytes) in zip(fields, placed, strict=True)]
-        return spans, spans[-1][1] + spans[-1][2] if spans else 0
+        places = SegmentLayout.places(field.spec for field in fields)
+        spans = [(field, *place) for field, place in zip(fields, places, strict=True)]
+        return spans, sum(places[-1]) if places else 0
 
     def entries(self, buffer: Tensor) -> list[RecordEntry]:
         """What the marker says of the records in `buffer`; digests are filled in when the bytes are final."""

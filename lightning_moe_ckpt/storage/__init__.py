@@ -50,8 +50,6 @@ from lightning_moe_ckpt.storage._segment import Span as Span
 from lightning_moe_ckpt.storage._segment import TensorSpec as TensorSpec
 from lightning_moe_ckpt.storage._segment import dtype_code as dtype_code
 from lightning_moe_ckpt.storage._segment import dtype_of as dtype_of
-from lightning_moe_ckpt.storage._segment import is_filler as is_filler
-from lightning_moe_ckpt.storage._segment import place_tensors as place_tensors
 from lightning_moe_ckpt.storage._url import checked_url as checked_url
 from lightning_moe_ckpt.storage._view import RunView as RunView
 from lightning_moe_ckpt.storage._view import StoredGeneration as StoredGeneration

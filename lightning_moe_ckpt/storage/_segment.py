@@ -104,7 +104,7 @@ class SegmentLayout:
         self.metadata = dict(metadata)
         """As given."""
         self.align = align
-        placed = place_tensors(tensors, align)
+        placed = _place(tensors, align)
         self.header = _header(placed, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
         """The file's first bytes, up to the first tensor; a multiple of 4096."""
         start = len(self.header)
@@ -128,6 +128,11 @@ class SegmentLayout:
         """The tensor `name` inside `buffer` (uint8, 1-D, starting at the file's first byte), without a copy."""
         span = self.spans[name]
         return buffer[span.offset : span.offset + span.nbytes].view(span.dtype).view(span.shape)
+
+    @staticmethod
+    def places(tensors: Iterable[TensorSpec], align: int = 64) -> list[tuple[int, int]]:
+        """Offset from the first one and bytes of each tensor, as a layout of them places them behind its header."""
+        return [(offset, nbytes) for spec, offset, nbytes in _place(tensors, align) if not _is_filler(spec.name)]
 
     @classmethod
     def parse(cls, data: memoryview) -> SegmentLayout:
@@ -169,7 +174,7 @@ def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: in
     names = [spec.name for spec in tensors]
     if len(set(names)) != len(names):
         raise ValueError(f"`SegmentLayout`: repeated names {sorted({n for n in names if names.count(n) > 1})}.")
-    if reserved := [n for n in names if n == _METADATA or is_filler(n)]:
+    if reserved := [n for n in names if n == _METADATA or _is_filler(n)]:
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
@@ -179,7 +184,7 @@ def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: in
         raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
 
 
-def is_filler(name: str) -> bool:
+def _is_filler(name: str) -> bool:
     """Whether a tensor of this name fills a gap."""
     return name.startswith(_PAD_PREFIX)
 
@@ -188,7 +193,7 @@ _Placed = tuple[TensorSpec, int, int]
 """A tensor or a filler, its offset from the end of the header, and its bytes."""
 
 
-def place_tensors(tensors: Iterable[TensorSpec], align: int = 64) -> list[_Placed]:
+def _place(tensors: Iterable[TensorSpec], align: int) -> list[_Placed]:
     """Tensors and fillers, each with its offset from the first one and its bytes, without a hole.
 
     Args:
@@ -250,7 +255,7 @@ def _rebuild(table: dict[str, object]) -> SegmentLayout:
         if metadata.pop(_FORMAT_KEY) != _FORMAT:
             raise Corrupt("segment: written in another version of the format. Read it with the release that wrote it.")
         align = int(metadata.pop(_ALIGN_KEY))
-        specs = [_read_spec(name, place) for name, place in table.items() if not is_filler(name)]
+        specs = [_read_spec(name, place) for name, place in table.items() if not _is_filler(name)]
         return SegmentLayout(specs, metadata=metadata, align=align)
     except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         if isinstance(error, Corrupt):
