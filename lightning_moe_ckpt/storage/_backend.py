@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -84,6 +84,12 @@ class Backend(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is fine. Need not survive a power cut."""
+
+    def leftovers(self, prefix: str) -> Sequence[Entry]:
+        """What interrupted writes left under `prefix`, or writes under way, as far as the store tells; see `sweep`.
+
+        Keys need not be those of objects; sizes are 0 where they are not known.
+        """
 
     def sweep(self, prefix: str) -> None:
         """Remove what interrupted writes left under `prefix` and `list` does not show.

@@ -124,6 +124,10 @@ class FsspecBackend:
         with contextlib.suppress(KeyMissing):
             self._call("delete", key, self._fs.rm_file)
 
+    def leftovers(self, prefix: str) -> Sequence[Entry]:
+        """Nothing, see `sweep`."""
+        return []
+
     def sweep(self, prefix: str) -> None:
         """Nothing to do: incomplete uploads of these file systems are not visible to us."""
 

@@ -172,6 +172,14 @@ class ObjectBackend:
         except KeyMissing:
             return
 
+    def leftovers(self, prefix: str) -> Sequence[Entry]:
+        """Uploads under way, on S3."""
+        self._check_process()
+        if self.unfinished is None:
+            return []
+        uploads = self.unfinished.list(self.full_key(prefix))
+        return [Entry(each.key[len(self.full_key("")) :].lstrip("/"), 0) for each in uploads]
+
     def sweep(self, prefix: str) -> None:
         """Abort uploads that were never completed; on other stores than S3 a lifecycle rule of the bucket has to."""
         self._check_process()

@@ -123,6 +123,17 @@ class PosixBackend:
             path.unlink(missing_ok=True)
             self._prune(path.parent)
 
+    def leftovers(self, prefix: str) -> Sequence[Entry]:
+        """Temporary files."""
+        directory = self._root / prefix.rpartition("/")[0]
+        found = []
+        with _reported("list", directory):
+            for file in _files(directory):
+                if self._key(file).startswith(prefix) and _TEMPORARY.fullmatch(file.name):
+                    with suppress(FileNotFoundError):
+                        found.append(Entry(self._key(file), file.stat().st_size))
+        return sorted(found, key=lambda entry: entry.key)
+
     def sweep(self, prefix: str) -> None:
         """Unlink temporary files; whoever still writes one gets a `StorageError` at its rename."""
         directory = self._root / prefix.rpartition("/")[0]

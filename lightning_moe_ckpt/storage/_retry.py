@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -92,6 +92,10 @@ class Retrying:
     def delete(self, key: str) -> None:
         """Remove an object."""
         self._retry(lambda: self._backend.delete(key))
+
+    def leftovers(self, prefix: str) -> Sequence[Entry]:
+        """List leftovers."""
+        return self._retry(lambda: self._backend.leftovers(prefix))
 
     def sweep(self, prefix: str) -> None:
         """Remove leftovers."""

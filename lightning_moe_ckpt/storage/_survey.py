@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_moe_ckpt.errors import Corrupt, StorageError
 from lightning_moe_ckpt.storage._backend import Backend
@@ -39,6 +39,8 @@ class Survey:
     """Newest first."""
     passed_over: Sequence[PassedOver]
     """The others, newest first."""
+    damaged: Mapping[GenerationId, str] = field(default_factory=dict)
+    """What is wrong with files of those that manifests and listings have nothing against, as far as they were read."""
 
     @classmethod
     def take(cls, backend: Backend, history: History, catalog: Catalog) -> Survey:
@@ -48,6 +50,25 @@ class Survey:
         judged = [_complete(found, history, defects) for found in read.values()]
         usable = [found for found in judged if isinstance(found, Commit)]
         return cls(usable, [found for found in judged if isinstance(found, PassedOver)])
+
+    def read(self, check: Callable[[GenerationId], str | None], number: int, catalog: Catalog) -> Survey:
+        """The same with files read, newest first, until so many generations were found good.
+
+        Args:
+            check: reads all files of a generation, and what it borrows; what is wrong with them.
+            number: of good ones.
+            catalog: as in `take`.
+        """
+        damaged: dict[GenerationId, str] = {}
+        whole, _ = self._sound(catalog)
+        for commit in whole:
+            if number == 0:
+                break
+            if (reason := check(commit.generation)) is None:
+                number -= 1
+            else:
+                damaged[commit.generation] = reason
+        return replace(self, damaged=damaged)
 
     @property
     def needed(self) -> dict[GenerationId, GenerationId]:
@@ -106,7 +127,9 @@ class Survey:
         return whole, doubtful + [each.generation for each in self.passed_over if each.is_loss]
 
     def _is_whole(self, commit: Commit, catalog: Catalog) -> bool:
-        """Whether no object of it is missing, nor of what it needs."""
+        """Whether no object of it is missing, nor of what it needs, and none was found damaged."""
+        if commit.generation in self.damaged:
+            return False
         manifests = self._manifests
         parts = [commit, *(manifests[need] for need in commit.needs)]
         return all(missing_parts(each, catalog[each.generation]) is None for each in parts)

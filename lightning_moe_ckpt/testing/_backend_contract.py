@@ -174,6 +174,7 @@ class BackendContract:
         """Only what interrupted writes left may go."""
         backend.put("snap/1/a", b"x")
         backend.create("_log/0", b"y")
+        assert not backend.leftovers(""), "what is whole is no leftover"
         backend.sweep("")
         assert [entry.key for entry in backend.list("")] == ["_log/0", "snap/1/a"]
 

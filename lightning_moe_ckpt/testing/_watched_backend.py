@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -88,6 +88,10 @@ class WatchedBackend:
     def delete(self, key: str) -> None:
         """Remove an object."""
         self._around(StorageCall("delete", key), lambda: self._backend.delete(key))
+
+    def leftovers(self, prefix: str) -> Sequence[Entry]:
+        """List leftovers."""
+        return self._around(StorageCall("list", prefix), lambda: self._backend.leftovers(prefix))
 
     def sweep(self, prefix: str) -> None:
         """Remove leftovers."""

@@ -17,9 +17,9 @@ from stored._runs import begin, save, steps, stored, write
 from typing_extensions import override
 
 from inspection._runs import Small, train
-from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.storage import Backend, PosixBackend, Retention, open_backend
+from lightning_moe_ckpt.storage import Backend, GenerationId, ObjectBackend, PosixBackend, Retention, open_backend
 
 
 @pytest.fixture(params=["directory", "moto"])
@@ -160,3 +160,71 @@ def test_a_fit_goes_on_while_garbage_is_collected(tmp_path: Path, rules: tuple[s
     entries = [json.loads(backend.get(entry.key))["document"]["body"]["event"] for entry in backend.list("_log/")]
     assert {"run", "open"} <= {event["type"] for event in entries}
     assert ("watermark" in {event["type"] for event in entries}) or not rules
+
+
+def rows(said: str, heap: str) -> dict[int, dict[str, Any]]:
+    return {row["step"]: row for row in json.loads(said)[heap]}
+
+
+def test_what_interrupted_writes_left_is_shown_and_goes_with_the_life_that_left_it(tmp_path: Path, gc: Said) -> None:
+    """Of generations of which nothing else is there; those of the newest life may be under way, and stay."""
+    backend = run_at(PosixBackend(tmp_path))
+    over, under_way = tmp_path / GenerationId(53, 2).prefix, tmp_path / GenerationId(57, 3).prefix
+    for folder in (over, under_way):
+        folder.mkdir(parents=True)
+        (folder / f"r00000.{'a' * 32}.tmp").write_bytes(bytes(1000))
+    before = sorted(tmp_path.rglob("*"))
+    status, told, _ = gc(str(tmp_path), "--json", "--dry-run")
+    assert (status, sorted(tmp_path.rglob("*"))) == (0, before)
+    left = rows(told, "goes")[53]
+    assert (left["objects"], left["unfinished"], left["nbytes"]) == (0, 1, 1000)
+    assert left["reason"] == "not committed, and epoch 2 is over"
+    assert rows(told, "stays")[57]["unfinished"] == 1
+    assert "0 + 1 unfinished" in gc(str(tmp_path), "--dry-run")[1]
+    status, done, _ = gc(str(tmp_path), "--json")
+    assert (status, rows(done, "goes")) == (0, rows(told, "goes"))
+    assert not over.exists()
+    assert len(list(under_way.iterdir())) == 1
+    assert stored(backend) == list(range(0, 60, 10))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", ["moto"], indirect=True)
+def test_uploads_that_nobody_finishes_are_shown_too(place: tuple[list[str], Backend], gc: Said) -> None:
+    """As the store lists them; a key that has only those is no generation otherwise."""
+    argv, _ = place
+    options = dict(each.removeprefix("--storage-option=").split("=", 1) for each in argv[1:])
+    raw = ObjectBackend(argv[0], storage_options=options)
+    assert raw.unfinished is not None
+    raw.unfinished.begin(raw.full_key(f"{GenerationId(53, 2).prefix}r00000.safetensors"))
+    assert rows(gc(*argv, "--json", "--dry-run")[1], "goes")[53]["unfinished"] == 1
+    assert gc(*argv)[0] == 0
+    assert raw.unfinished.list(raw.full_key("")) == []
+
+
+def test_damaged_generations_do_not_count_as_kept_if_files_are_read_first(tmp_path: Path, gc: Said) -> None:
+    """A bit has turned in the newest: its size is right, and whoever keeps the last one keeps the one before too."""
+    train(Small(), DenseCheckpoint(tmp_path, every_n_steps=2, keep=100), steps=6)
+    assert set(rows(gc(str(tmp_path), "--keep-last=1", "--verify", "--json", "--dry-run")[1], "stays")) == {6}
+    segment = max((tmp_path / GenerationId(6, 1).prefix).glob("*.safetensors"))
+    raw = bytearray(segment.read_bytes())
+    raw[-1] ^= 1
+    segment.chmod(0o600)
+    segment.write_bytes(raw)
+    status, told, _ = gc(str(tmp_path), "--keep-last=1", "--verify", "--json", "--dry-run")
+    assert status == 0
+    stays = rows(told, "stays")
+    assert set(stays) == {4, 6}
+    assert stays[6]["reason"].startswith("damaged: ")
+    assert stays[4]["reason"] == "among the last 1"
+    assert set(rows(gc(str(tmp_path), "--keep-last=1", "--json", "--dry-run")[1], "stays")) == {6}, "if they are not"
+    assert gc(str(tmp_path), "--keep-last=1", "--verify")[0] == 0
+    assert stored(PosixBackend(tmp_path)) == [4, 6]
+
+
+def test_there_is_nothing_to_verify_if_nothing_is_given_up(tmp_path: Path, gc: Said) -> None:
+    """It says which other command reads files."""
+    run_at(PosixBackend(tmp_path))
+    status, _, errors = gc(str(tmp_path), "--verify")
+    assert status == 2
+    assert "moe-ckpt verify" in errors

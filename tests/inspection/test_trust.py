@@ -7,7 +7,7 @@ import io
 import logging
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,9 @@ class Held:
 
     def delete(self, key: str) -> None:
         raise AssertionError("deletes")
+
+    def leftovers(self, prefix: str) -> Sequence[Entry]:
+        return []
 
     def sweep(self, prefix: str) -> None:
         raise AssertionError("sweeps")
