@@ -177,8 +177,8 @@ def _caption(clean: QualityFigure, figures: Sequence[QualityFigure]) -> list[str
         "difference: to the fault-free run of the same seed, median and range; PLT, MLT, tokens, bytes: medians",
         "bytes: per step of the last life, to memory / to storage, of a dense snapshot; K: experts per layer at the end, by seed",
         "boosts: experts with more capacity, times steps, per run; and how much of what was lost they made up for",
-        "verdict: on the median difference, in brackets the margin. Exact policies: 0",
-        f"  lossy ones: {TOLERANCE:.2%}, what MOETION (Table 1) has with up to 3 % of tokens lost and PEC (Fig. 2) with 7.5 %,",
+        "verdict: on the median difference, in brackets the margin. Exact policies: equal bits",
+        f"  lossy ones: {TOLERANCE:.2%}, as MOETION's Table 1 has it up to 3 % of tokens lost (PEC, Fig. 2: 0.01 % below 7.5 %),",
         f"  or what a rounding does to fault-free runs, if that is more: here {chaos:.2%}; their seeds are {apart:.2%} apart",
         f"routers: normalised HHI {skew:.3f}; {dropped:.1%} of tokens are dropped over capacity",
     ]
