@@ -39,7 +39,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.policies": """
         Accounting Debts Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS
-        MAX_GENERATIONS MEMORY NEVER Order PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
+        MAX_GENERATIONS MEMORY NEVER Order PEER PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
         TierBook WindowPlan WrittenPart assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts
         needs_split next_k order plan_for_window plan_window popularity_per_capacity
         positions should_reorder soft_popularity split_nbytes

@@ -12,6 +12,7 @@ from lightning_moe_ckpt.policies._dynamic_k import next_k as next_k
 from lightning_moe_ckpt.policies._expert_tables import LEVELS as LEVELS
 from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS as MAX_GENERATIONS
 from lightning_moe_ckpt.policies._expert_tables import MEMORY as MEMORY
+from lightning_moe_ckpt.policies._expert_tables import PEER as PEER
 from lightning_moe_ckpt.policies._expert_tables import STORAGE as STORAGE
 from lightning_moe_ckpt.policies._expert_tables import ExpertLayout as ExpertLayout
 from lightning_moe_ckpt.policies._expert_tables import ExpertPolicy as ExpertPolicy

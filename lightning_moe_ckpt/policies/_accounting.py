@@ -28,6 +28,7 @@ from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_t
 from lightning_moe_ckpt.policies._expert_tables import (
     LEVELS,
     MEMORY,
+    PEER,
     STORAGE,
     ExpertLayout,
     ExpertTable,
@@ -83,7 +84,7 @@ class Accounting:
 
     def take(self, step: int, selection: Selection, levels: Collection[str] = LEVELS) -> Accounting:
         """Generation `step` takes `selection` to `levels`; call at its boundary, before its journal is written."""
-        places = {level: selection.flat(level, self._shapes()) for level in LEVELS}
+        places = {level: selection.flat(level, self._shapes()) for level in self.saved}
         saved = {
             level: book.take(step, places[level], self.alive) if level in levels else book
             for level, book in self.saved.items()
@@ -127,6 +128,11 @@ class Accounting:
         )
         return after, lost_E
 
+    def with_peers(self, *, kept: bool) -> Accounting:
+        """With a level of copies on other nodes, of which nothing is known yet, or without one."""
+        others = {level: book for level, book in self.saved.items() if level != PEER}
+        return replace(self, saved={**others, PEER: TierBook.empty(len(self.alive))} if kept else others)
+
     def with_k(self, k: int | None) -> Accounting:
         """The same with another K in force."""
         return replace(self, k=k)
@@ -165,6 +171,7 @@ class Accounting:
         unsaved = {level: self._by_layer(self.alive - alive_E) for level, (alive_E, _) in expected.items()}
         saved_at = {level: self._by_layer(step_E) for level, (_, step_E) in expected.items()}
         skipped = {level: self._by_layer(book.skipped.long()) for level, book in self.saved.items()}
+        waited = {level: self._by_layer(book.waited()) for level, book in self.saved.items()}
         age = self._by_layer(self.generations - self.taken)
         return [
             ExpertTable(
@@ -176,6 +183,7 @@ class Accounting:
                 saved_at={level: rows[i] for level, rows in saved_at.items()},
                 skipped={level: tuple(map(bool, rows[i])) for level, rows in skipped.items()},
                 age=age[i],
+                waited={level: rows[i] for level, rows in waited.items()},
             )
             for i, layout in enumerate(layouts)
         ]

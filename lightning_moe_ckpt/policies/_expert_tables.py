@@ -13,7 +13,7 @@ Sources: PEC (2024), Sec. 3.1; MOETION (2024), Sec. 4.3.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
@@ -29,6 +29,9 @@ LEVELS = (MEMORY, STORAGE)
 
 MAX_GENERATIONS = 16
 """Most generations that memory keeps, each of which has all of the dense part."""
+
+PEER = "peer"
+"""A third level, of what is saved: copies on other nodes, under policies that send them no more than storage gets."""
 
 Order = Callable[[int], tuple[int, ...]]
 """Sorts experts of one layer: the one with the smallest key is taken first."""
@@ -71,9 +74,18 @@ class ExpertTable:
     """By level: whether it gave up the last generation with each expert that it was through with."""
     age: tuple[int, ...]
     """Generations since each expert was last taken to memory: 1 if the newest one has it. See `max_age`."""
+    waited: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By level: generations of that level, which may take few of all, since the newest that has each expert."""
 
     def __post_init__(self) -> None:
-        rows = (self.rank_of, self.age, *self.unsaved.values(), *self.saved_at.values(), *self.skipped.values())
+        rows = (
+            self.rank_of,
+            self.age,
+            *self.unsaved.values(),
+            *self.saved_at.values(),
+            *self.skipped.values(),
+            *self.waited.values(),
+        )
         if self.num_experts < 1 or any(len(row) != self.num_experts for row in rows):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
@@ -105,7 +117,7 @@ class Selection:
 
     def of(self, level: str) -> tuple[tuple[int, ...], ...]:
         """The experts of one level. Raises `KeyError`."""
-        return {MEMORY: self.memory, STORAGE: self.storage}[level]
+        return {MEMORY: self.memory, STORAGE: self.storage, PEER: self.storage}[level]
 
     def flat(self, level: str, layouts: Sequence[ExpertLayout | ExpertTable]) -> tuple[int, ...]:
         """The same as places in a vector over the experts of all layers."""

@@ -4,7 +4,9 @@ Algorithm 1 is carried out for each position by itself, with the experts it hold
 of one device to its host, and of one host to the network, and these are there once per position. So no rank copies more
 than the budget, however unevenly tokens are spread.
 
-What is due in storage and what memory has not seen for too long is taken before, as in `_partial`.
+What memory has not seen for too long is taken before, and so is what some level outside the node (storage, copies on other
+nodes) has not had for too many of the generations that it took; chance decides whose turn is first, so that a level that
+takes each so many generations does not meet others' turns every time.
 
 Source: MOETION (2024), Sec. 4.3, Algorithm 1. We differ in the position-wise budget and in experts of several sizes.
 """
@@ -12,18 +14,18 @@ Source: MOETION (2024), Sec. 4.3, Algorithm 1. We differ in the position-wise bu
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies._expert_tables import (
-    LEVELS,
     MAX_GENERATIONS,
     MEMORY,
+    PEER,
     STORAGE,
     ExpertTable,
     Selection,
+    jitter,
     overdue,
     positions_of,
     unsaved_order,
@@ -47,46 +49,68 @@ class SelectivePolicy:
         if self.age_limit is not None and self.age_limit < 1:
             raise ValueError(f"`SelectivePolicy(age_limit={self.age_limit})` must be one or more, or None.")
 
-    def require_budgets(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> None:
-        """Refuse budgets with which some expert could never be taken.
-
-        Raises:
-            ConfigurationError: says what is missing.
-        """
-        largest = max((table.nbytes for table in tables), default=0)
-        for level in LEVELS:
-            if budgets[level] < largest:
-                raise ConfigurationError(
-                    f"The budget of {level} is {budgets[level]} bytes per generation, and one expert takes {largest}. "
-                    f"Give {largest - budgets[level]} bytes more, or take generations less often."
-                )
-
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
         """See `ExpertPolicy.max_age`."""
-        rounds = [1]
-        for position in _positions(tables):
-            nbytes = sum(table.nbytes * len(here) for table, here in zip(tables, _held(tables, position), strict=True))
-            rounds.append(-(-nbytes // max(_usable(tables, budgets[MEMORY]), 1)))
-        if self.age_limit is not None:
-            return max(self.age_limit, *rounds)
-        age = max(rounds) * _SLACK + _SPARE
-        return min(age, MAX_GENERATIONS) if max(rounds) + _SPARE <= MAX_GENERATIONS else age
+        return self._limit(tables, budgets[MEMORY])
+
+    def max_wait(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
+        """Generations of a level outside the node from which on an expert that it lacks comes before others."""
+        return self._limit(tables, budgets[STORAGE])
 
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
-        """See `ExpertPolicy.select`; `index` decides only between experts that are alike."""
-        limit = self.max_age(tables, budgets)
+        """See `ExpertPolicy.select`; `index` decides only between experts that are alike, and whose turn it is."""
         memory: Experts = [[] for _ in tables]
         storage: Experts = [[] for _ in tables]
         for position in _positions(tables):
-            held = _held(tables, position)
-            due = select_experts(tables, held, STORAGE, budgets[STORAGE], index)
-            first = _by_urgency(tables, held, due, limit, budgets[MEMORY])
-            kept = select_experts(tables, held, MEMORY, budgets[MEMORY], index, first=first)
-            stored = select_experts(tables, kept, STORAGE, budgets[STORAGE], index)
+            kept, stored = self._of_position(index, tables, _held(tables, position), budgets)
             for i in range(len(tables)):
                 memory[i] += kept[i]
                 storage[i] += stored[i]
         return Selection(*(tuple(tuple(sorted(row)) for row in rows) for rows in (memory, storage)))
+
+    def _of_position(
+        self, index: int, tables: Sequence[ExpertTable], held: Experts, budgets: Mapping[str, int]
+    ) -> tuple[Experts, Experts]:
+        remote = _remote_levels(tables, index)
+        at_risk = PEER if PEER in remote else STORAGE
+        waiting = self._waiting(tables, held, remote, budgets)
+        due = select_experts(tables, held, at_risk, budgets[STORAGE], index, first=waiting)
+        late = self._late(index, tables, held, budgets, behind=bool(waiting))
+        first = [*late, *(each for each in waiting if each not in late)]
+        first += [(i, e) for i, row in enumerate(due) for e in row if (i, e) not in first]
+        kept = select_experts(tables, held, MEMORY, budgets[MEMORY], index, first=first)
+        waiting = [(i, e) for i, e in waiting if e in kept[i]]
+        return kept, select_experts(tables, kept, at_risk, budgets[STORAGE], index, first=waiting)
+
+    def _late(
+        self, index: int, tables: Sequence[ExpertTable], held: Experts, budgets: Mapping[str, int], *, behind: bool
+    ) -> list[tuple[int, int]]:
+        """Experts that would get too old in memory, oldest first."""
+        limit, rounds = self.max_age(tables, budgets), _rounds(tables, budgets[MEMORY])
+        if behind:
+            # Earlier by chance: a level that takes each so many generations must not meet the late ones every time.
+            limit -= jitter(index, limit - rounds)
+        ages = [((i, e), tables[i].age[e]) for i, row in enumerate(held) for e in row]
+        return _overdue(tables, ages, limit, _usable(tables, budgets[MEMORY]))
+
+    def _waiting(
+        self, tables: Sequence[ExpertTable], held: Experts, levels: Sequence[str], budgets: Mapping[str, int]
+    ) -> list[tuple[int, int]]:
+        """Experts that levels outside the node have not had for too long, level by level, the longest first."""
+        limit, found = self.max_wait(tables, budgets), dict[tuple[int, int], None]()
+        for level in levels:
+            waited = [
+                ((i, e), tables[i].waited[level][e]) for i, row in enumerate(held) for e in row if tables[i].waited
+            ]
+            found |= dict.fromkeys(_overdue(tables, waited, limit, _usable(tables, budgets[STORAGE])))
+        return list(found)
+
+    def _limit(self, tables: Sequence[ExpertTable], budget: int) -> int:
+        rounds = _rounds(tables, budget)
+        if self.age_limit is not None:
+            return max(self.age_limit, rounds)
+        limit = rounds * _SLACK + _SPARE
+        return min(limit, MAX_GENERATIONS) if rounds + _SPARE <= MAX_GENERATIONS else limit
 
 
 def select_experts(
@@ -181,15 +205,29 @@ def _take_first(first: Sequence[tuple[int, int]], costs: Sequence[int], budget: 
     return taken, budget
 
 
-def _by_urgency(
-    tables: Sequence[ExpertTable], held: Experts, due: Sequence[Collection[int]], limit: int, budget: int
+def _overdue(
+    tables: Sequence[ExpertTable], ages: Sequence[tuple[tuple[int, int], int]], limit: int, rate: int
 ) -> list[tuple[int, int]]:
-    """Experts that would get too old in memory, oldest first, then those that storage wants."""
-    oldest = sorted((-tables[i].age[e], i, e) for i, row in enumerate(held) for e in row)
-    costs = [tables[i].nbytes for _, i, _ in oldest]
-    late = overdue([-age for age, _, _ in oldest], costs, limit=limit, rate=_usable(tables, budget))
-    first = [(i, e) for _, i, e in oldest[:late]]
-    return first + [(i, e) for i, row in enumerate(due) for e in row if (i, e) not in first]
+    """Those `(layer, expert)` that must come now so that none gets older than `limit`, oldest first."""
+    oldest = sorted(ages, key=lambda each: (-each[1], each[0]))
+    costs = [tables[i].nbytes for (i, _), _ in oldest]
+    late = overdue([age for _, age in oldest], costs, limit=limit, rate=rate)
+    return [place for place, _ in oldest[:late]]
+
+
+def _rounds(tables: Sequence[ExpertTable], budget: int) -> int:
+    """Generations that take every expert once."""
+    usable = max(_usable(tables, budget), 1)
+    held = [_held(tables, position) for position in _positions(tables)]
+    sizes = [sum(table.nbytes * len(here) for table, here in zip(tables, rows, strict=True)) for rows in held]
+    return max(-(-nbytes // usable) for nbytes in sizes)
+
+
+def _remote_levels(tables: Sequence[ExpertTable], index: int) -> list[str]:
+    """Levels outside the node, that whose turn it is first."""
+    levels = [level for level in (STORAGE, PEER) if level in tables[0].unsaved]
+    turn = jitter(index, len(levels) - 1)
+    return levels[turn:] + levels[:turn]
 
 
 def _positions(tables: Sequence[ExpertTable]) -> list[int]:

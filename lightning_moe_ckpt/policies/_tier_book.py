@@ -45,6 +45,10 @@ class TierBook:
     """int64 `[E]`: boundary of that copy, `NEVER` without one."""
     skipped: Tensor
     """bool `[E]`: whether the newest generation with each expert that the level is through with was given up."""
+    index: Tensor
+    """int64 `[E]`: which of the level's complete generations, counted from 1, has that copy; 0 without one."""
+    completed: int = 0
+    """Generations that the level has completed."""
     pending: tuple[Pending, ...] = ()
     """What is under way, oldest first."""
     kept: int | None = None
@@ -56,7 +60,7 @@ class TierBook:
     def empty(cls, num_experts: int) -> TierBook:
         """A level that has nothing."""
         zeros = torch.zeros(num_experts, dtype=torch.int64)
-        return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool())
+        return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool(), index=zeros)
 
     def take(self, step: int, experts: Sequence[int], alive_E: Tensor, kept: int | None = None) -> TierBook:
         """The level was given generation `step`.
@@ -77,13 +81,20 @@ class TierBook:
         A boundary that was never given, or was given up, changes nothing but that. Places in the level are also taken
         by generations that only some ranks have completed there, so all that were given count.
         """
-        alive_E, step_E, skipped_E = self.alive.clone(), self.step.clone(), self.skipped.clone()
+        alive_E, step_E, skipped_E, index_E = (
+            self.alive.clone(),
+            self.step.clone(),
+            self.skipped.clone(),
+            self.index.clone(),
+        )
+        completed = self.completed
         for each in self.pending:
             if each.step <= step:
                 skipped_E[each.experts] = each.step < step
             if each.step == step:
+                completed += 1
                 alive_E[each.experts] = each.alive
-                step_E[each.experts] = step
+                step_E[each.experts], index_E[each.experts] = step, completed
         left = tuple(each for each in self.pending if each.step > step)
         given = self._held(step)
         dropped_E = step_E < given[0] if given else torch.zeros_like(skipped_E)
@@ -91,6 +102,8 @@ class TierBook:
             alive=torch.where(dropped_E, 0, alive_E),
             step=torch.where(dropped_E, NEVER, step_E),
             skipped=skipped_E,
+            index=torch.where(dropped_E, 0, index_E),
+            completed=completed,
             pending=left,
             kept=self.kept,
             given=given,
@@ -104,6 +117,16 @@ class TierBook:
             alive_E[each.experts[counted_S]] = each.alive[counted_S]
             step_E[each.experts[counted_S]] = each.step
         return alive_E, step_E
+
+    def waited(self) -> Tensor:
+        """int64 `[E]`: generations of this level since the newest that has each expert, if all that is under way completes.
+
+        1 if the newest one has it; one more than there are if none has.
+        """
+        index_E = self.index.clone()
+        for number, each in enumerate(self.pending, start=self.completed + 1):
+            index_E[each.experts[~self.skipped[each.experts]]] = number
+        return self.completed + len(self.pending) + 1 - index_E
 
     def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor, *, durable: bool) -> TierBook:
         """After a recovery: what is known of the level now.
@@ -120,12 +143,16 @@ class TierBook:
         keep_E = (self.step < step_E) & durable
         kept_alive_E = torch.where(keep_E, self.alive, 0)
         kept_step_E = torch.where(keep_E, self.step, NEVER)
+        kept_index_E = torch.where(keep_E, self.index, 0)
+        newer_E = read_here_E & (step_E > self.step)
         return TierBook(
             alive=torch.where(read_here_E, alive_E, kept_alive_E),
             step=torch.where(read_here_E, step_E, kept_step_E),
             skipped=torch.zeros_like(self.skipped),
             kept=self.kept,
             given=self.given,
+            index=torch.where(newer_E, self.completed, kept_index_E),
+            completed=self.completed,
         )
 
     def tokens_at(self, expert: int, step: int) -> int | None:
@@ -147,6 +174,8 @@ class TierBook:
             "alive": self.alive,
             "step": self.step,
             "skipped": self.skipped.long(),
+            "index": self.index,
+            "completed": self.completed,
             "pending": pending,
             "kept": self.kept,
             "given": list(self.given),
@@ -164,10 +193,15 @@ class TierBook:
         kept, given = stored.get("kept"), stored.get("given", [])  # books that do not have them dropped nothing
         if not isinstance(given, list) or not isinstance(kept, int | None):
             raise TypeError("`kept` or `given` is not what it should be")
+        completed = stored["completed"]
+        if not isinstance(completed, int):
+            raise TypeError("`completed` is no number")
         return cls(
             alive=counts(stored["alive"]),
             step=counts(stored["step"]),
             skipped=counts(stored["skipped"]).bool(),
+            index=counts(stored["index"]),
+            completed=completed,
             pending=rows,
             kept=kept,
             given=tuple(int(step) for step in given),

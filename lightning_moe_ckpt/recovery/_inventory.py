@@ -166,9 +166,18 @@ def memory_of(directory: Path) -> str:
 
 def family_of(policy: Mapping[str, object]) -> str:
     """The family of a lossy version, by what its markers and manifest say of the policy; empty for any other version."""
+    return _of_plan(policy, "family")
+
+
+def level_of(policy: Mapping[str, object]) -> str:
+    """The level of a lossy version, by what its markers say of the policy; empty for any other version."""
+    return _of_plan(policy, "level")
+
+
+def _of_plan(policy: Mapping[str, object], key: str) -> str:
     plan = policy.get("plan")
     record = json.loads(plan) if isinstance(plan, str) else None
-    return str(record.get("family", "")) if isinstance(record, dict) else ""
+    return str(record.get(key, "")) if isinstance(record, dict) and "family" in record else ""
 
 
 def plain_versions(versions: Iterable[Version]) -> list[object]:

@@ -21,7 +21,7 @@ import torch
 
 from lightning_moe_ckpt.recovery._agreement import Offer
 from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
-from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version
+from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version, level_of
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
 from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
 from lightning_moe_ckpt.recovery._record_assembly import Place, RecordAssembly, Wanted
@@ -33,8 +33,10 @@ from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout
 
 log = logging.getLogger(__name__)
 
-MEMORY, STORAGE = "memory", "storage"
-"""Levels at which copies are held."""
+MEMORY, STORAGE, PEER = "memory", "storage", "peer"
+"""Levels at which copies are held; `peer`: on other nodes, under plans that send them what storage gets."""
+
+_LEVELS = (MEMORY, STORAGE, PEER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Chosen:
     tiles: Mapping[str, Sequence[Tile]]
     """Pieces of each expert over all ranks, in the order of ranks."""
     levels: Mapping[str, frozenset[str]]
-    """Levels that hold all of that copy, among `memory` and `storage`."""
+    """Levels that hold all of that copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,10 +135,8 @@ class Mosaic:
             lay_out: where this rank wants its records: by their names in markers, for tiles of experts that it brings.
         """
         self._supply = Supply(self._inventory, self._transport.rank, experts)
-        for version in sorted(self._markers, key=lambda each: each not in self._inventory.committed):
-            self._supply.add(
-                version, self._markers[version]
-            )  # manifests vouch for what is committed, so that comes first
+        for version in sorted(self._markers, key=self._doubt):
+            self._supply.add(version, self._markers[version])
         while (origins := self._agree(experts)) is not None:
             chosen = self._describe(origins, experts)
             layout = lay_out(chosen)
@@ -181,6 +181,19 @@ class Mosaic:
             given_up |= found.keys()
 
     # -- markers
+
+    def _doubt(self, version: Version) -> tuple[bool, bool]:
+        """Manifests vouch for what is committed; copies under a plan of their own may be less exact than what they copy."""
+        return version not in self._inventory.committed, self._level(version) == PEER
+
+    def _level(self, version: Version) -> str:
+        marker = self._markers.get(version)
+        return "" if marker is None else level_of(marker.policy)
+
+    def _place_level(self, place: Place) -> str:
+        if place.copy.source == STORAGE:
+            return STORAGE
+        return PEER if self._level(place.copy.version) == PEER else MEMORY
 
     def _cost(self, version: Version) -> int:
         """Flavours in memory are preferred: they are read faster, and may hold more."""
@@ -248,17 +261,20 @@ class Mosaic:
             records = self._supply.expert(name, origins[name])
             tiles = [held.record for held in records.values() if held.record.state_key == PARAM]
             rows = [[each.fqn, each.global_start, each.numel] for each in tiles]
-            own.append([name, rows, _held_at(records.values(), MEMORY), _held_at(records.values(), STORAGE)])
+            own.append([name, rows, [int(self._all_at(records.values(), level)) for level in _LEVELS]])
         tiles_of: dict[str, list[Tile]] = {name: [] for name in origins}
-        levels = {name: {MEMORY, STORAGE} for name in origins}
+        levels = {name: set(_LEVELS) for name in origins}
         for writer, said in enumerate(self._transport.gather_values(own)):
             assert isinstance(said, list)
-            for name, rows, in_memory, in_storage in said:
+            for name, rows, there in said:
                 tiles_of[name] += [Tile(fqn, start, numel, writer) for fqn, start, numel in rows]
-                levels[name] -= {level for level, held in ((MEMORY, in_memory), (STORAGE, in_storage)) if not held}
+                levels[name] -= {level for level, held in zip(_LEVELS, there, strict=True) if not held}
         generations = {name: origin.generation for name, origin in origins.items()}
         held = {name: frozenset(each) for name, each in levels.items()}
         return Chosen(generations=generations, tiles=tiles_of, levels=held)
+
+    def _all_at(self, records: Collection[Held], level: str) -> bool:
+        return all(any(self._place_level(place) == level for place in each.places) for each in records)
 
     # -- bytes
 
@@ -328,7 +344,3 @@ def _integers(row: object) -> list[int]:
 def _pairs(row: object) -> list[tuple[int, object]]:
     assert isinstance(row, list)
     return [(index, value) for index, value in row]
-
-
-def _held_at(records: Collection[Held], level: str) -> bool:
-    return all(any((place.copy.source == STORAGE) == (level == STORAGE) for place in each.places) for each in records)

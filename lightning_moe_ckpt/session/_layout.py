@@ -357,6 +357,8 @@ class WindowLayout:
     slots: list[SlotLayout]
     persisted: WindowLayout | None = None
     """The same plan as storage has it, where that differs."""
+    peers: WindowLayout | None = None
+    """The same plan as copies on other nodes have it, if they take what storage takes."""
     lacking: frozenset[str] = frozenset()
     """Names of operators on this rank that storage gets from older generations."""
     borrows: bool = False
@@ -365,9 +367,19 @@ class WindowLayout:
     """Bytes of the largest segment that plans after this one may have, where they differ."""
 
     @classmethod
-    def of(cls, record: dict[str, Any], *slots: SlotLayout, persisted: WindowLayout | None = None) -> WindowLayout:
+    def of(
+        cls,
+        record: dict[str, Any],
+        *slots: SlotLayout,
+        persisted: WindowLayout | None = None,
+        peers: WindowLayout | None = None,
+    ) -> WindowLayout:
         """The layout of a plan."""
-        return cls(plan_hash=hash_of_plan(record), record=record, slots=list(slots), persisted=persisted)
+        return cls(plan_hash=hash_of_plan(record), record=record, slots=list(slots), persisted=persisted, peers=peers)
+
+    def at(self, level: str) -> WindowLayout:
+        """The same plan as a tier of that level has it."""
+        return {"storage": self.persisted, "peer": self.peers}.get(level) or self
 
     @property
     def plan_json(self) -> str:

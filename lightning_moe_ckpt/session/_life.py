@@ -199,9 +199,12 @@ class Life:
             dense_nbytes=self._dense_nbytes,
             resumed=resumed,
             keep=keep,
+            level=self._planner.peer_level,
+            room=self._planner.peer_room,
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
         tiers = Tiers(workers, watcher=self._planner)
+        self._planner.joined([worker.name for worker in workers])
         if isinstance(self._policy, LossyWindows) and resumed is not None:
             build_on_stored(self._runs.store, self._exchange, tiers, self._storage)
         return tiers

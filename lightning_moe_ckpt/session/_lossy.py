@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, Accounting, Selection, expert_layouts
+from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Accounting, Selection, expert_layouts
 from lightning_moe_ckpt.session._count_proof import CountProof
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._host import HOST
@@ -31,6 +31,8 @@ from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy_layout import SlotMeasure, local_experts, lossy_layout
 from lightning_moe_ckpt.session._lossy_plan import lossy_record
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
+from lightning_moe_ckpt.session._peers import PEER as PEER_TIER
+from lightning_moe_ckpt.session._peers import PeerRoom
 from lightning_moe_ckpt.session._persist import STORAGE as STORAGE_TIER
 from lightning_moe_ckpt.session._popularity import sum_in_order
 from lightning_moe_ckpt.session._reordering import Background
@@ -40,7 +42,7 @@ from lightning_moe_ckpt.storage import GenerationId
 log = logging.getLogger(__name__)
 
 LEVEL_OF_TIER = {HOST: MEMORY, STORAGE_TIER: STORAGE}
-"""Whose completion the book follows; copies on other nodes come and go with those in memory."""
+"""Whose completion the book follows; copies on other nodes of all that memory has come and go with it."""
 
 _REMEMBERED_LAYOUTS = 64
 
@@ -87,6 +89,7 @@ class LossyPlanner:
         self.accounting = Accounting.start([each.num_experts for each in self._experts], k=self._choice.k)
         self._layouts: OrderedDict[tuple[Selection, int], WindowLayout] = OrderedDict()
         self._reserve_nbytes = 0
+        self._levels = LEVEL_OF_TIER
         self._current: WindowLayout | None = None
         self._next: Background | None = None
 
@@ -106,6 +109,21 @@ class LossyPlanner:
     def generations_kept(self) -> int:
         """Generations that memory keeps: together they hold every expert, if so many can."""
         return self._choice.generations_kept(self.accounting)
+
+    @property
+    def peer_level(self) -> Literal["memory", "peer"]:
+        """What copies on other nodes have of a generation: all that memory has, or what storage gets."""
+        return "memory" if self._policy.kind == "partial" else "peer"
+
+    def peer_room(self) -> PeerRoom | None:
+        """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
+        return self._choice.peer_room(self.accounting)
+
+    def joined(self, tiers: Collection[str]) -> None:
+        """The tiers of this life are these."""
+        if self.peer_level == "peer" and PEER_TIER in tiers:
+            self._levels = {**LEVEL_OF_TIER, PEER_TIER: PEER}
+            self.accounting = self.accounting.with_peers(kept=True)
 
     @property
     def journal_nbytes(self) -> int:
@@ -197,6 +215,8 @@ class LossyPlanner:
             whole = torch.ones_like(accounting.alive, dtype=torch.bool)
             at = torch.full_like(accounting.alive, outcome["step"])
             accounting, _ = accounting.restore(accounting.alive, at, {STORAGE: whole})
+        # What others still hold of an earlier life is not gone through: they count as having nothing.
+        accounting = accounting.with_peers(kept=PEER in self._levels.values())
         self.accounting = self._choice.after_restart(accounting, lost_E)
 
     def loss_figures(self) -> LossFigures:
@@ -209,7 +229,7 @@ class LossyPlanner:
             faults=now.faults,
             processed=int(now.processed.sum()),
             lost=int(now.lost.sum()),
-            unsaved={level: int(now.unsaved(level).sum()) for level in LEVELS},
+            unsaved={level: int(now.unsaved(level).sum()) for level in now.saved},
             accounting=now,
         )
 
@@ -249,7 +269,7 @@ class LossyPlanner:
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
     ) -> None:
         """A tier begins to take the generation of the boundary at hand."""
-        level = LEVEL_OF_TIER.get(tier)
+        level = self._levels.get(tier)
         if level is not None:
             experts = Selection.from_record(layout.record).flat(level, self._experts)
             book = self.accounting.saved[level].take(
@@ -266,8 +286,8 @@ class LossyPlanner:
 
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """On every rank a tier has all of a generation."""
-        if tier in LEVEL_OF_TIER:
-            self.accounting = self.accounting.complete(LEVEL_OF_TIER[tier], generation.step)
+        if tier in self._levels:
+            self.accounting = self.accounting.complete(self._levels[tier], generation.step)
 
     # -- private
 

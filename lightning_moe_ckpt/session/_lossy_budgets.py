@@ -21,6 +21,7 @@ import torch
 
 from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, ExpertLayout
+from lightning_moe_ckpt.session._host import RING_HEADROOM
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,14 @@ class Budgets:
         budget, sizes = self._nbytes(MEMORY), self.sizes()[MEMORY]
         assert budget is not None
         return min(budget, sizes.full)
+
+    @property
+    def peer_nbytes(self) -> int:
+        """Bytes that holders of copies reserve for a segment of this rank."""
+        budget, sizes = self._nbytes(STORAGE), self.sizes()[STORAGE]
+        assert budget is not None
+        least = sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
+        return int(min(max(budget, least), sizes.full) * (1 + RING_HEADROOM))
 
     def inputs(self) -> list[int]:
         """What this rank adds to the exchange: bytes of experts of one position that it could take, by level."""

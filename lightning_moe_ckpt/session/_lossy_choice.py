@@ -19,6 +19,7 @@ from lightning_moe_ckpt.policies import (
     SelectivePolicy,
 )
 from lightning_moe_ckpt.session._lossy_budgets import Budgets
+from lightning_moe_ckpt.session._peers import PeerRoom
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class ExpertChoice(Protocol):
     @property
     def reserve_nbytes(self) -> int:
         """Bytes of this rank's segment that later generations may need, as far as that is known."""
+
+    def peer_room(self, accounting: Accounting) -> PeerRoom | None:
+        """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
 
     def num_pending(self, accounting: Accounting) -> int:
         """Experts of generations under way that a journal names, at most, or roughly."""
@@ -113,6 +117,10 @@ class CountedChoice(ExpertChoice):
     @override
     def reserve_nbytes(self) -> int:
         return 0
+
+    @override
+    def peer_room(self, accounting: Accounting) -> None:
+        return None
 
     @override
     def num_pending(self, accounting: Accounting) -> int:
@@ -193,6 +201,11 @@ class BudgetedChoice(ExpertChoice):
     @override
     def reserve_nbytes(self) -> int:
         return self.budgets.reserve_nbytes
+
+    @override
+    def peer_room(self, accounting: Accounting) -> PeerRoom:
+        wait = self._policy.max_wait(accounting.tables(self._layouts), self.budgets.experts)
+        return PeerRoom(slot_nbytes=self.budgets.peer_nbytes, keep=min(wait, MAX_GENERATIONS))
 
     @override
     def num_pending(self, accounting: Accounting) -> int:

@@ -23,6 +23,7 @@ from lightning_moe_ckpt.session._lossy_plan import (
     experts_of,
     has_two_levels,
     lossy_record,
+    peer_flavour,
     storage_flavour,
 )
 
@@ -50,13 +51,14 @@ def lossy_layout(record: LossyRecord, view: StateView, groups: ParallelGroups, j
     dense = dense_parts(view, groups, expert_loads(view, groups, chosen))
     slot = SlotLayout(_merged(dense, expert_parts(view, groups, chosen)), view, groups, journal_nbytes)
     persisted = WindowLayout.of(storage_flavour(record), slot)
-    if record["level"] == "storage":
-        return persisted
+    peers = WindowLayout.of(peer_flavour(record), slot)
+    if record["level"] != "memory":
+        return persisted if record["level"] == "storage" else peers
     if not has_two_levels(record):
-        return WindowLayout.of(record, slot, persisted=persisted)
+        return WindowLayout.of(record, slot, persisted=persisted, peers=peers)
     others = expert_parts(view, groups, _without(experts_of(record, "memory"), chosen))
     outer = SlotLayout(others, view, groups, journal_nbytes, persisted=slot)
-    return WindowLayout.of(record, outer, persisted=persisted)
+    return WindowLayout.of(record, outer, persisted=persisted, peers=peers)
 
 
 class SlotMeasure:

@@ -4,6 +4,9 @@ A generation has two flavours, one in memory and one in storage, with the same p
 differ, since what is stored borrows the experts that it lacks from older generations, and so may their bytes; so their
 hashes differ too. `family` is the same, and either record gives the other.
 
+Copies on other nodes are of the flavour of memory, or, under budgets of bytes, of a third one: the same experts as in
+storage, and nothing borrowed.
+
 Source: PEC/MoC (2024), Sec. 3.2 (two-level PEC).
 """
 
@@ -19,7 +22,7 @@ from lightning_moe_ckpt.session._layout import hash_of_plan
 LossyRecord = dict[str, Any]
 """JSON values, equal on all ranks: `config`, `memory`, `storage`, `level`, `family`."""
 
-Level = Literal["memory", "storage"]
+Level = Literal["memory", "storage", "peer"]
 
 Experts = tuple[tuple[int, ...], ...]
 """Global indices of experts, ascending, by MoE layer in the order of the model."""
@@ -61,6 +64,11 @@ def storage_flavour(record: LossyRecord) -> LossyRecord:
     return flavour(record, "storage")
 
 
+def peer_flavour(record: LossyRecord) -> LossyRecord:
+    """The record that copies on other nodes have where they take what storage takes, from that of any flavour."""
+    return flavour(record, "peer")
+
+
 def memory_flavour(record: LossyRecord) -> LossyRecord:
     """The record that memory has of a generation, from that of either flavour."""
     return flavour(record, "memory")
@@ -68,7 +76,8 @@ def memory_flavour(record: LossyRecord) -> LossyRecord:
 
 def experts_of(record: LossyRecord, level: Level | None = None) -> Experts:
     """Experts that a flavour holds, by layer: that of the record's own level, unless another is named."""
-    chosen: Sequence[Sequence[int]] = record[level or record["level"]]
+    level = level or record["level"]
+    chosen: Sequence[Sequence[int]] = record["storage" if level == "peer" else level]
     return tuple(tuple(each) for each in chosen)
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +55,16 @@ _GOODBYE = timedelta(seconds=5)
 """How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerRoom:
+    """What holders of copies reserve for one rank."""
+
+    slot_nbytes: int
+    """Of its largest segment."""
+    keep: int
+    """Generations that are kept; the same for all ranks."""
+
+
 class PeerWorker(TierWorker):
     """Replicates generations of one rank.
 
@@ -62,6 +73,7 @@ class PeerWorker(TierWorker):
         markers: makes this rank's markers.
         resumed: the generation this life began from; copies of it stay until a newer one is complete everywhere.
         keep: generations that holders keep.
+        room: what holders reserve, once there is a plan; `None` for a slot of the ring.
         on_complete: see `TierWorker`.
     """
 
@@ -74,9 +86,11 @@ class PeerWorker(TierWorker):
         *,
         resumed: GenerationId | None = None,
         keep: int = 1,
+        room: Callable[[], PeerRoom | None] = lambda: None,
         on_complete: Callable[[GenerationId, float, int], None] | None = None,
     ) -> None:
         super().__init__(PEER, markers, on_complete=on_complete)
+        self._room = room
         self._replication, self._keep, self._num_kept = replication, resumed, keep
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
@@ -98,15 +112,17 @@ class PeerWorker(TierWorker):
 
         Holders follow a later plan by themselves, when its first generation comes.
         """
-        self._slot_nbytes = ring.slot_nbytes
+        room = self._room()
+        self._slot_nbytes = ring.slot_nbytes if room is None else room.slot_nbytes
+        self._num_kept = self._num_kept if room is None else room.keep
         if self._replication.started:
             return
         if self._keep is not None and self._keep in ring.complete:
             ring.pin(self._keep)
             self._held[self._keep] = ring.unpin
-        sizes = [row[0] for row in exchange.gather([ring.slot_nbytes])]
+        sizes = [row[0] for row in exchange.gather([self._slot_nbytes])]
         with exchange.together():
-            self._replication.allocate(sizes, num_segments)
+            self._replication.allocate(sizes, num_segments, keep=self._num_kept)
         self._replication.start()
         self._start_thread()
 
@@ -268,6 +284,8 @@ def join_peers(
     dense_nbytes: int,
     resumed: GenerationId | None,
     keep: int = 1,
+    level: Literal["memory", "peer"] = "memory",
+    room: Callable[[], PeerRoom | None] = lambda: None,
 ) -> list[PeerWorker]:
     """The worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
 
@@ -279,6 +297,8 @@ def join_peers(
         dense_nbytes: of a snapshot of everything on this rank.
         resumed: the generation that this life goes on from.
         keep: generations that are kept of every rank.
+        level: what copies have of generations that storage has less of than memory.
+        room: see `PeerWorker`.
 
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
@@ -305,7 +325,9 @@ def join_peers(
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
     )
-    return [PeerWorker(replication, markers, resumed=resumed, keep=keep)]
+    worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room)
+    worker.level = level
+    return [worker]
 
 
 def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:

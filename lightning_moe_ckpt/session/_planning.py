@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -156,6 +156,14 @@ class Planner:
 
     generations_kept = 1
     """Generations that memory keeps."""
+    peer_level: Literal["memory", "peer"] = "memory"
+    """What copies on other nodes have of generations that storage has less of than memory."""
+
+    def peer_room(self) -> None:
+        """Holders of copies reserve slots as the ring has them."""
+
+    def joined(self, tiers: Collection[str]) -> None:
+        """Plans do not depend on them."""
 
     @property
     def interval_steps(self) -> int:

@@ -308,9 +308,8 @@ class Tiers:
             self._watcher.given(worker.name, window.generation, layout, worker.generations_kept)
         lane.take(window.generation)
         window.ring.pin(window.generation)
-        stored = layout.persisted if worker.level == "storage" else None
-        plan = layout if stored is None else stored
-        base = Base(generation=lane.base, lacking=layout.lacking) if stored is not None and layout.borrows else None
+        plan, borrows = layout.at(worker.level), worker.level == "storage" and layout.borrows
+        base = Base(generation=lane.base, lacking=layout.lacking) if borrows else None
         worker.begin(
             Announced(
                 generation=window.generation,
@@ -327,5 +326,5 @@ class Tiers:
 
 
 def _add(worker: TierWorker, segment: SealedSegment) -> None:
-    inner = segment.persisted if worker.level == "storage" else None
+    inner = segment.persisted if worker.level != "memory" else None
     worker.add(segment.generation, segment if inner is None else inner)

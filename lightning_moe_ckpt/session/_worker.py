@@ -123,8 +123,8 @@ class TierWorker(ABC):
     """Whether what is under way goes on with the steps of training only."""
     borrows = False
     """Whether a generation with only some operators takes the others from an older one that is complete here."""
-    level: Literal["memory", "storage"] = "memory"
-    """What it gets of generations that storage has less of than memory."""
+    level: Literal["memory", "storage", "peer"] = "memory"
+    """What it gets of generations that storage has less of than memory; `peer`: as storage, under a plan of its own."""
 
     def __init__(
         self, name: str, markers: Markers, *, on_complete: Callable[[GenerationId, float, int], None] | None = None

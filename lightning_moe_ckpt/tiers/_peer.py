@@ -75,17 +75,20 @@ class Replication:
             for owner, store in self.stores.items()
         ]
 
-    def allocate(self, slot_nbytes: Sequence[int], num_segments: int) -> None:
+    def allocate(self, slot_nbytes: Sequence[int], num_segments: int, *, keep: int | None = None) -> None:
         """Reserve memory for every copy that this rank will keep.
 
         Args:
             slot_nbytes: largest segment of each rank, by rank.
             num_segments: of a generation, on all ranks.
+            keep: generations that holders keep, the same on all ranks; `None` for as many as was said before.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
         """
-        nbytes = sum(store.allocate(slot_nbytes[owner], num_segments) for owner, store in self.stores.items())
+        nbytes = sum(
+            store.allocate(slot_nbytes[owner], num_segments, keep=keep) for owner, store in self.stores.items()
+        )
         log.info("%.1f MiB are reserved for copies of the segments of ranks %s", nbytes / 2**20, sorted(self.stores))
 
     def start(self) -> None:

@@ -42,8 +42,13 @@ class ReplicaStore:
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
 
-    def allocate(self, slot_nbytes: int, num_segments: int) -> int:
+    def allocate(self, slot_nbytes: int, num_segments: int, *, keep: int | None = None) -> int:
         """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`.
+
+        Args:
+            slot_nbytes: of the largest segment.
+            num_segments: of a generation.
+            keep: generations that are kept, where that is known only now.
 
         Returns:
             Bytes reserved.
@@ -51,6 +56,7 @@ class ReplicaStore:
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
         """
+        self._keep = keep or self._keep
         return self._make(slot_nbytes, num_segments).memory.numel()
 
     def begin(

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._lossy import Machines, train_lossy
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.errors import StorageError
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.session._worker import Job
+from lightning_moe_ckpt.storage import SegmentEntry
+from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.testing._lives import Fit, Life
 from lightning_moe_ckpt.testing._lives_kill import Kill
+
+put = PersistWorker._put
 
 KILL = Kill(phase="forward", step=9)
 EXPANSION = 48
@@ -45,8 +61,8 @@ def selective_setup(world_size: int, expert_parallel: int, local: int = 3, remot
     return replace(setup, checkpointing=checkpointing)
 
 
-def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill) -> Restarts:
-    lives = campaigns.run(setup, *kills, fit=partial(train_lossy, setup, machines))
+def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kill, fit: Fit | None = None) -> Restarts:
+    lives = campaigns.run(setup, *kills, fit=fit or partial(train_lossy, setup, machines))
     assert [life.outcome for life in lives] == [*["killed"] * len(kills), "finished"], lives[-1].log()
     assert "no room for an expert" not in "".join(life.log() for life in lives)
     return Restarts(lives)
@@ -64,6 +80,60 @@ def test_after_a_kill_every_operator_is_as_old_as_promised(
     promise = found.require(1)
     assert len(set(promise.experts.values())) > 1, "experts are of different ages"
     assert found.require_accounting().plt > 0
+
+
+def test_a_lost_node_comes_back_from_copies_that_have_less_than_memory(campaigns: Campaigns, folder: Path) -> None:
+    """Three nodes with two experts each; memory takes both at every step, copies on other nodes one of them.
+
+    Storage fails after a few steps. The lost node's experts are from its copies, of different ages, the others' are as of the
+    last boundary, from their own memory.
+    """
+    machines = Machines(folder, (0, 1, 2), lost=((1,),))
+    setup = replace(selective_setup(3, 3, local=2, remote=1), batches=16)
+    fit = partial(train_with_copies, setup, machines)
+    found = restarts(campaigns, setup, machines, Kill(phase="forward", step=13, rank=1), fit=fit)
+    promise = found.require(1)
+    assert found.require_accounting().plt > 0
+    experts = [promise.experts[name] for name in found.sizes]
+    assert {*experts[:2], *experts[4:]} == {promise.generation}, "their nodes live"
+    assert promise.generation.step > STORED
+    assert min(experts[2:4]) < max(experts[2:4]) == promise.generation
+    said = found.lives[1].log()
+    assert re.search(r"6 experts .*from memory: 4, peer: [12]", said), said
+    assert re.search(r"rank 1: [\d.]+ MiB from peer", said), said
+
+
+STORED = 3
+"""The last generation that storage takes."""
+
+
+def train_with_copies(setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
+    """In the first life storage fails after a few generations, and the last steps wait for copies of new ones."""
+    if life.index == 0:
+        Seam(
+            module="lightning_moe_ckpt.session._persist", attribute="PersistWorker._put", replacement=store_a_few
+        ).apply()
+        Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [AwaitsCopies()]).apply()
+    return train_lossy(setup, machines, life)
+
+
+def store_a_few(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
+    """Storage is gone soon."""
+    if job.generation.step > STORED:
+        raise StorageError("this store takes nothing any more.")
+    return put(worker, job, segment)
+
+
+class AwaitsCopies(Callback):
+    """Holds training up at each step until copies of what was taken a few steps ago are on another node."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 30
+        while trainer.global_step > 6 and callback.report.generations.get("peer", 0) < trainer.global_step - 4:
+            assert time.monotonic() < deadline, "no new generation has a copy"
+            time.sleep(0.01)
 
 
 def test_with_the_loss_of_memory_storage_has_every_expert(campaigns: Campaigns, folder: Path) -> None:

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.policies import (
     LEVELS,
     MEMORY,
+    PEER,
     STORAGE,
     Accounting,
     ExpertLayout,
@@ -326,14 +327,64 @@ def test_s_adds_up_to_s_total(layers: list[tuple[int, int]], s_total: int) -> No
         assert number == size or not sum(risks) or number >= risk * s_total // sum(risks)
 
 
-def test_a_budget_below_one_expert_is_refused_at_start() -> None:
-    """With the bytes that are missing."""
-    policy, tables = SelectivePolicy(), [table([1, 2]), table([1, 2], nbytes=25)]
-    policy.require_budgets(tables, {MEMORY: 30, STORAGE: 25})
-    with pytest.raises(
-        ConfigurationError, match=r"budget of storage is 20 bytes .* one expert takes 25\. Give 5 bytes"
-    ):
-        policy.require_budgets(tables, {MEMORY: 30, STORAGE: 20})
+def run_remotely(
+    shapes: Sequence[ExpertLayout],
+    generations: int,
+    *,
+    budgets: dict[str, int],
+    loads: Sequence[int],
+    every: dict[str, int],
+) -> tuple[list[Selection], dict[str, list[Selection]]]:
+    """All generations, and those that each level outside the node took: every so many, whole at once."""
+    accounting = Accounting.start([each.num_experts for each in shapes], levels=[MEMORY, *every])
+    accounting = accounting.take(0, Selection.everything(shapes), accounting.saved)
+    for level in accounting.saved:
+        accounting = accounting.complete(level, 0)
+    policy, found, taken = SelectivePolicy(), [], {level: list[Selection]() for level in every}
+    for step in range(1, generations + 1):
+        accounting = accounting.add(torch.tensor(loads))
+        chosen = policy.select(accounting.generations, accounting.tables(shapes), budgets)
+        levels = [MEMORY, *(level for level, each in every.items() if step % each == 0)]
+        accounting = accounting.take(step, chosen, levels)
+        for level in levels:
+            accounting = accounting.complete(level, step)
+            if level != MEMORY:
+                taken[level].append(chosen)
+        found.append(chosen)
+    return found, taken
+
+
+SKEWED, EVEN, NONE = [1000, 300, *[1] * 13, 0], [1] * 16, [0] * 16
+
+
+@pytest.mark.parametrize("every", range(1, 9))
+@pytest.mark.parametrize(
+    ("local", "remote", "peers", "loads"),
+    [
+        (40, 40, None, SKEWED),
+        (80, 20, 3, SKEWED),
+        (10, 10, 1, SKEWED),
+        *(
+            pytest.param(local, remote, peers, loads, marks=pytest.mark.soak)
+            for local, remote in [(40, 40), (80, 20), (10, 10)]
+            for peers in [None, 1, 3]
+            for loads in [EVEN, NONE]
+        ),
+    ],
+)
+def test_every_expert_reaches_a_level_that_takes_each_so_many_generations(  # one argument per dimension
+    every: int, local: int, remote: int, peers: int | None, loads: list[int]
+) -> None:
+    """Within a number of the generations that it took, whatever the router likes, and memory has its own turns besides."""
+    shapes, policy = layouts(2, 8, 2), SelectivePolicy()
+    budgets, levels = {MEMORY: local, STORAGE: remote}, {STORAGE: every, **({} if peers is None else {PEER: peers})}
+    found, taken = run_remotely(shapes, 40 * every, budgets=budgets, loads=loads, every=levels)
+    tables = [table([0] * 8, positions=2)] * 2
+    for layer in range(2):
+        assert longest_wait([each.memory[layer] for each in found], 8) <= policy.max_age(tables, budgets)
+        for got in taken.values():
+            wait = longest_wait([each.storage[layer] for each in got], 8)
+            assert wait <= 2 * policy.max_wait(tables, budgets)
 
 
 # -- what is refused

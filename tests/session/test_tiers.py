@@ -26,8 +26,11 @@ class Layout:
     plan_hash: str = "h"
     plan_json: str = "{}"
     slots: list[int] = field(default_factory=lambda: [0])
-    persisted: None = None
     borrows: bool = False
+
+    def at(self, level: str) -> Layout:
+        """The same at every level."""
+        return self
 
 
 class ByHand(TierWorker):

@@ -265,7 +265,9 @@ def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> po
 def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection:
     layouts = policies.expert_layouts(found, dict.fromkeys(found.names, 1024))
     assert_type(layouts, tuple[policies.ExpertLayout, ...])
-    accounting = policies.Accounting.start([each.num_experts for each in layouts], k=1, levels=policies.LEVELS)
+    accounting = policies.Accounting.start(
+        [each.num_experts for each in layouts], k=1, levels=[*policies.LEVELS, policies.PEER]
+    )
     accounting = accounting.add(tokens_E).take(0, policies.Selection.everything(layouts))
     accounting = accounting.complete(policies.MEMORY, 0).complete(policies.STORAGE, 0)
     accounting, lost_E = accounting.restore(tokens_E, torch.full_like(tokens_E, policies.NEVER))
