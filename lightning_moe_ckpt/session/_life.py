@@ -165,14 +165,13 @@ class Life:
     def _join_tiers(self, identity: Identity) -> Tiers:
         """One worker per tier, in the same order on all ranks."""
         assert self._runs is not None
+        is_first = self._exchange.is_coordinator
         markers = Markers(
             run_id=self._runs.run_id,
             rank=self._groups.rank,
             world_size=self._groups.world_size,
             policy={"policy": self._policy.kind, **identity.policy()},
-            module=describe(self._view.module, self._view.schema, self._extra)
-            if self._exchange.is_coordinator
-            else None,
+            module=describe(self._view.module, self._view.schema, self._extra) if is_first else None,
         )
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.together():
@@ -198,9 +197,7 @@ class Life:
             self._groups,
             dense_nbytes=self._dense_nbytes,
             resumed=resumed,
-            keep=keep,
-            level=self._planner.peer_level,
-            room=self._planner.peer_room,
+            plan=self._planner,
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
         tiers = Tiers(workers, watcher=self._planner)

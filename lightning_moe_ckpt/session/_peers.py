@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -63,6 +63,21 @@ class PeerRoom:
     """Of its largest segment."""
     keep: int
     """Generations that are kept; the same for all ranks."""
+
+
+class PeerPlan(Protocol):
+    """What is sent to other nodes, and kept there."""
+
+    @property
+    def generations_kept(self) -> int:
+        """Of every rank, as far as that is known before the first plan; the same on all ranks."""
+
+    @property
+    def peer_level(self) -> Literal["memory", "peer"]:
+        """What copies have of generations that storage has less of than memory."""
+
+    def peer_room(self) -> PeerRoom | None:
+        """What holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
 
 
 class PeerWorker(TierWorker):
@@ -283,9 +298,7 @@ def join_peers(
     *,
     dense_nbytes: int,
     resumed: GenerationId | None,
-    keep: int = 1,
-    level: Literal["memory", "peer"] = "memory",
-    room: Callable[[], PeerRoom | None] = lambda: None,
+    plan: PeerPlan,
 ) -> list[PeerWorker]:
     """The worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
 
@@ -296,9 +309,7 @@ def join_peers(
         groups: this rank's place.
         dense_nbytes: of a snapshot of everything on this rank.
         resumed: the generation that this life goes on from.
-        keep: generations that are kept of every rank.
-        level: what copies have of generations that storage has less of than memory.
-        room: see `PeerWorker`.
+        plan: what is sent and kept.
 
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
@@ -320,13 +331,13 @@ def join_peers(
         run_id=markers.run_id,
         url=config.url,
         resumed=resumed,
-        keep=keep,
+        keep=plan.generations_kept,
         holders=placement.sent_to[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
     )
-    worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room)
-    worker.level = level
+    worker = PeerWorker(replication, markers, resumed=resumed, keep=plan.generations_kept, room=plan.peer_room)
+    worker.level = plan.peer_level
     return [worker]
 
 
