@@ -23,6 +23,7 @@ from typing import Literal
 
 from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._fork import guard_forks
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import SegmentRing
@@ -281,6 +282,7 @@ class TierWorker(ABC):
 
     def _start_thread(self) -> None:
         if self._thread is None:
+            guard_forks()
             self._thread = threading.Thread(target=self._serve, name=f"moe-ckpt-{self.name}", daemon=True)
             self._thread.start()
 

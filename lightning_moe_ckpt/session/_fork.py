@@ -1,0 +1,50 @@
+"""Forked children can write to where this package logs.
+
+A loader worker is forked while threads of ours may be logging. Python makes the locks of `logging` anew in the child, but
+not that of the stream behind a handler: forked in mid-write, the child waits for ever when it writes to standard error
+itself, a warning, say (CPython 3.11; three of four forks beside a thread that logs all the time). So a fork waits until
+no thread is in a handler that our records go to.
+
+Nothing else that our threads hold is wanted in a child, which calls nothing of ours. What finalizers touch there are
+queues, which hand over without waiting, threads, which count as ended after a fork, and compiled engines, which compare
+process ids. And our threads import nothing, so no import is left half done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from functools import cache
+
+PATIENCE_SECONDS = 1.0
+"""How long a fork waits for one handler: it may be waiting for another one that is held already."""
+
+_held: list[logging.Handler] = []
+
+
+@cache
+def guard_forks() -> None:
+    """Let forks of this process wait for our log messages, from here on."""
+    os.register_at_fork(before=_quiesce, after_in_parent=_resume, after_in_child=_held.clear)
+
+
+def _quiesce() -> None:
+    if any(thread.name.startswith("moe-ckpt") for thread in threading.enumerate()):
+        _held.extend(each for each in _handlers() if each.lock is None or each.lock.acquire(timeout=PATIENCE_SECONDS))
+
+
+def _resume() -> None:
+    while _held:
+        _held.pop().release()
+
+
+def _handlers() -> Iterator[logging.Handler]:
+    """Where records of this package go, unless a logger within it has handlers of its own."""
+    if logging.lastResort is not None:
+        yield logging.lastResort
+    logger: logging.Logger | None = logging.getLogger("lightning_moe_ckpt")
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
