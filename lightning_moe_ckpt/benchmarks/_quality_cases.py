@@ -97,7 +97,7 @@ class Scale:
 
 
 QUICK = Scale(
-    steps=24,
+    steps=16,
     faults=1,
     val_every=8,
     val_crops=8,
