@@ -92,8 +92,8 @@ class Scale:
         num_params = sum(parameter.numel() for parameter in model.parameters())
         layers = [sum(p.numel() for _, p in layer.expert_parameters()) for layer in model.moe_layers()]
         expert = layers[0] // self.size.num_experts
-        # Half an expert more than that, for the journal.
-        return _STATE_NBYTES * (num_params - sum(layers) + k * len(layers) * expert + expert // 2)
+        # Nearly an expert more than that, for the journal and headers.
+        return _STATE_NBYTES * (num_params - sum(layers) + k * len(layers) * expert + expert * 9 // 10)
 
 
 QUICK = Scale(
