@@ -113,7 +113,7 @@ class PartialPolicy:
         storage: list[int] = []
         for experts, num_memory, num_storage in zip(here.values(), to_memory, to_storage, strict=True):
             due = set(first(experts, num_storage, orders[STORAGE]))
-            late = self._late(now, table, experts, limit, len(here))
+            late = self._late(now, table, first(experts, len(experts), orders[STORAGE]), limit, len(here))
             kept = first(experts, num_memory, _urgency(late, due, orders[MEMORY]))
             memory += kept
             storage += first(kept, num_storage, orders[STORAGE])
@@ -122,6 +122,7 @@ class PartialPolicy:
     def _late(
         self, now: _Turn, table: ExpertTable, experts: Sequence[int], limit: int, num_positions: int
     ) -> list[int]:
+        # Of equal age is what memory has lost as a whole: then storage's order, in which `experts` are, goes on.
         oldest = sorted(experts, key=lambda e: -table.age[e])
         rate = Fraction(min(self.memory_k, table.num_experts), num_positions)
         ages = [table.age[e] for e in oldest]

@@ -209,7 +209,8 @@ def _overdue(
     tables: Sequence[ExpertTable], ages: Sequence[tuple[tuple[int, int], int]], limit: int, rate: int
 ) -> list[tuple[int, int]]:
     """Those `(layer, expert)` that must come now so that none gets older than `limit`, oldest first."""
-    oldest = sorted(ages, key=lambda each: (-each[1], each[0]))
+    # Of equal age is what a level has lost as a whole: then who was longest without a copy in storage comes first.
+    oldest = sorted(ages, key=lambda each: (-each[1], tables[each[0][0]].saved_at[STORAGE][each[0][1]], each[0]))
     costs = [tables[i].nbytes for (i, _), _ in oldest]
     late = overdue([age for _, age in oldest], costs, limit=limit, rate=rate)
     return [place for place, _ in oldest[:late]]

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.testing._lives_kill import Kill
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One rank that is killed again and again; K begins at one expert."""
+    """A run that is killed again and again; K begins at one expert."""
 
     num_experts: int
     first: int
@@ -32,6 +32,8 @@ class Story:
     budget: float
     settle: float = 0.0
     """See `Kill`; else a fault meets generations under way."""
+    nodes: int = 1
+    """With one rank each, over which experts are spread; of several, each fault takes one with its memory."""
 
     def run(self, campaigns: Campaigns, folder: Path, **options: Any) -> Restarts:
         """Its lives, the last of which finished."""
@@ -40,12 +42,16 @@ class Story:
         setup = Setup(
             model="stacked",
             options=(("num_experts", self.num_experts),),
+            world_size=self.nodes,
+            expert_parallel=self.nodes,
             batches=steps[-1] + self.every,
             epochs=1,
             validate_every=None,
             checkpointing=Checkpointing(policy="partial", keep=1000, k=1, plt_budget=self.budget),
         )
-        fit = partial(train_lossy, setup, Machines(folder, (0,)))
+        turns = tuple((fault % self.nodes,) for fault in range(self.faults)) if self.nodes > 1 else ()
+        machines = Machines(folder, tuple(range(self.nodes)), lost=turns, replicas=0)
+        fit = partial(train_lossy, setup, machines)
         return Restarts(campaigns.run(setup, *kills, fit=fit, patience=600.0, **options))
 
 
@@ -53,6 +59,7 @@ SHORT = Story(num_experts=4, first=12, every=1, faults=5, budget=0.232, settle=2
 LONG = Story(num_experts=8, first=28, every=2, faults=20, budget=0.2)
 STRICT = Story(num_experts=8, first=16, every=2, faults=20, budget=0.05)
 """The paper's budget, which the first fault exceeds."""
+NODES = Story(num_experts=6, first=16, every=2, faults=6, budget=0.2, nodes=3)
 
 
 def require_counts(found: Restarts, life: int) -> Accounting:
@@ -80,7 +87,7 @@ def require_budget(found: Restarts, story: Story) -> list[int]:
             assert tally.plt <= story.budget + share
         wanted = ks[-1]
         while wanted < story.num_experts and tally.plt + share * ks[-1] / wanted > story.budget:
-            wanted *= 2
+            wanted = min(2 * wanted, story.num_experts)
         assert said.k == wanted
         ks.append(wanted)
     for said in found.accountings.values():
@@ -90,8 +97,13 @@ def require_budget(found: Restarts, story: Story) -> list[int]:
 
 @pytest.mark.parametrize(
     ("story", "least"),
-    [(SHORT, 3), pytest.param(LONG, 3, marks=pytest.mark.soak), pytest.param(STRICT, 2, marks=pytest.mark.soak)],
-    ids=["short", "twenty faults", "the paper's budget"],
+    [
+        (SHORT, 3),
+        pytest.param(LONG, 3, marks=pytest.mark.soak),
+        pytest.param(STRICT, 2, marks=pytest.mark.soak),
+        pytest.param(NODES, 2, marks=pytest.mark.soak),
+    ],
+    ids=["short", "twenty faults", "the paper's budget", "three nodes"],
 )
 def test_k_doubles_until_nothing_is_lost_any_more(campaigns: Campaigns, folder: Path, story: Story, least: int) -> None:
     """PLT and MLT are counted rightly after every fault, and PLT stays at its budget plus one fault's loss at most."""

@@ -253,6 +253,36 @@ def test_storage_that_skips_in_step_with_the_round_still_gets_every_expert(every
     assert longest_wait(stored, 16) <= 3 * 16 // k
 
 
+@pytest.mark.parametrize(
+    ("policy", "budgets"),
+    [
+        (PartialPolicy(k=1), {}),
+        (PartialPolicy(k=1, snapshot_k=3), {}),
+        (PartialPolicy(k=1, order="load_aware"), {}),
+        (SelectivePolicy(), {MEMORY: 30, STORAGE: 10}),
+    ],
+)
+@pytest.mark.parametrize("positions", [1, 2])
+def test_no_expert_is_kept_from_storage_by_losing_all_memory_again_and_again(
+    policy: ExpertPolicy, budgets: dict[str, int], positions: int
+) -> None:
+    """Memory lacks all of them alike then: who was saved longest ago comes first, and not the same few each time."""
+    where = layouts(1, 8, positions)
+    accounting = Accounting.start([8]).take(0, Selection.everything(where))
+    stored = []
+    for step in range(1, 61):
+        for level in LEVELS:
+            accounting = accounting.complete(level, step - 1)
+        if step % 3 == 0:
+            book = accounting.saved[STORAGE]
+            accounting, _ = accounting.restore(book.alive, book.step, {STORAGE: torch.ones(8, dtype=torch.bool)})
+        accounting = accounting.add(torch.ones(8, dtype=torch.int64))
+        chosen = policy.select(accounting.generations, accounting.tables(where), budgets)
+        accounting = accounting.take(step, chosen)
+        stored.append(chosen.storage[0])
+    assert longest_wait(stored, 8) <= 16
+
+
 def test_two_levels_go_round_at_their_own_pace() -> None:
     """Storage in E / k generations, memory in about E / snapshot_k."""
     found, _ = run(PartialPolicy(k=1, snapshot_k=4), layouts(2, 8, 2), 40)
