@@ -130,6 +130,8 @@ class QualityRecord(Callback):
         self._file = os.open(fit.record, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._crops_NT = validation_text(fit.scale.size, fit.scale.val_crops)
         self._look_at_once = resumed and self._lossy
+        # What others have right after a recovery is held against what the fault-free run has at that step.
+        self._beside = set(fit.scale.kill_steps(fit.seed)) if fit.case.system == "none" else set()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -151,6 +153,8 @@ class QualityRecord(Callback):
         self._write("step", step=step, boosted=sum(map(bool, debts)), debt=sum(debts))
         if (step % self._scale.val_every == 0 or step == self._scale.steps) and step not in self._done:
             self._validate("validation", trainer, pl_module)
+        if step in self._beside:
+            self._validate("beside", trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -92,7 +92,7 @@ def _draw_losses(axes: Any, shown: Sequence[_Shown]) -> None:
 
 
 def _draw_differences(axes: Any, shown: Sequence[_Shown]) -> None:
-    clean = {run.seed: dict(run.curve) for each in shown if each.figure.system == "none" for run in each.figure.runs}
+    clean = {run.seed: dict([*run.curve, *run.resumed]) for run in _clean(shown).runs}
     margin = 100 * max(each.figure.margin for each in shown)
     for each in shown:
         if each.figure.system == "none":
@@ -110,7 +110,7 @@ def _draw_differences(axes: Any, shown: Sequence[_Shown]) -> None:
     )
     axes.set_ylim(-_LIMIT * margin, 2 * _LIMIT * margin)
     axes.set_xlabel("optimizer step (dotted: faults; each seed has steps of its own)")
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower right")
 
 
 def _band(axes: Any, points: Sequence[tuple[int, list[float]]], style: _Style, label: str | None = None) -> None:
@@ -123,12 +123,16 @@ def _band(axes: Any, points: Sequence[tuple[int, list[float]]], style: _Style, l
 
 
 def _mark_recoveries(axes: Any, run: QualityRun, clean: Mapping[int, float], color: str) -> None:
-    """Against what the fault-free run has there, between its validations in a straight line."""
+    """Against what the fault-free run has there; between its validations in a straight line."""
     steps = sorted(clean)
     for step, loss in run.resumed:
         if step >= steps[0]:
             there = float(np.interp(step, steps, [clean[each] for each in steps]))
             axes.plot(step, 100 * (loss / there - 1), "^", color=color, markersize=5)
+
+
+def _clean(shown: Sequence[_Shown]) -> QualityFigure:
+    return next(each.figure for each in shown if each.figure.system == "none")
 
 
 def _mark_faults(axes: Any, shown: Sequence[_Shown]) -> None:

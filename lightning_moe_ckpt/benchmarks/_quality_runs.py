@@ -38,7 +38,7 @@ class QualityRun:
     curve: list[tuple[int, float]]
     """Validation loss in bits per byte by step, of the life that went on from there."""
     resumed: list[tuple[int, float]]
-    """The same right after each recovery, by the step that was recovered."""
+    """The same right after each recovery, by the step that was recovered; of the fault-free run where others have faults."""
     killed_at: list[int]
     """Steps that were done when a fault struck."""
     identical: bool | None
@@ -173,7 +173,7 @@ def _read(fit: QualityFit, same: bool | None, seconds: float) -> QualityRun:
         boosted=fit.case.boosted,
         seed=fit.seed,
         curve=sorted(curve.items()),
-        resumed=[(line["step"], line["bits"]) for line in read_record(fit.record, "resumed")],
+        resumed=[(line["step"], line["bits"]) for line in read_record(fit.record, "resumed", "beside")],
         killed_at=fit.scale.kill_steps(fit.seed) if fit.case.loss != "nothing" else [],
         identical=same,
         skew=skew,
