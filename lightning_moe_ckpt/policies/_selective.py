@@ -51,11 +51,12 @@ class SelectivePolicy:
 
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
         """See `ExpertPolicy.max_age`."""
-        return self._limit(tables, budgets[MEMORY])
+        limit, rounds = _limit(tables, budgets[MEMORY]), _rounds(tables, budgets[MEMORY])
+        return limit if self.age_limit is None else max(self.age_limit, rounds)
 
     def max_wait(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
         """Generations of a level outside the node from which on an expert that it lacks comes before others."""
-        return self._limit(tables, budgets[STORAGE])
+        return _limit(tables, budgets[STORAGE])
 
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
         """See `ExpertPolicy.select`; `index` decides only between experts that are alike, and whose turn it is."""
@@ -104,13 +105,6 @@ class SelectivePolicy:
             ]
             found |= dict.fromkeys(_overdue(tables, waited, limit, _usable(tables, budgets[STORAGE])))
         return list(found)
-
-    def _limit(self, tables: Sequence[ExpertTable], budget: int) -> int:
-        rounds = _rounds(tables, budget)
-        if self.age_limit is not None:
-            return max(self.age_limit, rounds)
-        limit = rounds * _SLACK + _SPARE
-        return min(limit, MAX_GENERATIONS) if rounds + _SPARE <= MAX_GENERATIONS else limit
 
 
 def select_experts(
@@ -222,6 +216,13 @@ def _rounds(tables: Sequence[ExpertTable], budget: int) -> int:
     held = [_held(tables, position) for position in _positions(tables)]
     sizes = [sum(table.nbytes * len(here) for table, here in zip(tables, rows, strict=True)) for rows in held]
     return max(-(-nbytes // usable) for nbytes in sizes)
+
+
+def _limit(tables: Sequence[ExpertTable], budget: int) -> int:
+    """Generations of a budget within which every expert is to be taken again."""
+    rounds = _rounds(tables, budget)
+    limit = rounds * _SLACK + _SPARE
+    return min(limit, MAX_GENERATIONS) if rounds + _SPARE <= MAX_GENERATIONS else limit
 
 
 def _remote_levels(tables: Sequence[ExpertTable], index: int) -> list[str]:

@@ -201,7 +201,7 @@ class Life:
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
         tiers = Tiers(workers, watcher=self._planner)
-        self._planner.joined([worker.name for worker in workers])
+        self._planner.joined(workers)
         if isinstance(self._policy, LossyWindows) and resumed is not None:
             build_on_stored(self._runs.store, self._exchange, tiers, self._storage)
         return tiers

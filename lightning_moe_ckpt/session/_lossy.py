@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from lightning_moe_ckpt.session._persist import STORAGE as STORAGE_TIER
 from lightning_moe_ckpt.session._popularity import sum_in_order
 from lightning_moe_ckpt.session._reordering import Background
 from lightning_moe_ckpt.session._report import LossFigures
+from lightning_moe_ckpt.session._worker import TierWorker
 from lightning_moe_ckpt.storage import GenerationId
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class LossyPlanner:
         self._layouts: OrderedDict[tuple[Selection, int], WindowLayout] = OrderedDict()
         self._reserve_nbytes = 0
         self._levels = LEVEL_OF_TIER
+        self._taken: dict[str, tuple[int, ...]] = {}
         self._current: WindowLayout | None = None
         self._next: Background | None = None
 
@@ -119,8 +121,11 @@ class LossyPlanner:
         """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
         return self._choice.peer_room(self.accounting)
 
-    def joined(self, tiers: Collection[str]) -> None:
+    def joined(self, workers: Sequence[TierWorker]) -> None:
         """The tiers of this life are these."""
+        tiers = {worker.name: worker for worker in workers}
+        remote = tiers.get(PEER_TIER) or tiers[STORAGE_TIER]
+        self._choice.joined(lambda: remote.rate)
         if self.peer_level == "peer" and PEER_TIER in tiers:
             self._levels = {**LEVEL_OF_TIER, PEER_TIER: PEER}
             self.accounting = self.accounting.with_peers(kept=True)
@@ -231,6 +236,9 @@ class LossyPlanner:
             lost=int(now.lost.sum()),
             unsaved={level: int(now.unsaved(level).sum()) for level in now.saved},
             accounting=now,
+            budgets=self._choice.budget_nbytes,
+            bandwidths=self._choice.rates,
+            taken=self._taken,
         )
 
     def collect(self, exchange: Exchange) -> None:
@@ -262,6 +270,7 @@ class LossyPlanner:
     def started(self, step: int, layout: WindowLayout) -> None:
         """A window begins; the one after it is planned from what is known now."""
         selection = Selection.from_record(layout.record)
+        self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
         self.accounting = now = self.accounting.take(step, selection, levels=())  # what levels get, they are told of
         self._next = Background(lambda: self._plan(now, now.generations))
 

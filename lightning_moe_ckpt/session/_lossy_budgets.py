@@ -33,6 +33,9 @@ MEASURED_STEPS = 3
 BUDGET_SHARE = 0.8
 """Part of the measured bandwidth that generations may use; the rest absorbs noise."""
 
+_NOISE = 0.2
+"""Part by which measured budgets must change to count."""
+
 _REMEMBERED_STEPS = 32
 """Of which the median counts."""
 
@@ -111,6 +114,7 @@ class Budgets:
         layouts: of the experts.
         sizes: measures this rank's segments, by level.
         device: where experts are copied from.
+        every_n_steps: steps between two generations.
     """
 
     config: ByteBudgets
@@ -118,17 +122,27 @@ class Budgets:
     sizes: Callable[[], Mapping[str, SlotSizes]]
     device: torch.device
     """Where experts are copied from."""
+    every_n_steps: int = 1
+    remote_rate: Callable[[], float | None] = lambda: None
+    """Bytes per second that leave the node while they are not made to wait; `None` as long as nothing did."""
     clock: StepClock = field(default_factory=StepClock)
     experts: dict[str, int] = field(default_factory=dict)
     """By level; empty until ranks have agreed."""
     _warned: set[str] = field(default_factory=set)
-    _measured: dict[str, int] = field(default_factory=dict)
+    _local_rate: float = 0.0
+    _ring_nbytes: int | None = None
+    """What a slot of the ring holds, once it is known: budgets that are measured later do not exceed it."""
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Of one generation and rank, as given or measured, by the name of the argument."""
-        given = {level: self._nbytes(level) for level in LEVELS}
-        return {_NAMES[level]: nbytes for level, nbytes in given.items() if nbytes is not None}
+        """Of one generation and rank, as given or measured, by the name of the argument; empty until they are known."""
+        return {_NAMES[level]: self._nbytes(level) for level in LEVELS} if self.experts else {}
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes per second that were measured, by the name of the argument whose budget follows from them."""
+        rates = {level: self._rate(level) for level in LEVELS if self.experts and self.config.of(level) == AUTO}
+        return {_NAMES[level]: rate for level, rate in rates.items()}
 
     @property
     def is_ready(self) -> bool:
@@ -138,23 +152,19 @@ class Budgets:
     def measure(self) -> None:
         """A first estimate of what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
         if AUTO in {self.config.local, self.config.remote}:
-            rate = measure_bandwidth(_BANDWIDTH_NBYTES, self.device)
-            nbytes = max(1, int(rate * self.clock.median * BUDGET_SHARE))
-            self._measured = {MEMORY: nbytes, STORAGE: nbytes}
+            self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self.device)
+            self._ring_nbytes = int(self.reserve_nbytes * (1 + RING_HEADROOM))
             log.info("copies to memory run at %.1f MiB/s, steps compute for %.4f s", rate / 2**20, self.clock.median)
 
     @property
     def reserve_nbytes(self) -> int:
         """Bytes of this rank's segment, once a budget is in force."""
-        budget, sizes = self._nbytes(MEMORY), self.sizes()[MEMORY]
-        assert budget is not None
-        return min(budget, sizes.full)
+        return min(self._nbytes(MEMORY), self.sizes()[MEMORY].full)
 
     @property
     def peer_nbytes(self) -> int:
         """Bytes that holders of copies reserve for a segment of this rank."""
         budget, sizes = self._nbytes(STORAGE), self.sizes()[STORAGE]
-        assert budget is not None
         least = sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
         return int(min(max(budget, least), sizes.full) * (1 + RING_HEADROOM))
 
@@ -164,7 +174,6 @@ class Budgets:
         found = []
         for level in LEVELS:
             budget = self._nbytes(level)
-            assert budget is not None
             found.append(sizes[level].experts(budget, nbytes))
             if found[-1] < least:
                 self._warn(level, budget, sizes[level].missing(budget, least, nbytes))
@@ -173,7 +182,7 @@ class Budgets:
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """What every rank added."""
         smallest = [max(self._least(), min(column)) for column in zip(*rows, strict=True)]
-        memory, storage = smallest
+        memory, storage = (self._unless_noise(level, nbytes) for level, nbytes in zip(LEVELS, smallest, strict=True))
         found = {MEMORY: memory, STORAGE: min(storage, memory)}
         if found != self.experts:
             self.experts = found
@@ -182,9 +191,26 @@ class Budgets:
 
     # -- private
 
-    def _nbytes(self, level: str) -> int | None:
+    def _nbytes(self, level: str) -> int:
+        """Of a generation; what is measured does not outgrow the ring, which is made once, nor does what leaves the node."""
         given = self.config.of(level)
-        return self._measured.get(level) if given == AUTO else given
+        if given != AUTO:
+            return given
+        # Copies to memory must be over by the next optimizer step, whenever the next generation is.
+        steps = 1 if level == MEMORY else self.every_n_steps
+        nbytes = max(1, int(self._rate(level) * self.clock.median * steps * BUDGET_SHARE))
+        return nbytes if self._ring_nbytes is None else min(nbytes, self._ring_nbytes)
+
+    def _rate(self, level: str) -> float:
+        rate = self.remote_rate() if level == STORAGE else None
+        return self._local_rate if rate is None else rate
+
+    def _unless_noise(self, level: str, nbytes: int) -> int:
+        """What is in force, where a measured budget has changed by little: plans that stay are laid out once."""
+        before = self.experts.get(level)
+        if before is None or self.config.of(level) != AUTO or abs(nbytes - before) >= _NOISE * before:
+            return nbytes
+        return before
 
     def _position_nbytes(self) -> int:
         positions = len({rank for each in self.layouts for rank in each.rank_of})

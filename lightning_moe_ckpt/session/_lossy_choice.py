@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -57,6 +58,17 @@ class ExpertChoice(Protocol):
     def reserve_nbytes(self) -> int:
         """Bytes of this rank's segment that later generations may need, as far as that is known."""
 
+    @property
+    def budget_nbytes(self) -> dict[str, int]:
+        """Bytes of a generation of this rank, where that is what counts."""
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes per second that were measured for it."""
+
+    def joined(self, remote_rate: Callable[[], float | None]) -> None:
+        """How fast bytes leave the node is told by this."""
+
     def peer_room(self, accounting: Accounting) -> PeerRoom | None:
         """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
 
@@ -86,6 +98,20 @@ class CountedChoice(ExpertChoice):
         self._policy, self._dynamic_k, self._layouts = policy, dynamic_k, layouts
 
     is_ready = True
+
+    @property
+    @override
+    def budget_nbytes(self) -> dict[str, int]:
+        return {}
+
+    @property
+    @override
+    def rates(self) -> dict[str, float]:
+        return {}
+
+    @override
+    def joined(self, remote_rate: Callable[[], float | None]) -> None:
+        """Numbers are known."""
 
     @property
     @override
@@ -162,6 +188,21 @@ class BudgetedChoice(ExpertChoice):
 
     def __init__(self, policy: SelectivePolicy, budgets: Budgets, layouts: Sequence[ExpertLayout]) -> None:
         self._policy, self.budgets, self._layouts = policy, budgets, layouts
+        self._kept: int | None = None
+
+    @property
+    @override
+    def budget_nbytes(self) -> dict[str, int]:
+        return self.budgets.nbytes
+
+    @property
+    @override
+    def rates(self) -> dict[str, float]:
+        return self.budgets.rates
+
+    @override
+    def joined(self, remote_rate: Callable[[], float | None]) -> None:
+        self.budgets.remote_rate = remote_rate
 
     @property
     @override
@@ -194,8 +235,11 @@ class BudgetedChoice(ExpertChoice):
     def generations_kept(self, accounting: Accounting) -> int:
         if not self.budgets.experts:
             return MAX_GENERATIONS  # as long as nothing is known
-        age = self._policy.max_age(accounting.tables(self._layouts), self.budgets.experts)
-        return min(age, MAX_GENERATIONS)
+        if self._kept is None:  # the ring is made for this many: what is forced follows it, however budgets change
+            age = self._policy.max_age(accounting.tables(self._layouts), self.budgets.experts)
+            self._kept = min(age, MAX_GENERATIONS)
+            self._policy = replace(self._policy, age_limit=self._kept)
+        return self._kept
 
     @property
     @override

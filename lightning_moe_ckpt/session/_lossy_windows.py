@@ -41,7 +41,9 @@ class LossyWindows:
         """How experts are chosen in one life; arguments as in `Budgets`."""
         if isinstance(self.experts, PartialPolicy):
             return CountedChoice(self.experts, self.dynamic_k, layouts)
-        budgets = Budgets(config=self.budgets, layouts=layouts, sizes=sizes, device=device)
+        budgets = Budgets(
+            config=self.budgets, layouts=layouts, sizes=sizes, device=device, every_n_steps=self.every_n_steps
+        )
         return BudgetedChoice(self.experts, budgets, layouts)
 
     def least_steps(self, num_operators: int) -> int:

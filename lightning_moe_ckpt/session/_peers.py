@@ -106,6 +106,7 @@ class PeerWorker(TierWorker):
     ) -> None:
         super().__init__(PEER, markers, on_complete=on_complete)
         self._room = room
+        self._waited = 0.0
         self._replication, self._keep, self._num_kept = replication, resumed, keep
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
@@ -262,6 +263,11 @@ class PeerWorker(TierWorker):
         self._replication.pacer.resize(delta.payload_nbytes)
         stream.send_delta(delta, lambda: self._wanted(job))
         return True
+
+    @override
+    def _take_waited(self) -> float:
+        waited, self._waited = self._waited, self._replication.pacer.waited_seconds
+        return self._waited - waited
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,7 @@ from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._popularity import PopularityMeter, sum_in_order
 from lightning_moe_ckpt.session._reordering import Reordering
 from lightning_moe_ckpt.session._windows import DenseWindows, PlannedWindows, SparseWindows
+from lightning_moe_ckpt.session._worker import TierWorker
 from lightning_moe_ckpt.storage import GenerationId
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class Planner:
     def peer_room(self) -> None:
         """Holders of copies reserve slots as the ring has them."""
 
-    def joined(self, tiers: Collection[str]) -> None:
+    def joined(self, workers: Sequence[TierWorker]) -> None:
         """Plans do not depend on them."""
 
     @property

@@ -32,6 +32,12 @@ class LossFigures:
     """Of them, those whose updates only live weights have: what losing everything but `memory` or `storage` would cost."""
     accounting: Accounting = field(repr=False, compare=False)
     """What all of these are taken from, by expert."""
+    budgets: dict[str, int] = field(default_factory=dict, compare=False)
+    """Bytes of a generation of this rank in force, `local_budget` and `remote_budget`, where a policy has some."""
+    bandwidths: dict[str, float] = field(default_factory=dict, compare=False)
+    """Bytes per second of this rank from which these follow, where they are measured."""
+    taken: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    """Experts of each layer that the newest generation takes, to `memory` and to `storage`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ _CLOSE_TIMEOUT = timedelta(seconds=4)
 _MOMENT = timedelta(seconds=1)
 """For a call to fail before the process ends: an upload that is aborted leaves nothing in the bucket."""
 
+_LEAST_SECONDS = 1e-6
+
 _REMEMBERED = 32
 """Complete generations that `holds` knows of."""
 
@@ -137,6 +139,8 @@ class TierWorker(ABC):
         """What generations with only some operators were built on turned out to be gone, and nothing whole has begun since."""
         self.num_complete = self.nbytes_complete = 0
         """Generations completed here, and this rank's bytes of them."""
+        self.rate: float | None = None
+        """Bytes per second at which the newest of them came here, while they were not made to wait."""
         self._markers, self._on_complete = markers, on_complete
         self._jobs: dict[GenerationId, Job] = {}
         self._changed = threading.Condition()
@@ -344,8 +348,13 @@ class TierWorker(ABC):
             self._complete.append(job.generation)
             self.num_complete += 1
             self.nbytes_complete += nbytes
+            self.rate = nbytes / max(job.seconds - self._take_waited(), _LEAST_SECONDS)
         if self._on_complete is not None:
             self._on_complete(job.generation, seconds, nbytes)
+
+    def _take_waited(self) -> float:
+        """Seconds since the last call in which the worker was made to wait."""
+        return 0.0
 
     def _note(self, generation: GenerationId, reason: str, error: BaseException) -> None:
         self.fenced = self.fenced or isinstance(error, Fenced)

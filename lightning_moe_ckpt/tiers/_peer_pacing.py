@@ -11,6 +11,7 @@ Source: TierCheck (arXiv 2605.17821), Sec. 3.2, asymmetric transmission scheduli
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class Pacer:
         self._transfers: deque[_Transfer] = deque()
         """The first one is under way."""
         self._dealt_at, self._allowance, self._spent = -1, 0, 0
+        self.waited_seconds = 0.0
+        """For which the sending thread was not allowed to send."""
 
     # -- from the training thread
 
@@ -113,7 +116,9 @@ class Pacer:
                     self._spent += nbytes
                     transfer.known -= nbytes
                     return nbytes
+                since = time.perf_counter()
                 self._changed.wait()
+                self.waited_seconds += time.perf_counter() - since
             return 0
 
     @property

@@ -136,9 +136,15 @@ def test_a_budget_without_room_for_an_expert_takes_one_all_the_same(
 
 def test_budgets_that_are_measured_train(tmp_path: Path) -> None:
     """Generations begin once three steps were measured."""
-    checkpoint = SelectiveExpertCheckpoint(tmp_path / "run")
-    fit(checkpoint)
+    checkpoint, monitor = SelectiveExpertCheckpoint(tmp_path / "run"), ExpertLoadMonitor(every_n_steps=1)
+    fit(checkpoint, monitor)
     report = checkpoint.report
     assert 0 < report.generations_complete < report.steps
     assert report.lost is not None
     assert report.lost.k is None
+    budgets, rates = report.lost.budgets, report.lost.bandwidths
+    assert set(budgets) == set(rates) == {"local_budget", "remote_budget"}
+    assert all(value > 0 for value in (*budgets.values(), *rates.values()))
+    (in_memory,), (in_storage,) = report.lost.taken["memory"], report.lost.taken["storage"]
+    assert 1 <= in_storage <= in_memory <= NUM_EXPERTS
+    assert monitor.latest["moe/experts_taken/memory"] == in_memory
