@@ -23,6 +23,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Accounting, Selection, expert_layouts
+from lightning_moe_ckpt.session._count_copies import CountCopies
 from lightning_moe_ckpt.session._count_proof import CountProof
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._host import HOST
@@ -83,6 +84,8 @@ class LossyPlanner:
         nbytes = {op.name: view.record_nbytes(op, RecordKind.FULL) for op in view.operators}
         self._experts = expert_layouts(view.operators, nbytes)
         self._counter = LoadCounter(view.operators, module)
+        self._counts = CountCopies(self._counter)
+        self._step: int | None = None
         self._proof = CountProof(view.operators, module, exchange, required=True)
         self._journal = JournalCapacity()
         measure, device = SlotMeasure(view, groups), next(iter(view.params.values())).device
@@ -157,10 +160,12 @@ class LossyPlanner:
 
     def stepped(self, step: int) -> None:
         """Counts pile up until a window needs them."""
+        self._step = step
         self._choice.stepped()
 
     def forward_begins(self, *, replaying: bool) -> None:
         """A batch is about to run forward and backward."""
+        self._counts.forward_begins()
         self._proof.batch_begins()
 
     def forward_ends(self) -> None:
@@ -170,6 +175,8 @@ class LossyPlanner:
             WrongCounts: tokens are not counted as experts process them.
         """
         self._proof.before_step()
+        if self._step is None or self._policy.due(self._step + 1, None, self.interval_steps):
+            self._counts.start()
         self._choice.forward_ends()
 
     def first_layout(self) -> WindowLayout | None:
@@ -243,7 +250,7 @@ class LossyPlanner:
 
     def collect(self, exchange: Exchange) -> None:
         """Take in what was counted since the last window. Collective."""
-        self._count(exchange.gather(self._counted()))
+        self._count(exchange.gather(self._counts.take()))
 
     def close(self) -> None:
         """Stop counting."""
@@ -254,7 +261,7 @@ class LossyPlanner:
 
     def inputs(self) -> list[int]:
         """Tokens of this rank since the last window, by expert, and what a choice needs to know of it."""
-        return [*self._counted(), *self._choice.inputs()]
+        return [*self._counts.take(), *self._choice.inputs()]
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """What every rank added, by rank."""
@@ -299,10 +306,6 @@ class LossyPlanner:
             self.accounting = self.accounting.complete(self._levels[tier], generation.step)
 
     # -- private
-
-    def _counted(self) -> list[int]:
-        counted: list[int] = self._counter.read_and_reset().tolist()
-        return counted
 
     def _count(self, rows: Sequence[Sequence[int]]) -> None:
         """Tokens of every rank, by rank."""
