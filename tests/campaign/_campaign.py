@@ -80,7 +80,8 @@ class Campaigns:
         scripts = list(scripts)
         campaigns = self.run_all(setup, scripts, **options)
         for kills, lives in zip(scripts, campaigns, strict=True):
-            _require_same_end(self.reference(setup, _origin(lives)), lives, kills)
+            reference = self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0))
+            _require_same_end(reference, lives, kills)
             if not may_complain:
                 _require_silence(lives, kills)
             rings = _rings(lives[0].workdir)

@@ -240,6 +240,8 @@ class Job:
         zombie = self.zombies[number % len(self.zombies)]
         assert zombie.epoch is not None
         late = GenerationId(step=self.step + number, epoch=zombie.epoch)
+        if late in self.committed:
+            return  # it has saved that, and does not do so again
         for rank in RANKS:
             zombie.put_segment(late, rank, late.step, memoryview(content(late, rank)))
             zombie.put_marker(self._marker(late, rank))
