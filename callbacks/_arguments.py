@@ -29,7 +29,7 @@ def require_count(owner: object, name: str, value: object, *, what: str, also: S
     raise ConfigurationError(f"`{type(owner).__name__}({name}={value!r})` must be {others}1 or more {what}.")
 
 
-def require_choice(owner: object, name: str, value: object, choices: Sequence[str]) -> None:
+def require_choice(owner: object, name: str, value: object, choices: Sequence[str | None]) -> None:
     """Refuse what is not one of `choices`.
 
     Raises:

@@ -127,6 +127,13 @@ class CheckpointCallback(Checkpoint):
             trainer.callbacks = [Replay(self._begin), *callbacks]  # type: ignore[attr-defined]
 
     @override
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._run is not None:
+            self._run.before_zero_grad()
+
+    @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:

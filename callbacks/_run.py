@@ -243,6 +243,11 @@ class FitRun:
     # -- last callback
 
     @clocked
+    def before_zero_grad(self) -> None:
+        """What the last optimizer step has consumed is about to be lost."""
+        self.life.fence_gradients()
+
+    @clocked
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._found = self._found_inf.read(optimizer)
         self.life.fence()

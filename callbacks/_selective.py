@@ -7,12 +7,12 @@ from typing import Literal
 
 from typing_extensions import Unpack, override
 
-from lightning_moe_ckpt.callbacks._arguments import require_count
+from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import SelectivePolicy
-from lightning_moe_ckpt.session import ByteBudgets, LossyWindows, WindowPolicy
+from lightning_moe_ckpt.session import ByteBudgets, Deltas, LossyWindows, WindowPolicy
 
 
 class SelectiveExpertCheckpoint(CheckpointCallback):
@@ -31,6 +31,9 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
             moves while a step computes.
         remote_budget: bytes of it that each rank may send to storage, at most `local_budget`; `auto` for what
             measured bandwidth moves between two snapshots.
+        delta: `lossless` sends other nodes gradients of the step for experts that their copy of the step before has: it
+            is rebuilt to the last bit, or refused and sent whole. Takes `every_n_steps=1` and Adam or AdamW in
+            float32, in their plain form on a CPU; else, and with `None`, copies are always whole.
         **shared: what every checkpoint callback takes, see `CheckpointArguments`.
 
     Raises:
@@ -47,10 +50,12 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
         every_n_steps: int = 1,
         local_budget: int | Literal["auto"] = "auto",
         remote_budget: int | Literal["auto"] = "auto",
+        delta: Literal["lossless"] | None = "lossless",
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
         require_count(self, "every_n_steps", every_n_steps, what="steps")
+        require_choice(self, "delta", delta, ("lossless", None))
         require_count(self, "local_budget", local_budget, what="bytes", also=["auto"])
         require_count(self, "remote_budget", remote_budget, what="bytes", also=["auto"])
         if isinstance(local_budget, int) and isinstance(remote_budget, int) and remote_budget > local_budget:
@@ -59,6 +64,7 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
                 "node is copied to host memory first. Give a `local_budget` of `remote_budget` or more."
             )
         self.every_n_steps, self.local_budget, self.remote_budget = every_n_steps, local_budget, remote_budget
+        self.delta = delta
 
     @override
     def _policy(self) -> WindowPolicy:
@@ -66,5 +72,6 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
             every_n_steps=self.every_n_steps,
             experts=SelectivePolicy(),
             budgets=ByteBudgets(local=self.local_budget, remote=self.remote_budget),
+            deltas=None if self.delta is None else Deltas(kind=self.delta),
             callback=type(self).__name__,
         )

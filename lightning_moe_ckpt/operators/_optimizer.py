@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.errors import UnsupportedOptimizer
-from lightning_moe_ckpt.operators._optimizer_layouts import Group, StateEntry, StateLayout, layout_of
+from lightning_moe_ckpt.operators._optimizer_layouts import AdamLayout, Group, StateEntry, StateLayout, layout_of
 
 
 class StateSchema:
@@ -38,6 +38,10 @@ class StateSchema:
         """The most state `param` can have, in a fixed order; nothing if the optimizer does not have it."""
         group = self._group(param)
         return () if group is None else self._layout.entries(group, param)
+
+    def adam_group(self, param: Tensor) -> Group | None:
+        """Options of the next step of `param`, if Adam or AdamW takes it."""
+        return self._group(param) if isinstance(self._layout, AdamLayout) else None
 
     def has_state(self, param: Tensor) -> bool:
         """Whether the optimizer has begun to keep state of `param`.

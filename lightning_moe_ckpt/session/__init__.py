@@ -5,6 +5,8 @@ from lightning_moe_ckpt.session._averages import is_average as is_average
 from lightning_moe_ckpt.session._codec import refusals as refusals
 from lightning_moe_ckpt.session._codec import register_enum as register_enum
 from lightning_moe_ckpt.session._config import LifeConfig as LifeConfig
+from lightning_moe_ckpt.session._deltas import DeltaFigures as DeltaFigures
+from lightning_moe_ckpt.session._deltas import Deltas as Deltas
 from lightning_moe_ckpt.session._description import read_extra as read_extra
 from lightning_moe_ckpt.session._journal import decode_journal as decode_journal
 from lightning_moe_ckpt.session._journal import differs as differs

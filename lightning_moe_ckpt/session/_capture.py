@@ -19,6 +19,7 @@ from datetime import timedelta
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._gradients import GradientRecorder, RecordedStep
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
 from lightning_moe_ckpt.session._reordering import Succession
@@ -44,6 +45,7 @@ class _Pending:
     writer: SegmentWriter
     ticket: Ticket
     outcome: Journal
+    step_record: RecordedStep | None
 
 
 class CaptureSession:
@@ -58,6 +60,7 @@ class CaptureSession:
         make_ring: allocates a ring for a slot size in bytes and a window length in steps.
         relayout: a plan with a larger journal capacity, in bytes.
         reordering: what the exchange at window boundaries carries for plans that follow each other; `None` without.
+        gradients: records what led to each boundary, for tiers that want it; `None` without.
     """
 
     def __init__(
@@ -71,8 +74,9 @@ class CaptureSession:
         make_ring: Callable[[int, int], SegmentRing],
         relayout: Callable[[WindowLayout, int], WindowLayout],
         reordering: Succession | None = None,
+        gradients: GradientRecorder | None = None,
     ) -> None:
-        self._epoch, self._exchange, self._engine = epoch, exchange, engine
+        self._epoch, self._exchange, self._engine, self._gradients = epoch, exchange, engine, gradients
         self._tiers, self._stalls = tiers, stalls
         self._make_ring, self._relayout, self._reordering = make_ring, relayout, reordering
         self._journal_nbytes = 0
@@ -181,13 +185,25 @@ class CaptureSession:
             self._spoil(str(error))
             return
         writer = self._writer(layout, slot)
+        record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
         self._ticket = writer.start()
-        self._pending = _Pending(step=step, slot=slot, writer=writer, ticket=self._ticket, outcome=outcome)
+        self._pending = _Pending(
+            step=step, slot=slot, writer=writer, ticket=self._ticket, outcome=outcome, step_record=record
+        )
         self.segments_captured += 1
         self.nbytes_captured += layout.segment.nbytes
 
+    def fence_gradients(self) -> None:
+        """Wait until gradients may be overwritten, or let go of."""
+        if self._gradients is not None:
+            with self._stalls.measure("gradients"):
+                self._gradients.fence()
+
     def fence(self) -> None:
         """Wait until the optimizer may overwrite what the newest capture reads."""
+        if self._gradients is not None:
+            self.fence_gradients()  # where it was not asked for before gradients were set to zero
+            self._gradients.step_begins()
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             return
@@ -218,6 +234,8 @@ class CaptureSession:
         assert self._ring is not None
         with self._stalls.measure("journal"):
             pending.writer.recopy_changed(pending.ticket, everything=disturbed)
+            if self._gradients is not None:
+                self._gradients.sealed()
             try:
                 # Hooks and validation may have changed buffers since the step; the next forward will, before any fence.
                 pending.writer.write_local({"outcome": pending.outcome, "start": start})
@@ -232,9 +250,18 @@ class CaptureSession:
                 self._spoil(str(error))
                 return
         self._ring.seal(pending.slot)
-        segment = pending.writer.sealed(window.generation, pending.step, pending.ticket)
+        segment = pending.writer.sealed(window.generation, pending.step, pending.ticket, pending.step_record)
         window.segments.append(segment)
         self._tiers.add(window, segment)
+
+    def _record_step(self, window: Window, layout: SlotLayout, slot: Slot) -> RecordedStep | None:
+        """Begin to copy what led to the boundary, if a tier that gets it can use that."""
+        if self._gradients is None:
+            return None
+        if not self._tiers.want_gradients(window):
+            self._gradients.skip()
+            return None
+        return self._gradients.start(layout, slot.view)
 
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
@@ -250,6 +277,8 @@ class CaptureSession:
     def close(self) -> None:
         """Nothing writes to the ring after this."""
         self._await_copies()
+        if self._gradients is not None:
+            self._gradients.close()
 
     # -- private
 
@@ -369,3 +398,5 @@ class CaptureSession:
             if ticket is not None:
                 with suppress(CheckpointError):  # reported by the fence, or of no use any more
                     ticket.wait()
+        if self._gradients is not None:
+            self._gradients.wait()

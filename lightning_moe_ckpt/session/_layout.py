@@ -30,6 +30,7 @@ from lightning_moe_ckpt.storage import (
     TensorSpec,
     dtype_code,
 )
+from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
 
 REGIONS = ("world", "expert_data")
 JOURNAL = "journal"
@@ -77,6 +78,15 @@ class Field:
         return TensorSpec(self.name, self.dtype, (self.part.piece.numel,) if self.per_element else (1,))
 
 
+@dataclass(frozen=True, slots=True)
+class GradientPlace:
+    """Where the gradient of a part of an expert is kept."""
+
+    part: Part
+    offset: int
+    """From the end of the segment."""
+
+
 class StateView:
     """Live parameters, buffers and optimizer state by name, and the fields that records of them have.
 
@@ -105,6 +115,8 @@ class StateView:
             for name, _ in module.named_buffers()
         } | self.averages.buffer_owners()
         self.compute_dtypes = dict(compute_dtypes)
+        self.gradient_dtype: torch.dtype | None = None
+        """As what gradients of experts are kept behind segments; `None` if they are not."""
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
@@ -119,12 +131,22 @@ class StateView:
 
     def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
         """The same live state, cut into other operators and stored at other precisions."""
-        return StateView(self.module, operators, self.schema, compute_dtypes, self.averages)
+        return self._like(operators, compute_dtypes, self.averages)
 
     def assuming(self, *, averages_consumed: bool) -> StateView:
         """The same live state under a plan whose maker did, or did not, run forward on averages."""
         averages = self.averages.assuming(consumed=averages_consumed)
-        return StateView(self.module, self.operators, self.schema, self.compute_dtypes, averages)
+        return self._like(self.operators, self.compute_dtypes, averages)
+
+    def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
+        view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
+        view.gradient_dtype = self.gradient_dtype
+        return view
+
+    def keeps_gradient(self, fqn: str) -> bool:
+        """Whether the gradient of a parameter would be of use: Adam steps it, in the precision in which steps are repeated."""
+        param = self.params[fqn]
+        return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
     def fields(self, part: Part) -> Iterator[Field]:
         """Tensors of one part, in the order in which they are stored."""
@@ -246,6 +268,8 @@ class SlotLayout:
             self._local.insert(0, PERSISTED_HEADER)
             self._nested = NestedLayout(persisted._specs, self._specs, metadata=_METADATA)  # noqa: SLF001  # same class
             self.segment = self._nested.outer
+        self.gradients: list[GradientPlace] = self._places_of_gradients() if persisted is None else persisted.gradients
+        """Of the experts that leave the node; behind the segment."""
 
     @classmethod
     def of_records(
@@ -264,6 +288,20 @@ class SlotLayout:
         chosen += [(view.operators[n], RecordKind.COMPUTE) for n in compute]
         parts = {region: region_parts(chosen, region, view, groups) for region in REGIONS}
         return cls(parts, view, groups, journal_nbytes)
+
+    @property
+    def gradients_at(self) -> int:
+        """Offset of what lies behind the segment."""
+        return aligned_gradient(self.segment.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the segment and what lies behind it."""
+        if not self.gradients:
+            return self.segment.nbytes
+        last = self.gradients[-1]
+        assert self.view.gradient_dtype is not None
+        return self.gradients_at + last.offset + gradient_nbytes(last.part.piece.numel, self.view.gradient_dtype)
 
     def write_headers(self, buffer: Tensor) -> None:
         """Write what stays the same from step to step into `buffer` (uint8, 1-D, at least the segment's bytes)."""
@@ -305,6 +343,19 @@ class SlotLayout:
         }
         found = [self._entry(each, present=not is_state(each) or present[each.part.prefix]) for each in self.own]
         return found + [self._local_entry(name) for name in self._local]
+
+    def _places_of_gradients(self) -> list[GradientPlace]:
+        dtype, view = self.view.gradient_dtype, self.view
+        places: list[GradientPlace] = []
+        if dtype is None:
+            return places
+        offset = 0
+        for part in dict.fromkeys(each.part for each in self.own):
+            full = part.kind is RecordKind.FULL and view.operators[part.operator].kind == "expert"
+            if full and view.keeps_gradient(part.piece.fqn):
+                places.append(GradientPlace(part, offset))
+                offset += gradient_nbytes(part.piece.numel, dtype)
+        return places
 
     def _fields_of(self, parts: Iterable[Part], writer: int) -> list[Field]:
         return [field for part in parts if part.writer == writer for field in self.view.fields(part)]
@@ -388,8 +439,8 @@ class WindowLayout:
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest segment, of those still to come too."""
-        return max(self.reserve_nbytes, *(slot.segment.nbytes for slot in self.slots))
+        """Bytes of the largest segment and what lies behind it, of those still to come too."""
+        return max(self.reserve_nbytes, *(slot.nbytes for slot in self.slots))
 
 
 def plan_text(record: Mapping[str, Any]) -> str:

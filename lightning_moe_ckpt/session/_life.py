@@ -27,6 +27,7 @@ from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._description import describe
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._found import Found
+from lightning_moe_ckpt.session._gradients import GradientRecorder
 from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
 from lightning_moe_ckpt.session._host import HostWorker, claim_memory, make_ring
 from lightning_moe_ckpt.session._identity import Identity
@@ -42,7 +43,7 @@ from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
 from lightning_moe_ckpt.session._planners import WindowPolicy, make_planner
 from lightning_moe_ckpt.session._planning import dense_nbytes, log_plan
 from lightning_moe_ckpt.session._replay import Replay
-from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures
+from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, tier_figures
 from lightning_moe_ckpt.session._restore import Runs
 from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.session._search import Job
@@ -148,6 +149,7 @@ class Life:
             make_ring=self._make_ring,
             relayout=self._planner.relayout,
             reordering=self._planner.reordering,
+            gradients=GradientRecorder(view, self._engine) if view.gradient_dtype is not None else None,
         )
         self._planner.begin()
         found = self._found
@@ -282,6 +284,11 @@ class Life:
         """A batch is about to run forward and backward."""
         self._planner.forward_begins(replaying=self.replaying)
 
+    def fence_gradients(self) -> None:
+        """Gradients are about to be set to zero, or let go of."""
+        assert self._capture is not None
+        self._capture.fence_gradients()
+
     def fence(self) -> None:
         """The optimizer is about to overwrite parameters."""
         assert self._capture is not None
@@ -386,10 +393,8 @@ class Life:
             step, start, timeout=timeout - (time.perf_counter() - began)
         )
         seconds = time.perf_counter() - began
-        if saved:
-            log.info("the last step, %d, is durable after %.2f s (limit: %.0f s)", step, seconds, timeout)
-        else:
-            log.error("the last step, %d, was not stored after %.2f s (limit: %.0f s)", step, seconds, timeout)
+        level, what = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
+        log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", step, what, seconds, timeout)
         self._report_failures()
         log.info("%s", self.report().costs)
         return saved
@@ -442,13 +447,11 @@ class Life:
             **captured_figures(self._capture),
             nbytes_persisted=storage.nbytes_complete if storage is not None else 0,
             dense_nbytes=self._dense_nbytes,
-            reserved_nbytes=self._tiers.reserved(),
             stall_seconds=self._stalls.totals(),
             overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
             seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
             generations_committed=storage.num_complete if storage is not None else 0,
-            generations=(self._found.tiers if self._found is not None else {}) | self._tiers.newest(),
-            generations_skipped=self._tiers.skipped(),
+            **tier_figures(self._tiers, self._found),
             **found_figures(self._found),
             replayed_steps=self._replayed,
             replay_mismatches=self._mismatches,
@@ -463,10 +466,7 @@ class Life:
         storage, found = self._storage, self._found
         if self._memory is None or storage is None or self._runs is None:
             return True
-        known = [
-            self._tiers.everywhere.get(STORAGE),
-            found.generation if found is not None and found.committed else None,
-        ]
+        known = [self._tiers.everywhere.get(STORAGE), found.generation if found and found.committed else None]
         if self._exchange.is_coordinator:
             known.append(storage.newest)  # which it committed
         stored = storage.marker_of if isinstance(self._policy, LossyWindows) else None
@@ -478,7 +478,7 @@ class Life:
 
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
         assert self._memory is not None
-        readers = sum(not worker.takes_every for worker in self._tiers.workers)
+        readers = sum(worker.readers for worker in self._tiers.workers)
         busy, keep = self.least_steps <= window, self._planner.generations_kept
         ring = make_ring(self._memory, slot_nbytes, window, readers=readers, back_to_back=busy, keep=keep)
         self._engine.register(ring.memory)

@@ -25,7 +25,9 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Accounting, Selection, expert_layouts
 from lightning_moe_ckpt.session._count_copies import CountCopies
 from lightning_moe_ckpt.session._count_proof import CountProof
+from lightning_moe_ckpt.session._deltas import Deltas
 from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.session._gradients import why_no_deltas
 from lightning_moe_ckpt.session._host import HOST
 from lightning_moe_ckpt.session._journal import JournalCapacity
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
@@ -95,6 +97,7 @@ class LossyPlanner:
         self._reserve_nbytes = 0
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
+        self._deltas: Deltas | None = None
         self._current: WindowLayout | None = None
         self._next: Background | None = None
 
@@ -124,11 +127,25 @@ class LossyPlanner:
         """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
         return self._choice.peer_room(self.accounting)
 
+    def deltas(self) -> Deltas | None:
+        """Whether gradients may be sent to other nodes where they lead to what is sent; the same on all ranks. Collective."""
+        wanted = self._policy.deltas
+        if wanted is not None:
+            reason = why_no_deltas(self._view, every_n_steps=self.interval_steps, exact=wanted.kind == "lossless")
+            if not self._exchange.all_agree(reason is None):
+                log.info(
+                    "generations are sent to other nodes as they are: %s", reason or "another rank has no gradients"
+                )
+                wanted = None
+        self._deltas = wanted
+        return wanted
+
     def joined(self, workers: Sequence[TierWorker]) -> None:
         """The tiers of this life are these."""
         tiers = {worker.name: worker for worker in workers}
         remote = tiers.get(PEER_TIER) or tiers[STORAGE_TIER]
         self._choice.joined(lambda: remote.rate)
+        self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER_TIER in tiers else None
         if self.peer_level == "peer" and PEER_TIER in tiers:
             self._levels = {**LEVEL_OF_TIER, PEER_TIER: PEER}
             self.accounting = self.accounting.with_peers(kept=True)

@@ -67,6 +67,13 @@ class SlotSizes:
     """Without any expert."""
     full: int
     """With all of them."""
+    gradients: int = 0
+    """Kept behind it, of all of them."""
+
+    def behind(self, nbytes: int) -> int:
+        """Bytes of gradients behind a segment of up to `nbytes`."""
+        experts = min(nbytes, self.full) - self.bare
+        return -(-self.gradients * max(0, experts) // max(1, self.full - self.bare))
 
     def experts(self, budget: int, nbytes: int) -> int:
         """Bytes of experts of one position that fit, of the `nbytes` that it has in all: this rank writes its share of them."""
@@ -153,20 +160,21 @@ class Budgets:
         """A first estimate of what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
         if AUTO in {self.config.local, self.config.remote}:
             self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self.device)
-            self._ring_nbytes = int(self.reserve_nbytes * (1 + RING_HEADROOM))
+            self._ring_nbytes = int(self._segment_nbytes * (1 + RING_HEADROOM))
             log.info("copies to memory run at %.1f MiB/s, steps compute for %.4f s", rate / 2**20, self.clock.median)
 
     @property
     def reserve_nbytes(self) -> int:
-        """Bytes of this rank's segment, once a budget is in force."""
-        return min(self._nbytes(MEMORY), self.sizes()[MEMORY].full)
+        """Bytes of this rank's segment, once a budget is in force, and of the gradients behind it."""
+        # What is measured may grow up to what memory takes; gradients are of the experts that leave the node.
+        remote = self._nbytes(MEMORY) if self.config.remote == AUTO else min(self._nbytes(MEMORY), self.config.remote)
+        return self._segment_nbytes + self.sizes()[STORAGE].behind(max(remote, self._least_nbytes))
 
     @property
     def peer_nbytes(self) -> int:
-        """Bytes that holders of copies reserve for a segment of this rank."""
-        budget, sizes = self._nbytes(STORAGE), self.sizes()[STORAGE]
-        least = sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
-        return int(min(max(budget, least), sizes.full) * (1 + RING_HEADROOM))
+        """Bytes that holders of copies reserve for a segment of this rank, and to rebuild one from gradients."""
+        sizes, nbytes = self.sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)
+        return int((min(nbytes, sizes.full) + sizes.behind(nbytes)) * (1 + RING_HEADROOM))
 
     def inputs(self) -> list[int]:
         """What this rank adds to the exchange: bytes of experts of one position that it could take, by level."""
@@ -190,6 +198,17 @@ class Budgets:
             log.info("budgets: of the experts of one position, %s (of %.2f MiB)", said, self._position_nbytes() / 2**20)
 
     # -- private
+
+    @property
+    def _segment_nbytes(self) -> int:
+        """Of this rank's segment, once a budget is in force."""
+        return min(self._nbytes(MEMORY), self.sizes()[MEMORY].full)
+
+    @property
+    def _least_nbytes(self) -> int:
+        """Of this rank's segment with the least that is taken."""
+        sizes = self.sizes()[STORAGE]
+        return sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
 
     def _nbytes(self, level: str) -> int:
         """Of a generation; what is measured does not outgrow the ring, which is made once, nor does what leaves the node."""

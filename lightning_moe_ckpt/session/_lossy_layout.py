@@ -85,11 +85,15 @@ def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> 
     everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
     nothing: Experts = tuple(() for _ in everything)
 
-    def nbytes(memory: Experts, storage: Experts) -> int:
-        return lossy_layout(lossy_record({}, memory, storage), view, groups, journal_nbytes).slot_nbytes
+    def slot(memory: Experts, storage: Experts) -> SlotLayout:
+        return lossy_layout(lossy_record({}, memory, storage), view, groups, journal_nbytes).slots[0]
 
-    bare, local, remote = nbytes(nothing, nothing), nbytes(everything, nothing), nbytes(everything, everything)
-    return {MEMORY: SlotSizes(bare=bare, full=local), STORAGE: SlotSizes(bare=bare, full=remote)}
+    bare, local, remote = slot(nothing, nothing), slot(everything, nothing), slot(everything, everything)
+    gradients = remote.nbytes - remote.segment.nbytes
+    return {
+        level: SlotSizes(bare=bare.segment.nbytes, full=full.segment.nbytes, gradients=gradients)
+        for level, full in ((MEMORY, local), (STORAGE, remote))
+    }
 
 
 def expert_parts(view: StateView, groups: ParallelGroups, experts: Experts) -> Parts:

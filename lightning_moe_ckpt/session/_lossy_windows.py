@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_moe_ckpt.policies import DynamicK, ExpertLayout, PartialPolicy, SelectivePolicy
+from lightning_moe_ckpt.session._deltas import Deltas
 from lightning_moe_ckpt.session._lossy_budgets import Budgets, ByteBudgets, SlotSizes
 from lightning_moe_ckpt.session._lossy_choice import BudgetedChoice, CountedChoice, ExpertChoice
 
@@ -25,6 +26,8 @@ class LossyWindows:
     """Whether more of them are chosen after faults, where they are counted."""
     budgets: ByteBudgets = field(default_factory=ByteBudgets)
     """What may be taken, where that is not counted."""
+    deltas: Deltas | None = None
+    """Whether and how gradients may stand for experts that stay chosen, on their way to other nodes."""
     callback: str = "PartialExpertCheckpoint"
     """What the user calls it."""
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._config import LifeConfig
-from lightning_moe_ckpt.session._deltas import DeltaChain, DeltaFigures
+from lightning_moe_ckpt.session._deltas import DeltaChain, DeltaFigures, Deltas
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced, Job, Released, TierWorker
@@ -78,6 +78,9 @@ class PeerPlan(Protocol):
 
     def peer_room(self) -> PeerRoom | None:
         """What holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
+
+    def deltas(self) -> Deltas | None:
+        """Whether gradients may be sent where they lead to it; the same on all ranks. Collective."""
 
 
 class PeerWorker(TierWorker):
@@ -150,12 +153,17 @@ class PeerWorker(TierWorker):
 
     @property
     @override
+    def readers(self) -> int:
+        return 1 + self._replication.ahead
+
+    @property
+    @override
     def wants_gradients(self) -> bool:
         return self._replication.ahead and self._follows and not self._chain.given_up
 
     @property
-    def figures(self) -> DeltaFigures | None:
-        """What generations took on the wire; `None` where they are always sent as they are."""
+    @override
+    def deltas(self) -> DeltaFigures | None:
         return self._chain.figures if self._replication.ahead else None
 
     @override
@@ -341,6 +349,7 @@ def join_peers(
         holders=placement.sent_to[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
+        ahead=plan.deltas() is not None,
     )
     worker = PeerWorker(replication, markers, resumed=resumed, keep=plan.generations_kept, room=plan.peer_room)
     worker.level = plan.peer_level

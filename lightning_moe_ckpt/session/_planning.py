@@ -163,6 +163,9 @@ class Planner:
     def peer_room(self) -> None:
         """Holders of copies reserve slots as the ring has them."""
 
+    def deltas(self) -> None:
+        """Generations are sent to other nodes as they are."""
+
     def joined(self, workers: Sequence[TierWorker]) -> None:
         """Plans do not depend on them."""
 

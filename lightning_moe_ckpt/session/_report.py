@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.session._deltas import DeltaFigures
 
 if TYPE_CHECKING:
     from lightning_moe_ckpt.session._capture import CaptureSession
     from lightning_moe_ckpt.session._found import Found
+    from lightning_moe_ckpt.session._tiers import Tiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,8 @@ class Report:
     replay_mismatches: int
     restore_seconds: float
     """From the start of `fit` to the first slot loaded."""
+    deltas: DeltaFigures | None = None
+    """What copies on other nodes took on the wire, where gradients may be sent for experts that stay chosen."""
     lost: LossFigures | None = None
     """What restarts have cost, under a policy whose restarts are not exact; up to the newest window."""
 
@@ -131,6 +135,16 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
         "nbytes_captured": capture.nbytes_captured if capture is not None else 0,
         "generations_complete": capture.generations_complete if capture is not None else 0,
         "windows_skipped": capture.windows_skipped if capture is not None else 0,
+    }
+
+
+def tier_figures(tiers: Tiers, found: Found | None) -> dict[str, Any]:
+    """What tiers hold and skipped; of those of an earlier life, what this one began from."""
+    return {
+        "reserved_nbytes": tiers.reserved(),
+        "generations": (found.tiers if found is not None else {}) | tiers.newest(),
+        "generations_skipped": tiers.skipped(),
+        "deltas": next((worker.deltas for worker in tiers.workers if worker.deltas is not None), None),
     }
 
 

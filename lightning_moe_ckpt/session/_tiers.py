@@ -236,6 +236,10 @@ class Tiers:
             lane.take(generation)
         return bool(lanes)
 
+    def want_gradients(self, window: Window) -> bool:
+        """Whether a tier that takes a generation wants to know what led to it."""
+        return any(worker.wants_gradients for worker in self._of(window))
+
     def add(self, window: Window, segment: SealedSegment) -> None:
         """Hand a sealed segment to every tier that takes its generation."""
         for worker in self._of(window):

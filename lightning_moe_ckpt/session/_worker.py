@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Literal
 
 from lightning_moe_ckpt.errors import Fenced
+from lightning_moe_ckpt.session._deltas import DeltaFigures
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._fork import guard_forks
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
@@ -157,6 +158,16 @@ class TierWorker(ABC):
         """Whether no generation is under way, so that the next one can be taken."""
         with self._changed:
             return not self._jobs
+
+    @property
+    def readers(self) -> int:
+        """Generations that it may still read when newer ones are complete."""
+        return 0 if self.takes_every else 1
+
+    @property
+    def deltas(self) -> DeltaFigures | None:
+        """What generations took on the wire, where they may be told by gradients."""
+        return None
 
     @property
     def wants_gradients(self) -> bool:

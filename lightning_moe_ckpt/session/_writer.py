@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_moe_ckpt.native import CopyEngine, CopyList, Ticket
 from lightning_moe_ckpt.session._journal import Journal, encode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
-from lightning_moe_ckpt.session._sealed import RecordDigests, SealedSegment
+from lightning_moe_ckpt.session._sealed import RecordDigests, SealedSegment, StepRecord
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 
 
@@ -94,13 +94,22 @@ class SegmentWriter:
         payload = encode_journal(journal, place.numel())
         place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
-    def sealed(self, generation: GenerationId, step: int, ticket: Ticket) -> SealedSegment:
-        """What the tiers need of the segment that `generation` has of boundary `step`."""
+    def sealed(
+        self, generation: GenerationId, step: int, ticket: Ticket, step_record: StepRecord | None = None
+    ) -> SealedSegment:
+        """What the tiers need of the segment that `generation` has of boundary `step`.
+
+        Args:
+            generation: whose segment it is.
+            step: the boundary.
+            ticket: what `start` returned.
+            step_record: what led to the boundary, of the experts that leave the node.
+        """
         view = as_memoryview(self.view)[: self.layout.segment.nbytes]
         assert self._records is not None
         name: Any = {"generation": generation, "rank": self.layout.groups.rank, "step": step}
         if self._persisted is None:
-            return SealedSegment(**name, view=view, records=self._records, ticket=ticket)
+            return SealedSegment(**name, view=view, records=self._records, ticket=ticket, step_record=step_record)
         shared = RecordDigests(self._records, view)
         inner = SealedSegment(
             **name,
@@ -109,6 +118,7 @@ class SegmentWriter:
             ticket=ticket,
             shared=shared,
             places=self._places,
+            step_record=step_record,
         )
         return SealedSegment(
             **name,
@@ -141,6 +151,8 @@ class SegmentWriter:
             if base is not None:
                 self._pairs.append((layout.view.part_of(base, field), place))
                 self._owners.append(index[id(base)])
+            else:
+                place.zero_()  # else what lay here before would differ from what a copy on another node has here
         self._copies = self._engine.prepare(self._pairs)
         entries = layout.entries(self.view)
         self._records, self._num_records = RecordRows(entries), len(entries)

@@ -11,6 +11,8 @@ from lightning_moe_ckpt.tiers._delta import Gradients as Gradients
 from lightning_moe_ckpt.tiers._delta import PartGradient as PartGradient
 from lightning_moe_ckpt.tiers._delta import StepSettings as StepSettings
 from lightning_moe_ckpt.tiers._delta import encode_delta as encode_delta
+from lightning_moe_ckpt.tiers._delta_plan import aligned_gradient as aligned_gradient
+from lightning_moe_ckpt.tiers._delta_plan import gradient_nbytes as gradient_nbytes
 from lightning_moe_ckpt.tiers._domains import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._domains import expect_domains as expect_domains
 from lightning_moe_ckpt.tiers._domains import this_domain as this_domain

@@ -35,10 +35,10 @@ _REMEMBERED = 16
 
 def gradient_nbytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes that a gradient takes, up to where the next one may start."""
-    return aligned(numel * dtype.itemsize)
+    return aligned_gradient(numel * dtype.itemsize)
 
 
-def aligned(nbytes: int) -> int:
+def aligned_gradient(nbytes: int) -> int:
     """Rounded up to where a gradient may start."""
     return nbytes + -nbytes % GRADIENT_ALIGN
 
@@ -127,7 +127,7 @@ class DeltaPlan:
     @property
     def gradients_at(self) -> int:
         """Offset of the memory behind the segment."""
-        return aligned(self.layout.nbytes)
+        return aligned_gradient(self.layout.nbytes)
 
     def place(self, offset: int, nbytes: int) -> Run:
         """Where bytes of the payload go. Raises `Corrupt` unless they go to one place."""
@@ -173,7 +173,7 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
         stepped=stepped,
         literal_nbytes=literal_nbytes,
         payload_nbytes=payload_nbytes,
-        places=list(_places(literal, aligned(index.layout.nbytes), payload_nbytes)),
+        places=list(_places(literal, aligned_gradient(index.layout.nbytes), payload_nbytes)),
     )
 
 

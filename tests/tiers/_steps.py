@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.storage import SegmentLayout, TensorSpec
 from lightning_moe_ckpt.tiers._delta import Baseline, DeltaDecoder, EncodedDelta, Gradients, PartGradient, StepSettings
-from lightning_moe_ckpt.tiers._delta_plan import aligned, gradient_nbytes
+from lightning_moe_ckpt.tiers._delta_plan import aligned_gradient, gradient_nbytes
 
 JOURNAL_NBYTES = 700
 
@@ -55,7 +55,7 @@ class Training:
 
     def slot_nbytes(self, segment: Tensor) -> int:
         """Of a segment with the gradients behind it."""
-        return aligned(segment.numel()) + self.area.numel()
+        return aligned_gradient(segment.numel()) + self.area.numel()
 
     def take_step(self, routed: Sequence[int]) -> None:
         """One step, in which only some experts get a gradient; with a schedule."""

@@ -414,7 +414,7 @@ def test_a_worker_takes_the_next_generation_while_the_one_before_is_under_way(tw
             bench.add(index)
         bench.settle(len(SELECTIONS) - 1)
         assert worker.take_failures() == []
-        figures = worker.figures
+        figures = worker.deltas
         assert figures is not None
         assert (figures.generations, figures.whole_generations, figures.refused) == (len(SELECTIONS) - 1, 1, 0)
         assert 0 < figures.share < 0.8
@@ -446,8 +446,8 @@ def test_a_broken_chain_goes_on_with_a_whole_generation(two_ranks: Cluster) -> N
         bench.whole(6)
         bench.settle(6)
         assert worker.take_failures() == []
-        assert worker.figures is not None
-        return worker.figures.generations, worker.figures.whole_generations
+        assert worker.deltas is not None
+        return worker.deltas.generations, worker.deltas.whole_generations
 
     assert in_bench(two_ranks, work) == (1, 4)
     assert published(two_ranks, 1) == [5, 6]
@@ -473,9 +473,9 @@ def test_after_a_refusal_a_whole_generation_and_after_two_nothing_else(two_ranks
             bench.step_until(lambda: not worker._jobs)
             if worker.holds(generation(index)):
                 worker.complete_everywhere(generation(index))
-        assert worker.figures is not None
+        assert worker.deltas is not None
         assert len(worker.take_failures()) == 2
-        return wanted, told, worker.figures.whole_generations
+        return wanted, told, worker.deltas.whole_generations
 
     wanted, told, whole = in_bench(two_ranks, work)
     assert wanted == [False, True, True, True, False, False, False]

@@ -1,0 +1,116 @@
+"""Copies on other nodes told by gradients: a lost node comes back from them with its owner's bits. Real training, real kills."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from campaign._campaign import Campaigns
+from campaign._lossy import Machines, train_lossy
+from campaign._promises import Restarts
+from campaign._training import Setup
+from campaign.test_selective import selective_setup, store_a_few
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+KILL_STEP = 9
+KILL = Kill(phase="forward", step=KILL_STEP, rank=1)
+LOST = 1
+"""Node of the killed rank."""
+
+
+class Follows(Callback):
+    """Holds each step up until the copy of the boundary before it is on another node, and writes down what that took.
+
+    Args:
+        life: this one.
+    """
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, CheckpointCallback))  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 60
+        while callback.report.generations.get("peer", 0) < trainer.global_step:
+            assert time.monotonic() < deadline, "no new generation has a copy"
+            time.sleep(0.002)
+        figures = callback.report.deltas
+        told = None if figures is None else {**dataclasses.asdict(figures), "share": figures.share}
+        (self._life.workdir / f"deltas.{self._life.index}.{self._life.rank}").write_text(json.dumps(told))
+
+
+def train_followed(
+    setup: Setup, machines: Machines, life: Life, *, optimizer: Callable[..., torch.optim.Optimizer] | None = None
+) -> Mapping[str, Any]:
+    """In the first life storage fails after a few generations, and every step waits for the copies of the one before."""
+    if life.index == 0:
+        persist = "lightning_moe_ckpt.session._persist"
+        Seam(module=persist, attribute="PersistWorker._put", replacement=store_a_few).apply()
+        Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [Follows(life)]).apply()
+    if optimizer is not None:
+        Seam(module="campaign._training", attribute="make_optimizer", replacement=partial(_grouped, optimizer)).apply()
+    return train_lossy(setup, machines, life)
+
+
+def _grouped(make: Callable[..., torch.optim.Optimizer], name: str, module: LightningModule) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
+    return make([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=3e-3)
+
+
+def followed_setup(world_size: int, expert_parallel: int, **options: Any) -> Setup:
+    """Every expert stays chosen."""
+    setup = selective_setup(world_size, expert_parallel)
+    assert setup.checkpointing is not None
+    everything = replace(setup.checkpointing, local_budget=10**8, remote_budget=10**8)
+    return replace(setup, checkpointing=everything, **options)
+
+
+def lost_and_restored(campaigns: Campaigns, setup: Setup, machines: Machines, **options: Any) -> dict[str, Any]:
+    """Kill a rank, lose its node, and require what each operator has to be; what copies took until then."""
+    lives = campaigns.run(setup, KILL, fit=partial(train_followed, setup, machines, **options))
+    assert [life.outcome for life in lives] == ["killed", "finished"], lives[-1].log()
+    found = Restarts(lives)
+    promise = found.require(1)
+    assert promise.generation.step >= KILL_STEP - 1  # others need not have got as far as the rank that was killed
+    assert re.search(r"ranks? [\d, ]+: [\d.]+ MiB from peer", lives[1].log()), lives[1].log()
+    figures: dict[str, Any] = json.loads((lives[0].workdir / "deltas.0.1").read_text())
+    return figures
+
+
+ADAM = partial(torch.optim.Adam, amsgrad=True, maximize=True, foreach=False)
+LISTS = followed_setup(3, 1, model="lists", strategy="ddp", options=(("num_experts", 6),))
+CASES: dict[str, tuple[Setup, tuple[int, ...], dict[str, Any], float]] = {
+    "every expert, spread over ranks": (followed_setup(3, 3), (0, 1, 2), {}, 0.6),
+    "lists under DDP, amsgrad": (LISTS, (0, 1, 2), {"optimizer": ADAM}, 0.9),
+    "four of six experts leave the node": (selective_setup(3, 1, local=5, remote=4), (0, 1, 2), {}, 0.8),
+    "four ranks": (followed_setup(4, 2), (0, 0, 1, 1), {}, 0.6),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if len(case[1]) == 3 else pytest.param(name, marks=pytest.mark.soak) for name, case in CASES.items()]
+)
+def test_a_lost_node_comes_back_from_copies_told_by_gradients(campaigns: Campaigns, folder: Path, name: str) -> None:
+    """Every operator has the bits it had on the node that is gone: `require` compares with what was recorded there."""
+    setup, placed, options, share = CASES[name]
+    figures = lost_and_restored(campaigns, setup, Machines(folder, placed, lost=((LOST,),)), **options)
+    assert figures["refused"] == 0
+    assert (figures["generations"], figures["whole_generations"]) == (KILL_STEP - 1, 1)
+    assert figures["share"] < share, figures
