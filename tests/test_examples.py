@@ -267,6 +267,7 @@ def test_digits_are_learned_from_the_configuration_file(tmp_path: Path) -> None:
         *("--config", str(ROOT / "examples" / "digits.yaml"), "--trainer.max_steps=132"),
         *("--trainer.callbacks.init_args.url", str(tmp_path), "--trainer.logger=false"),
         *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
+        *("--trainer.default_root_dir", str(tmp_path)),  # where the configuration is saved, with no logger
     ]
 
     def work(rank: int) -> tuple[int, float, int]:
