@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from lightning_moe_ckpt.benchmarks import (
     Benchmark,
+    DeltaBench,
     Machine,
     NativeBench,
     OverheadBench,
@@ -46,6 +47,7 @@ _BENCHMARKS: tuple[Benchmark[Any], ...] = (
     PlannerBench(),
     PartialBench(),
     SelectionBench(),
+    DeltaBench(),
     RecoveryBench(),
     QualityBench(),
     PersistBench(),

@@ -2,6 +2,7 @@
 
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark as Benchmark
 from lightning_moe_ckpt.benchmarks._benchmark import Progress as Progress
+from lightning_moe_ckpt.benchmarks._delta import DeltaBench as DeltaBench
 from lightning_moe_ckpt.benchmarks._machine import Machine as Machine
 from lightning_moe_ckpt.benchmarks._native import NativeBench as NativeBench
 from lightning_moe_ckpt.benchmarks._overhead import OverheadBench as OverheadBench

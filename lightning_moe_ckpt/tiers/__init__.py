@@ -6,6 +6,7 @@ A tier is one short contract (`Tier`); recovery asks the tiers in order of cost,
 from lightning_moe_ckpt.tiers._contract import Holding as Holding
 from lightning_moe_ckpt.tiers._contract import Tier as Tier
 from lightning_moe_ckpt.tiers._delta import Baseline as Baseline
+from lightning_moe_ckpt.tiers._delta import DeltaDecoder as DeltaDecoder
 from lightning_moe_ckpt.tiers._delta import EncodedDelta as EncodedDelta
 from lightning_moe_ckpt.tiers._delta import Gradients as Gradients
 from lightning_moe_ckpt.tiers._delta import PartGradient as PartGradient

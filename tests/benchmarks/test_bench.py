@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks import (
+    DeltaBench,
     Machine,
     NativeBench,
     OverheadBench,
@@ -27,6 +28,7 @@ from lightning_moe_ckpt.benchmarks import (
     ReplicationBench,
     SelectionBench,
 )
+from lightning_moe_ckpt.benchmarks._delta import DeltaFigure
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
@@ -50,6 +52,7 @@ TINY = {
     "planner": ("--operators", "1300", "--runs", "2"),
     "partial": ("--partial-experts", "8", "--partial-nodes", "2", "--partial-faults", "1", "--pairs", "8,1"),
     "selection": ("--selection-steps", "120"),
+    "delta": ("--delta-steps", "6"),
     "reduction": ("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     "recovery": (
         *(
@@ -179,6 +182,19 @@ def test_memory_of_surviving_nodes_keeps_tokens_that_storage_lost() -> None:
     assert "adaptive" in shown
     assert f"{figure.plt:.1%}" in shown
     assert f"{figure.storage_plt:.1%}" in shown
+
+
+def test_gradients_tell_a_copy_in_a_third_or_a_sixth_of_its_bytes() -> None:
+    """Without rounding to the last bit, with it nearly; where other experts are chosen in between, more travels."""
+    figures = [DeltaFigure(**row) for row in _document("delta")["delta"]]
+    exact, rounded = figures[:3], figures[3:]
+    assert all(figure.equal and figure.param_difference == figure.moment_difference == 0 for figure in exact)
+    assert not any(figure.equal for figure in rounded)
+    assert all(0 < figure.param_difference < 0.01 and 0 < figure.moment_difference < 0.1 for figure in rounded)
+    assert exact[0].share <= 0.35
+    assert rounded[0].share <= 1 / 6
+    assert exact[0].share < exact[2].share < 1
+    assert "equal" in _shown(DeltaBench().table(figures))
 
 
 def test_popular_experts_first_halves_what_a_fault_costs() -> None:
