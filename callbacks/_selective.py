@@ -31,9 +31,11 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
             moves while a step computes.
         remote_budget: bytes of it that each rank may send to storage, at most `local_budget`; `auto` for what
             measured bandwidth moves between two snapshots.
-        delta: `lossless` sends other nodes gradients of the step for experts that their copy of the step before has: it
-            is rebuilt to the last bit, or refused and sent whole. Takes `every_n_steps=1` and Adam or AdamW in
-            float32, in their plain form on a CPU; else, and with `None`, copies are always whole.
+        delta: send other nodes gradients of the step for experts that their copy of the step before has: `lossless`
+            rebuilds copies to the last bit, or sends them whole; `bf16` takes half the bytes, and copies are only
+            near. Needs `every_n_steps=1` and Adam or AdamW in float32 (`lossless`: plain, on a CPU); else, and
+            with `None`, all is sent whole.
+        resync_every: generations of rounded gradients until copies are exact again, and their difference is logged.
         **shared: what every checkpoint callback takes, see `CheckpointArguments`.
 
     Raises:
@@ -50,12 +52,14 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
         every_n_steps: int = 1,
         local_budget: int | Literal["auto"] = "auto",
         remote_budget: int | Literal["auto"] = "auto",
-        delta: Literal["lossless"] | None = "lossless",
+        delta: Literal["lossless", "bf16"] | None = "lossless",
+        resync_every: int = 64,
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
         require_count(self, "every_n_steps", every_n_steps, what="steps")
-        require_choice(self, "delta", delta, ("lossless", None))
+        require_choice(self, "delta", delta, ("lossless", "bf16", None))
+        require_count(self, "resync_every", resync_every, what="generations")
         require_count(self, "local_budget", local_budget, what="bytes", also=["auto"])
         require_count(self, "remote_budget", remote_budget, what="bytes", also=["auto"])
         if isinstance(local_budget, int) and isinstance(remote_budget, int) and remote_budget > local_budget:
@@ -64,7 +68,7 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
                 "node is copied to host memory first. Give a `local_budget` of `remote_budget` or more."
             )
         self.every_n_steps, self.local_budget, self.remote_budget = every_n_steps, local_budget, remote_budget
-        self.delta = delta
+        self.delta, self.resync_every = delta, resync_every
 
     @override
     def _policy(self) -> WindowPolicy:
@@ -72,6 +76,6 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
             every_n_steps=self.every_n_steps,
             experts=SelectivePolicy(),
             budgets=ByteBudgets(local=self.local_budget, remote=self.remote_budget),
-            deltas=None if self.delta is None else Deltas(kind=self.delta),
+            deltas=None if self.delta is None else Deltas(kind=self.delta, resync_every=self.resync_every),
             callback=type(self).__name__,
         )

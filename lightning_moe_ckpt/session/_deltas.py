@@ -4,11 +4,15 @@ A delta is of the newest generation that every holder said to have whole, and le
 generation that was skipped, failed or was not taken ends that: the next one goes whole. So does the one after a copy
 that was rebuilt and had other bytes than its owner's. If the first delta after that is refused again, nothing but whole
 segments is sent from there on: the processors of two nodes, or an optimizer on a GPU, may round otherwise.
+
+With gradients rounded to bfloat16 copies are only near to their owner's state. Every so many generations an audit sends
+both, tells how near, and leaves the copy exact.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,6 +61,12 @@ class DeltaFigures:
     whole_nbytes: int = 0
     refused: int = 0
     """Generations of gradients that did not lead a holder to this rank's bytes."""
+    audits: int = 0
+    """Generations sent in both ways, which count as whole ones, to see what rounding gradients has done."""
+    drift: float = 0.0
+    """The most that was found by them in parameters: difference relative to the largest element of a tensor."""
+    drift_moments: float = 0.0
+    """The same of the optimizer's moments."""
 
     @property
     def share(self) -> float:
@@ -72,12 +82,20 @@ class _Sent:
     """Of the segment."""
     marker: bytes = b""
     by_delta: bool = False
+    exact: bool = True
+    """Whether holders have this rank's bytes then."""
+    audit: bool = False
 
 
 class DeltaChain:
-    """Generations of one rank, as its holders have them. Used by the thread that sends."""
+    """Generations of one rank, as its holders have them. Used by the thread that sends.
 
-    def __init__(self) -> None:
+    Args:
+        deltas: how gradients are sent.
+    """
+
+    def __init__(self, deltas: Deltas) -> None:
+        self._deltas, self._rounded = deltas, 0  # generations since holders had this rank's bytes
         self.figures = DeltaFigures()
         self.given_up = False
         self._newest: _Sent | None = None
@@ -109,7 +127,12 @@ class DeltaChain:
         if base is None or self.given_up or segment.step_record is None or not _follows(base.generation, segment):
             return None
         gradients = segment.step_record.gradients()
-        return None if gradients is None else encode_delta(base.baseline, view_U8, gradients)
+        if gradients is None:
+            return None
+        audit = self._deltas.kind == "bf16" and self._rounded + 1 >= self._deltas.resync_every
+        delta = encode_delta(base.baseline, view_U8, gradients, audit=audit)
+        self._sending = replace(self._sending, exact=delta.exact, audit=audit)
+        return delta
 
     def offered(self, refusal: str | None) -> bool:
         """Holders were told of the delta; whether it can be sent."""
@@ -119,13 +142,20 @@ class DeltaChain:
         self._sending = replace(self._sending, by_delta=refusal is None)
         return refusal is None
 
-    def whole(self, marker: RankMarker, nbytes: int) -> None:
-        """Every holder has what was sent, with this marker, by `nbytes` per holder."""
+    def whole(self, marker: RankMarker, nbytes: int, drift: Sequence[float] = ()) -> None:
+        """Every holder has what was sent, with this marker.
+
+        Args:
+            marker: of this rank.
+            nbytes: that it took per holder.
+            drift: what an audit has found.
+        """
         sent = self._sending
         assert sent is not None
         data, now = marker.to_bytes(), self.figures
-        if sent.by_delta:
-            self._strikes = 0
+        self._rounded = 0 if sent.exact or not sent.by_delta else self._rounded + 1
+        self._strikes = 0 if sent.by_delta else self._strikes
+        if sent.by_delta and not sent.audit:
             self.figures = replace(
                 now,
                 generations=now.generations + 1,
@@ -136,7 +166,20 @@ class DeltaChain:
             self.figures = replace(
                 now, whole_generations=now.whole_generations + 1, whole_nbytes=now.whole_nbytes + nbytes
             )
+        if drift:
+            self._audited(sent.generation, *drift)
         self._newest, self._sending = replace(sent, marker=data), None
+
+    def _audited(self, generation: GenerationId, params: float, moments: float) -> None:
+        now = self.figures
+        self.figures = replace(
+            now, audits=now.audits + 1, drift=max(now.drift, params), drift_moments=max(now.drift_moments, moments)
+        )
+        log.info(
+            "%s: copies on other nodes, of %d generations of gradients rounded to bfloat16, had come to differ by %.1e in "
+            "parameters and %.1e in moments, relative to the largest element; they are exact again",
+            *(generation, self._deltas.resync_every, params, moments),
+        )
 
     def refused(self, reason: str) -> None:
         """A holder has something else than what was sent."""

@@ -92,6 +92,7 @@ class PeerWorker(TierWorker):
         resumed: the generation this life began from; copies of it stay until a newer one is complete everywhere.
         keep: generations that holders keep.
         room: what holders reserve, once there is a plan; `None` for a slot of the ring.
+        deltas: how gradients may be sent; of use if the replication has generations ahead.
         on_complete: see `TierWorker`.
     """
 
@@ -105,6 +106,7 @@ class PeerWorker(TierWorker):
         resumed: GenerationId | None = None,
         keep: int = 1,
         room: Callable[[], PeerRoom | None] = lambda: None,
+        deltas: Deltas | None = None,
         on_complete: Callable[[GenerationId, float, int], None] | None = None,
     ) -> None:
         super().__init__(PEER, markers, on_complete=on_complete)
@@ -119,7 +121,7 @@ class PeerWorker(TierWorker):
         self._begun: GenerationId | None = None
         self._follows = False
         """Whether the generation begun last is of the boundary behind that of the one before."""
-        self._chain = DeltaChain()
+        self._chain = DeltaChain(deltas or Deltas())
         self._nbytes_before = 0
         """Sent before the generation under way."""
 
@@ -281,14 +283,14 @@ class PeerWorker(TierWorker):
     def _finish(self, job: Job, marker: RankMarker) -> None:
         stream = self._replication.stream
         try:
-            stream.finish(marker.to_bytes(), like=self._chain.marker)
+            drift = stream.finish(marker.to_bytes(), like=self._chain.marker)
         except NotReplicated as error:
             if error.refused:
                 self._chain.refused(str(error))
             raise
         nbytes = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders)
         if self._replication.ahead:
-            self._chain.whole(marker, nbytes)
+            self._chain.whole(marker, nbytes, drift)
         self._sending = None
         with self._changed:
             if job.on_released is not None:
@@ -340,6 +342,7 @@ def join_peers(
         expect_room(shared_directory(), _nbytes_on_node(placement, groups.rank))
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
+    deltas = plan.deltas()
     replication = Replication(
         group,
         run_id=markers.run_id,
@@ -349,9 +352,10 @@ def join_peers(
         holders=placement.sent_to[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
-        ahead=plan.deltas() is not None,
+        ahead=deltas is not None,
     )
-    worker = PeerWorker(replication, markers, resumed=resumed, keep=plan.generations_kept, room=plan.peer_room)
+    keep, room = plan.generations_kept, plan.peer_room
+    worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room, deltas=deltas)
     worker.level = plan.peer_level
     return [worker]
 

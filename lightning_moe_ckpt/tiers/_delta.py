@@ -13,6 +13,10 @@ payload  tensors as they are, in runs, in the order of the file; then gradients,
 Invariant: nothing here decides whether what was rebuilt is right. The marker's digest of the whole segment does, and a
 copy that does not have it is refused: the processor of another node may round otherwise, and people edit weights.
 
+Gradients that were rounded to bfloat16 lead elsewhere, a little further with every step. Of such a segment those tensors
+are checked that travel as they are, and the gradients by a digest of their own; its marker says what was rebuilt. In an
+*audit* the segment travels besides, and it is told how far the steps would have led from it.
+
 Source: MOETION (2024), Sec. 5.2, Algorithm 3.
 """
 
@@ -24,6 +28,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import xxhash
@@ -32,6 +37,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam
 from lightning_moe_ckpt.storage import SegmentLayout, dtype_code, dtype_of
+from lightning_moe_ckpt.tiers._delta_drift import Drift, PartDrift
 from lightning_moe_ckpt.tiers._delta_plan import (
     LITERAL,
     STEPPED,
@@ -117,6 +123,8 @@ class EncodedDelta:
     recipe: bytes
     payload: Sequence[Tensor]
     """uint8, without copies: views of the segment, then of gradients."""
+    exact: bool = True
+    """Whether it leads to the bytes of the segment."""
 
     @property
     def payload_nbytes(self) -> int:
@@ -124,23 +132,30 @@ class EncodedDelta:
         return sum(view.numel() for view in self.payload)
 
 
-def encode_delta(base: Baseline, segment_U8: Tensor, gradients: Gradients) -> EncodedDelta:
+def encode_delta(base: Baseline, segment_U8: Tensor, gradients: Gradients, *, audit: bool = False) -> EncodedDelta:
     """Tell a segment by the step that led to it.
 
     Args:
         base: of the boundary before, which the receiver has.
         segment_U8: all bytes of the file; they and the gradients must stay as they are until all is sent.
         gradients: of the step.
+        audit: whether the segment travels besides.
     """
     now = Baseline.of(segment_U8)
     settings: dict[StepSettings, int] = {}
     codes = bytes(_codes(base, now, gradients, settings))
-    plan = plan_delta(base.header, now.header, codes, gradients.dtype)
-    used = [asdict(each) for each in list(settings)[:_MAX_SETTINGS]]
-    document = {"settings": used, "dtype": dtype_code(gradients.dtype)}
-    recipe = _pack(json.dumps(document).encode(), codes, squeeze(now.header, base.header))
+    plan = plan_delta(base.header, now.header, codes, gradients.dtype, whole=audit)
     literal = [segment_U8[start:stop] for start, stop in plan.literal]
-    return EncodedDelta(recipe, [*literal, *(gradients.area[a:b] for a, b in _gradient_runs(plan, gradients))])
+    stepped = [gradients.area[start:stop] for start, stop in _gradient_runs(plan, gradients)]
+    exact = audit or gradients.dtype is torch.float32
+    document = {
+        "settings": [asdict(each) for each in list(settings)[:_MAX_SETTINGS]],
+        "dtype": dtype_code(gradients.dtype),
+        "audit": audit,
+        "digest": None if gradients.dtype is torch.float32 else _digest(stepped).hexdigest(),
+    }
+    recipe = _pack(json.dumps(document).encode(), codes, squeeze(now.header, base.header))
+    return EncodedDelta(recipe, [*literal, *stepped], exact)
 
 
 class DeltaDecoder:
@@ -158,10 +173,15 @@ class DeltaDecoder:
     def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor) -> None:
         base_header = SegmentLayout.header_in(base_U8.numpy().data)
         document, codes, squeezed = _unpack(recipe)
-        self._settings, self.dtype = _read(document)
-        self.plan = plan_delta(base_header, unsqueeze(squeezed, base_header), codes, self.dtype)
+        self._settings = [StepSettings(**each) for each in document["settings"]]
+        self.dtype, self._wanted = dtype_of(document["dtype"]), document["digest"]
+        header = unsqueeze(squeezed, base_header)
+        self.plan = plan_delta(base_header, header, codes, self.dtype, whole=document["audit"])
         self._base, self._out = base_U8, out_U8
         self._received = self._num_stepped = 0
+        self._digest = xxhash.xxh3_128()
+        self.drift: Drift | None = Drift() if self.plan.whole else None
+        """In an audit, how far the steps lead from the segment."""
         if max(codes, default=0) >= STEPPED + len(self._settings) or out_U8.numel() < self.plan.nbytes:
             raise wrong_delta()
         self.plan.layout.write_header(out_U8)
@@ -170,9 +190,19 @@ class DeltaDecoder:
             out[destination : destination + nbytes] = base[source : source + nbytes]
 
     @property
+    def exact(self) -> bool:
+        """Whether what is rebuilt has to be the sender's segment."""
+        return self.plan.whole or self.dtype is torch.float32
+
+    @property
     def whole(self) -> bool:
         """Whether the segment is rebuilt."""
         return self._received == self.plan.payload_nbytes
+
+    def expect_gradients(self) -> None:
+        """Raise `Corrupt` unless the gradients are those that were sent, where nothing else would tell."""
+        if self._wanted is not None and self._digest.hexdigest() != self._wanted:
+            raise Corrupt("gradients are not those that were sent. The next generation comes whole.")
 
     @property
     def segment(self) -> Tensor:
@@ -192,6 +222,9 @@ class DeltaDecoder:
 
     def arrived(self, nbytes: int) -> None:
         """The next bytes are in their place: steps are taken whose gradients are there."""
+        if self._wanted is not None and self._received >= self.plan.literal_nbytes:
+            start, stop = self.plan.place(self._received, nbytes)
+            self._digest.update(self._out[start:stop].numpy().data)
         self._received += nbytes
         stepped = self.plan.stepped
         while self._num_stepped < len(stepped) and stepped[self._num_stepped].end <= self._received:
@@ -202,24 +235,43 @@ class DeltaDecoder:
         settings, number = self._settings[part.settings], self._count(part)
         begin = self.plan.gradients_at + part.gradient
         gradient = self._out[begin : begin + part.numel * self.dtype.itemsize].view(self.dtype)
+        drift = None if self.drift is None else PartDrift(len(part.state))
         for first in range(0, part.numel, _BLOCK_NUMEL):
             last = min(first + _BLOCK_NUMEL, part.numel)
             state = [self._moved(*offsets, first, last) for offsets in part.state]
             replay_adam(AdamState(*state), [settings.step(gradient[first:last], number)], threads=1)
+            if drift is not None:
+                drift.add(state, [_floats(self._out, offset, first, last) for _, offset in part.state])
+        if drift is not None and self.drift is not None:
+            self.drift = self.drift.with_part(drift)
 
     def _count(self, part: SteppedPart) -> int:
         """Write the step's number. Raises `Corrupt` if there was none before it."""
         (source, destination), nbytes = part.step, part.step_dtype.itemsize
         before = self._base[source : source + nbytes].view(part.step_dtype)
-        self._out[destination : destination + nbytes].view(part.step_dtype).copy_(before + 1)
+        if not self.plan.whole:
+            self._out[destination : destination + nbytes].view(part.step_dtype).copy_(before + 1)
         number = float(before) + 1
         if not (number >= 1 and number.is_integer()):
             raise wrong_delta()
         return int(number)
 
     def _moved(self, source: int, destination: int, first: int, last: int) -> Tensor:
-        out_F = self._out[destination + 4 * first : destination + 4 * last].view(torch.float32)
-        return out_F.copy_(self._base[source + 4 * first : source + 4 * last].view(torch.float32))
+        """State of the segment before, where the step is taken."""
+        base = _floats(self._base, source, first, last)
+        return base.clone() if self.plan.whole else _floats(self._out, destination, first, last).copy_(base)
+
+
+def _floats(memory_U8: Tensor, offset: int, first: int, last: int) -> Tensor:
+    """Elements of a float32 tensor at `offset`."""
+    return memory_U8[offset + 4 * first : offset + 4 * last].view(torch.float32)
+
+
+def _digest(views: Sequence[Tensor]) -> xxhash.xxh3_128:
+    digest = xxhash.xxh3_128()
+    for view in views:
+        digest.update(view.numpy().data)
+    return digest
 
 
 def _codes(base: Baseline, now: Baseline, gradients: Gradients, settings: dict[StepSettings, int]) -> Iterator[int]:
@@ -262,15 +314,10 @@ def _pack(document: bytes, codes: bytes, squeezed: bytes) -> bytes:
     return body + xxhash.xxh3_128_digest(body)
 
 
-def _unpack(recipe: bytes) -> tuple[bytes, bytes, bytes]:
+def _unpack(recipe: bytes) -> tuple[dict[str, Any], bytes, bytes]:
     body, digest = recipe[:-_DIGEST_NBYTES], recipe[-_DIGEST_NBYTES:]
     if len(body) < _LENGTHS.size or xxhash.xxh3_128_digest(body) != digest:
         raise Corrupt("the recipe of a delta is not the one that was sent. The next generation comes whole.")
     sizes = _LENGTHS.unpack_from(body)
     document, codes, squeezed = (body[a:b] for a, b in pairwise(accumulate([_LENGTHS.size, *sizes])))
-    return zlib.decompress(document), zlib.decompress(codes), squeezed
-
-
-def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype]:
-    found = json.loads(document)
-    return [StepSettings(**each) for each in found["settings"]], dtype_of(found["dtype"])
+    return json.loads(zlib.decompress(document)), zlib.decompress(codes), squeezed

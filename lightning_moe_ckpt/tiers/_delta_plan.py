@@ -114,6 +114,8 @@ class DeltaPlan:
     kept: Sequence[tuple[int, int, int]]
     """Offset in the segment before, offset in this one, bytes."""
     stepped: Sequence[SteppedPart]
+    whole: bool
+    """Whether the segment comes as it is, and steps are taken only to see where they lead."""
     literal_nbytes: int
     payload_nbytes: int
     places: Sequence[tuple[int, int, int]]
@@ -140,7 +142,7 @@ class DeltaPlan:
 
 
 @lru_cache(_REMEMBERED)
-def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dtype) -> DeltaPlan:
+def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dtype, *, whole: bool) -> DeltaPlan:
     """What becomes of every byte of a segment.
 
     Args:
@@ -148,6 +150,7 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
         header: of the segment.
         codes: how each part is told, in the order of the file.
         dtype: of gradients.
+        whole: whether the segment comes as it is, besides.
 
     Raises:
         Corrupt: this cannot be done with these two.
@@ -159,9 +162,9 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
     for prefix, code in told.items():
         if not same_part(base, index, prefix) or (code >= STEPPED and not index.can_step(prefix)):
             raise wrong_delta()
-    known = {f"{prefix}/{key}" for prefix in told for key in index.spans(prefix)}
+    known = set() if whole else {f"{prefix}/{key}" for prefix in told for key in index.spans(prefix)}
     names = frozenset(index.layout.spans) - known
-    literal = list(_runs(index.layout, names))
+    literal = [(0, index.layout.nbytes)] if whole else list(_runs(index.layout, names))
     literal_nbytes = sum(stop - start for start, stop in literal)
     stepped = list(_stepped(base, index, told, dtype, literal_nbytes))
     payload_nbytes = stepped[-1].end if stepped else literal_nbytes
@@ -169,8 +172,9 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
         layout=index.layout,
         literal=literal,
         literal_names=names,
-        kept=list(_kept(base, index, told)),
+        kept=[] if whole else list(_kept(base, index, told)),
         stepped=stepped,
+        whole=whole,
         literal_nbytes=literal_nbytes,
         payload_nbytes=payload_nbytes,
         places=list(_places(literal, aligned_gradient(index.layout.nbytes), payload_nbytes)),

@@ -3,7 +3,7 @@
 Bytes arrive where they stay, in slots of the owner's replica ring. A generation is published, which is what a later
 life finds, only when every segment has the digest that the owner's marker says; then its owner is told. So a copy
 that is torn, because its owner died or gave it up, is never mistaken for a whole one, and neither is one that was rebuilt
-from gradients and has other bytes than the owner's segment.
+from gradients and has other bytes than the owner's segment; unless they were rounded, which the owner asks for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ import torch.distributed as dist
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
+from lightning_moe_ckpt.tiers._delta_drift import rounded_marker
 from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
-from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, as_payload, cut, generation_of
+from lightning_moe_ckpt.tiers._peer_wire import (
+    Kind,
+    Message,
+    PeerLost,
+    Wire,
+    as_payload,
+    cut,
+    generation_of,
+    numbers_of_copy,
+)
 from lightning_moe_ckpt.tiers._squeeze import unsqueeze
 
 log = logging.getLogger(__name__)
@@ -54,6 +64,23 @@ class _Incoming:
             self.decoder.arrived(nbytes)
             return self.decoder.whole
         return self.out is not None and end == self.out.numel()
+
+    @property
+    def drift(self) -> tuple[float, ...]:
+        """What an audit has found."""
+        found = None if self.decoder is None else self.decoder.drift
+        return () if found is None else (found.params, found.moments)
+
+    def as_kept(self, marker: RankMarker) -> RankMarker:
+        """What the owner's marker has to say of the copy. Raises `Corrupt` if what came is not what was sent."""
+        if self.decoder is None:
+            return marker
+        self.decoder.expect_gradients()
+        return (
+            marker
+            if self.decoder.exact
+            else rounded_marker(marker, self.decoder.segment, self.decoder.plan.literal_names)
+        )
 
 
 class ReplicaReceiver:
@@ -176,7 +203,7 @@ class ReplicaReceiver:
         try:
             if by_difference and self._newest is not None:
                 told = unsqueeze(told, self._newest[1])
-            marker = RankMarker.from_bytes(told, f"marker of rank {self.owner}")
+            marker = incoming.as_kept(RankMarker.from_bytes(told, f"marker of rank {self.owner}"))
             self._check(incoming, marker)
             self._store.publish(marker)
         except (CheckpointError, OSError) as error:
@@ -184,7 +211,7 @@ class ReplicaReceiver:
             self._refuse(str(error))
             return
         self._incoming, self._newest = None, (incoming.generation, told)
-        self._wire.send(Message(Kind.WHOLE))
+        self._wire.send(Message(Kind.WHOLE, numbers_of_copy(marker.segments[-1].digest, incoming.drift)))
 
     def _check(self, incoming: _Incoming, marker: RankMarker) -> None:
         found = (marker.run_id, marker.rank, marker.generation)

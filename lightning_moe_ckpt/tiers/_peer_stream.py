@@ -19,7 +19,7 @@ from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._delta import EncodedDelta
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
-from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, as_payload, numbers_of
+from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, as_payload, copy_of, numbers_of
 from lightning_moe_ckpt.tiers._squeeze import squeeze
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class ReplicaStream:
         self._missing = dict(self._lost)
         names = (*numbers_of(generation), *numbers_of(keep), *numbers_of(base))
         self._tell(Message(Kind.BEGIN, (*names, num_segments, slot_nbytes)))
-        self._missing |= self._hear(Kind.READY)
+        self._missing |= self._hear(Kind.READY)[0]
         self._expect_active()
 
     def send(self, step: int, view_U8: Tensor, wanted: Callable[[], bool]) -> bool:
@@ -110,7 +110,7 @@ class ReplicaStream:
         """
         self._tell(Message(Kind.DELTA, (step, len(delta.recipe))), as_payload(delta.recipe))
         self.nbytes_sent += len(delta.recipe) * len(self._active)
-        refused = self._hear(Kind.READY)
+        refused, _ = self._hear(Kind.READY)
         self._expect_active()
         return "; ".join(refused.values()) or None
 
@@ -118,22 +118,30 @@ class ReplicaStream:
         """Send what was offered; as `send`."""
         return self._send_chunks(delta.payload, wanted)
 
-    def finish(self, marker: bytes, *, like: bytes | None = None) -> None:
+    def finish(self, marker: bytes, *, like: bytes | None = None) -> tuple[float, ...]:
         """Send the marker and wait until every holder has checked its copy against it.
 
         Args:
             marker: over the segments that were sent.
             like: the marker of `base`; given if and only if a delta was sent.
 
+        Returns:
+            After an audit how far steps would have led, of parameters and of moments, at the holder where that is most.
+
         Raises:
-            NotReplicated: some holder has no whole copy.
+            NotReplicated: some holder has no whole copy, or not the same as the others.
         """
         payload = as_payload(marker if like is None else squeeze(marker, like))
         self._tell(Message(Kind.MARKER, (payload.numel(), int(like is not None))), payload)
         self.nbytes_sent += payload.numel() * len(self._active)
-        self._missing |= self._hear(Kind.WHOLE)
+        refused, copies = self._hear(Kind.WHOLE)
+        self._missing |= refused
+        found = [copy_of(numbers) for numbers in copies]
+        if len({digest for digest, _ in found}) > 1:
+            self._missing |= {wire.peer: f"rank {wire.peer}: has other bytes than another" for wire in self._active}
         if self._missing:
             raise self._not_replicated()
+        return tuple(max(column) for column in zip(*(drift for _, drift in found), strict=True))
 
     def abandon(self) -> None:
         """Holders forget what they have of the generation under way."""
@@ -177,9 +185,9 @@ class ReplicaStream:
                 self._expect_active()
         return True
 
-    def _hear(self, wanted: Kind) -> dict[int, str]:
-        """One answer of each; why some refuse, by rank."""
-        refused = {}
+    def _hear(self, wanted: Kind) -> tuple[dict[int, str], list[tuple[int, ...]]]:
+        """One answer of each: why some refuse, by rank, and what the others say."""
+        refused, answers = {}, []
         for wire in self._active:
             with self._losing(wire):
                 answer = wire.receive()
@@ -188,7 +196,9 @@ class ReplicaStream:
                     refused[wire.peer] = f"rank {wire.peer}: {reason}"
                 elif answer.kind is not wanted:
                     raise PeerLost(f"rank {wire.peer} answers {answer.kind.name}, {wanted.name} was due.")
-        return refused
+                else:
+                    answers.append(answer.numbers)
+        return refused, answers
 
     def _expect_active(self) -> None:
         if not self._active:

@@ -13,7 +13,7 @@ or DELTA step, nbytes, recipe          ->             (the segment is rebuilt fr
                                            <-  READY, or REFUSED reason: SEGMENT comes next
 CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT or DELTA; until it is whole)
 MARKER nbytes, how, bytes              ->             (how: 1 after a DELTA, told by its difference)
-                                           <-  WHOLE, or REFUSED reason
+                                           <-  WHOLE digest, drift; or REFUSED reason
 ABANDON                                ->             (instead of whatever would come next; no answer)
 BYE                                    ->             (the last one; no answer)
 ```
@@ -24,6 +24,7 @@ A peer that dies closes its connections: operations with it under way, or begun 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -101,6 +102,17 @@ def generation_of(numbers: Sequence[int]) -> GenerationId | None:
     """The way back from `numbers_of`."""
     step, epoch = numbers
     return None if step < 0 else GenerationId(step=step, epoch=epoch)
+
+
+def numbers_of_copy(digest: str, drift: Sequence[float]) -> tuple[int, ...]:
+    """What a holder has, in a header: digest of a segment, and differences that an audit has found."""
+    return struct.unpack(f">qq{len(drift)}q", bytes.fromhex(digest) + struct.pack(f">{len(drift)}d", *drift))
+
+
+def copy_of(numbers: Sequence[int]) -> tuple[str, tuple[float, ...]]:
+    """The way back from `numbers_of_copy`."""
+    data = struct.pack(f">{len(numbers)}q", *numbers)
+    return data[:16].hex(), struct.unpack(f">{len(numbers) - 2}d", data[16:])
 
 
 class Wire:

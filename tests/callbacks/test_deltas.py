@@ -306,5 +306,9 @@ def test_what_cannot_be_repeated_is_sent_whole_and_the_log_says_why(
 
 def test_arguments_out_of_range_are_refused() -> None:
     """The error shows the call, and what it may be."""
-    with pytest.raises(ValueError, match=r"`SelectiveExpertCheckpoint\(delta='lossy'\)` must be 'lossless'"):
-        SelectiveExpertCheckpoint("/ckpt", delta="lossy")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"`SelectiveExpertCheckpoint\(delta='fp16'\)` must be 'lossless', 'bf16' or None"
+    ):
+        SelectiveExpertCheckpoint("/ckpt", delta="fp16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"resync_every=0.*1 or more generations"):
+        SelectiveExpertCheckpoint("/ckpt", resync_every=0)

@@ -158,7 +158,7 @@ class Restarts:
 
     def _require(self, life: int, rank: int, promise: Promise) -> None:
         found: State = self.load(life, rank, "restored")
-        base = self._state(rank, promise.generation)
+        base = self.state(rank, promise.generation)
         sharing = defaultdict[str, set[str]](set)
         for operator, fqn, _ in base:
             sharing[fqn].add(operator)
@@ -168,7 +168,7 @@ class Restarts:
             if operator not in promise.experts or (len(sharing[fqn]) > 1 and now[1].numel() == 1):
                 expected[key] = now  # of the dense part, or one value for several experts
                 continue
-            then = self._state(rank, promise.experts[operator])
+            then = self.state(rank, promise.experts[operator])
             if key in then:
                 expected[key] = then[key]
             elif len(sharing[fqn]) > 1:
@@ -179,7 +179,8 @@ class Restarts:
             assert found[key][0] == start
             assert torch.equal(found[key][1], value), (life, rank, key, promise, self.lives[life].log(rank))
 
-    def _state(self, rank: int, generation: GenerationId) -> State:
+    def state(self, rank: int, generation: GenerationId) -> State:
+        """As recorded."""
         key = (rank, generation)
         if key not in self._states:
             self._states[key] = self.load(generation.epoch - 1, rank, f"state.{generation.step}")

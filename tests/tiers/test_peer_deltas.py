@@ -14,14 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.native import AdamStep
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.session import DeltaFigures, Deltas
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.session._peers import PeerWorker
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, RecordRows, SegmentLayout, dtype_code
-from lightning_moe_ckpt.tiers import Gradients, HostTier, SegmentRing, encode_delta, shared_name
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    RecordRows,
+    SegmentLayout,
+    digest_of,
+    dtype_code,
+    verify_records,
+)
+from lightning_moe_ckpt.tiers import EncodedDelta, Gradients, HostTier, SegmentRing, encode_delta, shared_name
 from lightning_moe_ckpt.tiers import _peer_receiver as receiving
 from lightning_moe_ckpt.tiers._peer import Replication
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
@@ -48,9 +59,9 @@ class Boundary:
 
 
 @cache
-def history() -> list[Boundary]:
+def history(dtype: torch.dtype = torch.float32) -> list[Boundary]:
     """The same in every process that asks."""
-    training, found = Training(sizes=SIZES, weight_decay=0.1), []
+    training, found = Training(sizes=SIZES, weight_decay=0.1, dtype=dtype), []
     for selected, routed in zip(SELECTIONS, ROUTED, strict=True):
         training.take_step(routed)
         found.append(Boundary(training.segment(selected), training.gradients()))
@@ -96,7 +107,15 @@ def replication(rank: Rank, holders: Mapping[int, tuple[int, ...]] = HOLDERS, *,
     return made
 
 
-def send(made: Replication, index: int, *, by_delta: bool, gradients: Gradients | None = None) -> None:
+def send(
+    made: Replication,
+    index: int,
+    *,
+    by_delta: bool,
+    gradients: Gradients | None = None,
+    audit: bool = False,
+    spoil: Callable[[EncodedDelta], EncodedDelta] = lambda delta: delta,
+) -> tuple[float, ...]:
     """A generation; all ranks know of the one before the last."""
     here, name = history()[index], generation(index)
     keep = generation(index - 2) if index > 1 else None
@@ -106,13 +125,12 @@ def send(made: Replication, index: int, *, by_delta: bool, gradients: Gradients 
     made.stream.begin(name, keep=keep, base=base, num_segments=1, slot_nbytes=SLOT)
     if by_delta:
         before = baseline(history()[index - 1].segment)
-        delta = encode_delta(before, here.segment, gradients or here.gradients)
+        delta = spoil(encode_delta(before, here.segment, gradients or here.gradients, audit=audit))
         assert made.stream.offer(name.step, delta) is None
         assert made.stream.send_delta(delta, lambda: True)
-        made.stream.finish(marker_of(index).to_bytes(), like=marker_of(index - 1).to_bytes())
-    else:
-        assert made.stream.send(name.step, here.segment, lambda: True)
-        made.stream.finish(marker_of(index).to_bytes())
+        return made.stream.finish(marker_of(index).to_bytes(), like=marker_of(index - 1).to_bytes())
+    assert made.stream.send(name.step, here.segment, lambda: True)
+    return made.stream.finish(marker_of(index).to_bytes())
 
 
 def end(made: Replication) -> None:
@@ -292,6 +310,106 @@ def _die_at(rank: Rank, moment: str, kind: Kind) -> None:
         Wire.receive = dying_receive  # type: ignore[method-assign]
 
 
+# -- rounded gradients
+
+
+def rounded(index: int) -> Gradients:
+    """What the step consumed, as it travels."""
+    return history(torch.bfloat16)[index].gradients
+
+
+def copies(nodes: Cluster, holder: int) -> dict[int, Tensor]:
+    """By index; every byte is as the copy's own marker says, and what is not an expert's is the owner's."""
+    tier, found = HostTier(RUN, nodes.nodes[holder]), {}
+    for holding in tier.holdings():
+        index, (entry,) = holding.generation.step - 1, tier.read_marker(holding).segments
+        copy = torch.zeros(entry.nbytes, dtype=torch.uint8)
+        tier.read_into(holding, entry, 0, as_memoryview(copy))
+        assert digest_of(as_memoryview(copy)) == entry.digest
+        verify_records(entry, as_memoryview(copy))
+        layout = SegmentLayout.parse(as_memoryview(copy))
+        for name in layout.spans:
+            near, exact = layout.view(copy, name), layout.view(history()[index].segment, name)
+            if name.endswith(("/param", "/exp_avg", "/exp_avg_sq")) and "expert" in name:
+                assert torch.allclose(near, exact, rtol=0, atol=0.02 * max(1e-6, float(exact.abs().max()))), name
+            else:
+                assert torch.equal(near, exact), name
+        found[index] = copy
+    tier.close()
+    return found
+
+
+def test_copies_of_rounded_gradients_are_near_and_an_audit_makes_them_exact(three_ranks: Cluster) -> None:
+    """Two holders have the same bytes, with markers of their own over them; the audit tells how far they had come."""
+
+    def work(rank: Rank) -> list[tuple[float, ...]]:
+        made, told = replication(rank), []
+        if rank.rank == 0:
+            told.append(send(made, 0, by_delta=False))
+            for index in (1, 2, 3):
+                told.append(send(made, index, by_delta=True, gradients=rounded(index)))
+                near = copies(rank.cluster, 1)[index]
+                assert not torch.equal(near, history()[index].segment)
+                assert torch.equal(near, copies(rank.cluster, 2)[index])
+            told.append(send(made, 4, by_delta=True, gradients=rounded(4), audit=True))
+            assert torch.equal(copies(rank.cluster, 1)[4], history()[4].segment)
+            told.append(send(made, 5, by_delta=True))
+        end(made)
+        return told
+
+    *nothing, (params, moments), last = run(three_ranks, work)[0]
+    assert nothing == [()] * 4
+    assert last == ()
+    assert 0 < params < 0.01
+    assert 0 < moments < 0.02
+    assert torch.equal(copies(three_ranks, 2)[5], history()[5].segment), "a lossless delta of an audited copy"
+
+
+@pytest.mark.parametrize("where", ["literal", "gradient"])
+def test_a_bit_turned_on_the_way_is_noticed_without_a_digest_of_the_whole(two_ranks: Cluster, where: str) -> None:
+    """What travels as it is has the digests of the owner's marker, gradients have one of their own."""
+
+    def turn(delta: EncodedDelta) -> EncodedDelta:
+        index = 0 if where == "literal" else len(delta.payload) - 1
+        turned = delta.payload[index].clone()
+        turned[turned.numel() // 2] ^= 1
+        return replace(delta, payload=[*delta.payload[:index], turned, *delta.payload[index + 1 :]])
+
+    def work(rank: Rank) -> str:
+        made, told = replication(rank, ONE_HOLDER), ""
+        if rank.rank == 0:
+            send(made, 0, by_delta=False)
+            with pytest.raises(NotReplicated) as raised:
+                send(made, 1, by_delta=True, gradients=rounded(1), spoil=turn)
+            told = str(raised.value)
+            send(made, 2, by_delta=False)
+        end(made)
+        return told
+
+    told, _ = run(two_ranks, work)
+    assert {"literal": "did not arrive as its marker says", "gradient": "gradients are not those"}[where] in told
+    assert published(two_ranks, 1) == [0, 2]
+
+
+def test_holders_with_different_bytes_are_no_copies(three_ranks: Cluster) -> None:
+    """Their processors round otherwise: nobody could mend one from the other, so the next generation is sent whole."""
+
+    def work(rank: Rank) -> bool | None:
+        if rank.rank == 2:
+            step = AdamStep.step_size.fget  # type: ignore[attr-defined]
+            AdamStep.step_size = property(lambda self: step(self) * (1 + 1e-3))  # type: ignore[assignment, method-assign]
+        made, refused = replication(rank), None
+        if rank.rank == 0:
+            send(made, 0, by_delta=False)
+            with pytest.raises(NotReplicated, match="other bytes than another") as raised:
+                send(made, 1, by_delta=True, gradients=rounded(1))
+            refused = raised.value.refused
+        end(made)
+        return refused
+
+    assert run(three_ranks, work)[0] is True
+
+
 # -- the worker
 
 
@@ -308,14 +426,14 @@ class Step:
 class Bench:
     """The worker of rank 0, whose copies rank 1 keeps; generations of `history`, one per step."""
 
-    def __init__(self, rank: Rank, *, ahead: bool = True) -> None:
+    def __init__(self, rank: Rank, deltas: Deltas) -> None:
         self.rank, self.released = rank, list[int]()
         holders, owners = ONE_HOLDER[rank.rank], [0] if rank.rank == 1 else []
         made = Replication(
-            rank.group(), run_id=RUN, url="memory://peers", holders=holders, owners=owners, max_chunk=2_000, ahead=ahead,
+            rank.group(), run_id=RUN, url="memory://peers", holders=holders, owners=owners, max_chunk=2_000, ahead=True,
         )  # fmt: skip
         groups = ParallelGroups(rank=rank.rank, world_size=2, groups={"control": rank.group()})
-        self.worker = PeerWorker(made, Markers(run_id=RUN, rank=rank.rank, world_size=3))
+        self.worker = PeerWorker(made, Markers(run_id=RUN, rank=rank.rank, world_size=3), deltas=deltas)
         self.ring = SegmentRing.create(shared_name(RUN, rank.rank), SLOT, 8, rank.cluster.shared_memory(rank.rank))
         self.worker.planned(Exchange(groups), self.ring, 1)
 
@@ -373,12 +491,12 @@ class Bench:
         self.released.append(name.step - 1)
 
 
-def in_bench(nodes: Cluster, work: Callable[[Bench], Any]) -> Any:
+def in_bench(nodes: Cluster, work: Callable[[Bench], Any], deltas: Deltas | None = None) -> Any:
     """Work of rank 0, while rank 1 keeps copies."""
 
     def both(rank: Rank) -> Any:
         logging.getLogger("lightning_moe_ckpt").setLevel(logging.ERROR)
-        bench = Bench(rank)
+        bench = Bench(rank, deltas or Deltas())
         result = work(bench) if rank.rank == 0 else None
         rank.tell(f"end-{rank.rank}")
         rank.wait_for(f"end-{1 - rank.rank}")
@@ -451,6 +569,25 @@ def test_a_broken_chain_goes_on_with_a_whole_generation(two_ranks: Cluster) -> N
 
     assert in_bench(two_ranks, work) == (1, 4)
     assert published(two_ranks, 1) == [5, 6]
+
+
+def test_every_so_many_rounded_generations_an_audit_tells_how_far_copies_have_come(two_ranks: Cluster) -> None:
+    """Whole ones start the count anew."""
+
+    def work(bench: Bench) -> DeltaFigures | None:
+        for index in range(len(SELECTIONS)):
+            bench.whole(index, gradients=rounded(index) if index != 4 else None)
+            bench.settle(index)
+        assert bench.worker.take_failures() == []
+        return bench.worker.deltas
+
+    figures = in_bench(two_ranks, work, Deltas(kind="bf16", resync_every=3))
+    # 0 whole, 1 and 2 rounded, 3 audited, 4 whole, 5 and 6 rounded
+    assert (figures.generations, figures.whole_generations, figures.audits, figures.refused) == (4, 3, 1, 0)
+    assert 0 < figures.drift < 0.01
+    assert 0 < figures.drift_moments < 0.02
+    assert figures.share < 0.6
+    assert sorted(copies(two_ranks, 1)) == [5, 6]
 
 
 def test_after_a_refusal_a_whole_generation_and_after_two_nothing_else(two_ranks: Cluster) -> None:

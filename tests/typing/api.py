@@ -85,6 +85,7 @@ def train_dense(model: LightningModule) -> None:
     assert_type(lossy.snapshot_k, int | None)
     chosen = callbacks.SelectiveExpertCheckpoint("/ckpt", every_n_steps=2, local_budget=2**20, remote_budget="auto")
     assert_type(chosen.local_budget, int | Literal["auto"])
+    assert_type(callbacks.SelectiveExpertCheckpoint("/ckpt", delta="bf16", resync_every=9).resync_every, int)
 
 
 def wrap(url: str, **shared: Unpack[callbacks.CheckpointArguments]) -> list[Callback]:
