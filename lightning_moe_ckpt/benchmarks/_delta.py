@@ -2,7 +2,7 @@
 
 Experts are trained for real, by AdamW with a schedule, and each step makes a segment of those that are chosen. One holder
 is sent each of them as a delta of the one before and rebuilds it. Bytes are those on the wire, with everything that
-describes them, against the whole segment. With float32 gradients the copy must have its owner's bits; with bfloat16 the
+describes them, markers and headers of messages included, against those of the whole segment and its marker. With float32 gradients the copy must have its owner's bits; with bfloat16 the
 difference is shown, which grows from step to step and begins anew for experts that are chosen anew.
 
 Source: MOETION (2024), Sec. 5.2 (asynchronous optimizer recomputation; it reports a fifth of the bytes).
@@ -22,8 +22,21 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, megabytes, milliseconds, positive, table_of
-from lightning_moe_ckpt.storage import SegmentLayout, TensorSpec
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    RecordRows,
+    SegmentEntry,
+    SegmentLayout,
+    Span,
+    TensorSpec,
+    digest_of,
+    dtype_code,
+    segment_key,
+)
 from lightning_moe_ckpt.tiers import (
+    DEFAULT_MAX_CHUNK,
     Baseline,
     DeltaDecoder,
     Gradients,
@@ -33,6 +46,8 @@ from lightning_moe_ckpt.tiers import (
     encode_delta,
     gradient_nbytes,
 )
+from lightning_moe_ckpt.tiers._peer_wire import MESSAGE_NBYTES
+from lightning_moe_ckpt.tiers._squeeze import squeeze
 
 _DIM, _HIDDEN, _ROWS = 128, 512, 32
 _EXPERTS, _CHOSEN = 8, 4
@@ -54,7 +69,7 @@ class DeltaFigure:
     segment_nbytes: float
     """Of a whole segment."""
     share: float
-    """Bytes on the wire against those of whole segments, mean over steps but the first."""
+    """Bytes on the wire against those of whole segments, both with all that goes with them; mean over steps but the first."""
     equal: bool
     """Whether every copy had its owner's bits."""
     param_difference: float
@@ -162,13 +177,15 @@ def _measure(dtype: torch.dtype, period: int, steps: int) -> DeltaFigure:
     owner = _Owner(dtype)
     owner.train()
     layout, sent = owner.segment(_chosen(0, period))
-    held, baseline = sent.clone(), Baseline.of(sent)
+    held, baseline, told = sent.clone(), Baseline.of(sent), _marker(layout, sent, 0)
     shares, rebuilds, copies, differences = [], [], [], [(0.0, 0.0)]
     for step in range(1, steps + 1):
         settings, experts = owner.train(), _chosen(step, period)
         layout, sent = owner.segment(experts)
         encoded = encode_delta(baseline, sent, owner.gradients(experts, settings))
-        shares.append((len(encoded.recipe) + encoded.payload_nbytes) / sent.numel())
+        before, told = told, _marker(layout, sent, step)
+        delta_nbytes = _wire_nbytes([encoded.recipe, *encoded.payload, squeeze(told, before)])
+        shares.append(delta_nbytes / _wire_nbytes([sent, told]))
         held, seconds = _rebuild(encoded.recipe, encoded.payload, held, sent.numel(), dtype)
         rebuilds.append(seconds)
         copies.append(_copy(sent))
@@ -186,6 +203,46 @@ def _measure(dtype: torch.dtype, period: int, steps: int) -> DeltaFigure:
         moment_difference=moments,
         rebuild_seconds=statistics.median(rebuilds),
         copy_seconds=statistics.median(copies),
+    )
+
+
+def _wire_nbytes(sent: Sequence[Tensor | bytes]) -> int:
+    """Of what is sent one after the other, announced by the beginning of the generation."""
+    sizes = [len(each) for each in sent]
+    return sum(sizes) + MESSAGE_NBYTES * (1 + sum(-(-size // DEFAULT_MAX_CHUNK) for size in sizes))
+
+
+def _marker(layout: SegmentLayout, segment_U8: Tensor, step: int) -> bytes:
+    """As the owner has it over the segment of a boundary."""
+    generation, view = GenerationId(step=step, epoch=1), segment_U8.numpy().data
+    rows = RecordRows([_record(name, span) for name, span in layout.spans.items()])
+    entry = SegmentEntry(
+        step=step,
+        key=segment_key(generation, 0, step),
+        nbytes=view.nbytes,
+        digest=digest_of(view),
+        records=rows.digested(view),
+    )
+    return RankMarker(
+        run_id="0" * 32, rank=0, world_size=1, generation=generation, plan_hash="0" * 32, segments=(entry,)
+    ).to_bytes()
+
+
+def _record(name: str, span: Span) -> RecordEntry:
+    kind, fqn, _, key = name.split("/")
+    return RecordEntry(
+        name=name,
+        operator=fqn.rpartition(".")[0],
+        kind=kind,
+        fqn=fqn,
+        state_key=key,
+        dtype=dtype_code(span.dtype),
+        global_shape=span.shape,
+        global_start=0,
+        numel=span.shape[0],
+        offset=span.offset,
+        nbytes=span.nbytes,
+        digest="",
     )
 
 

@@ -258,7 +258,7 @@ class PeerWorker(TierWorker):
                 keep=self._keep,
                 base=self._chain.newest if self._replication.ahead else None,
                 num_segments=job.announced.num_segments,
-                slot_nbytes=self._slot_nbytes,
+                slot_nbytes=max(self._slot_nbytes, segment.view.nbytes),
             )
         view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
         if not (self._replication.ahead and self._send_delta(job, segment, view_U8)):

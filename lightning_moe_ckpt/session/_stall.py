@@ -21,7 +21,7 @@ R = TypeVar("R")
 class StallMeter:
     """Sums of seconds per cause, for the current step and since the start.
 
-    Causes in use: `dense`, `exchange`, `fence`, `flush`, `heap`, `journal`. A wait inside a measured wait counts in both.
+    Causes in use: `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`. A wait inside a measured wait counts in both.
     """
 
     def __init__(self) -> None:

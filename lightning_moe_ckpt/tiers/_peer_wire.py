@@ -41,6 +41,8 @@ _MAGIC = 0x4D6F45_0002
 """Which protocol, in its second version, which has `DELTA`; a header that begins otherwise is not read."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
+MESSAGE_NBYTES = 8 * _NUM_FIELDS
+"""Of a header."""
 _TO_HOLDER, _TO_OWNER = 71, 72
 """Tags: two ranks may each hold copies of the other."""
 _FOREVER = timedelta(days=3650)
