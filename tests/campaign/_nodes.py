@@ -1,4 +1,4 @@
-"""Machines that ranks run on: each is a directory of shared memory."""
+"""Machines that ranks run on: each is a directory of shared memory. And storage that is gone, so that copies are all there is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning.pytorch import Callback
+
+from lightning_moe_ckpt.errors import StorageError
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.session._worker import Job
+from lightning_moe_ckpt.storage import SegmentEntry
+from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
@@ -35,3 +43,21 @@ class Nodes:
         """What is left on the machines that live."""
         dead = self.folder / f"node{self.dies}"
         return sorted(path.name for path in self.folder.rglob("*") if path.is_file() and path.parent != dead)
+
+
+def leave_only_copies(after: int, pace: Callback) -> None:
+    """In this process storage fails after a generation, and `pace` decides how far training gets ahead of copies.
+
+    Args:
+        after: boundary of the last generation that is stored.
+        pace: goes into the Trainer.
+    """
+    put = PersistWorker._put
+
+    def put_until(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
+        if job.generation.step > after:
+            raise StorageError("this store takes nothing any more.")
+        return put(worker, job, segment)
+
+    Seam(module=PersistWorker.__module__, attribute="PersistWorker._put", replacement=put_until).apply()
+    Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [pace]).apply()

@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._lossy import Machines, train_lossy
+from campaign._nodes import leave_only_copies
 from campaign._promises import Restarts
 from campaign._training import Setup
-from campaign.test_selective import selective_setup, store_a_few
+from campaign.test_selective import STORED, selective_setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
@@ -60,9 +61,7 @@ def train_followed(
 ) -> Mapping[str, Any]:
     """In the first life storage fails after a few generations, and every step waits for the copies of the one before."""
     if life.index == 0:
-        persist = "lightning_moe_ckpt.session._persist"
-        Seam(module=persist, attribute="PersistWorker._put", replacement=store_a_few).apply()
-        Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [Follows(life)]).apply()
+        leave_only_copies(STORED, Follows(life))
     if optimizer is not None:
         Seam(module="campaign._training", attribute="make_optimizer", replacement=partial(_grouped, optimizer)).apply()
     return train_lossy(setup, machines, life)

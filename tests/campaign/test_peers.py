@@ -20,19 +20,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from campaign._campaign import Campaigns
-from campaign._nodes import Nodes
+from campaign._nodes import Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._worker import Job
-from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.testing._lives_kill import Kill
-
-put = PersistWorker._put
 
 Policy = Literal["dense", "sparse", "partial"]
 
@@ -84,18 +77,8 @@ def test_a_node_that_dies_comes_back_from_the_other_one(campaigns: Campaigns, fo
 def train_with_copies_only(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
     """In the first life storage fails after its first generation, and step 9 begins when a generation has copies."""
     if life.index == 0:
-        Seam(
-            module="lightning_moe_ckpt.session._persist", attribute="PersistWorker._put", replacement=fail_to_store
-        ).apply()
-        Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [AwaitsCopies()]).apply()
+        leave_only_copies(0, AwaitsCopies())
     return train_on_nodes(setup, nodes, life)
-
-
-def fail_to_store(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
-    """Nothing but the state at the start is stored."""
-    if job.generation.step > 0:
-        raise StorageError("this store takes nothing.")
-    return put(worker, job, segment)
 
 
 class AwaitsCopies(Callback):

@@ -16,19 +16,12 @@ from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._lossy import Machines, train_lossy
+from campaign._nodes import leave_only_copies
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._worker import Job
-from lightning_moe_ckpt.storage import SegmentEntry
-from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Fit, Life
 from lightning_moe_ckpt.testing._lives_kill import Kill
-
-put = PersistWorker._put
 
 KILL = Kill(phase="forward", step=9)
 EXPANSION = 48
@@ -110,18 +103,8 @@ STORED = 3
 def train_with_copies(setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
     """In the first life storage fails after a few generations, and the last steps wait for copies of new ones."""
     if life.index == 0:
-        Seam(
-            module="lightning_moe_ckpt.session._persist", attribute="PersistWorker._put", replacement=store_a_few
-        ).apply()
-        Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [AwaitsCopies()]).apply()
+        leave_only_copies(STORED, AwaitsCopies())
     return train_lossy(setup, machines, life)
-
-
-def store_a_few(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
-    """Storage is gone soon."""
-    if job.generation.step > STORED:
-        raise StorageError("this store takes nothing any more.")
-    return put(worker, job, segment)
 
 
 class AwaitsCopies(Callback):
