@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.inspection._select import kind_of
+from lightning_moe_ckpt.session import VERSIONS, in_words
 from lightning_moe_ckpt.storage import (
     BorrowedEntry,
     GenerationId,
@@ -97,7 +98,8 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         **_generation_row(stored),
         "steps": list(commit.steps),
         "plan_hash": commit.plan_hash,
-        "policy": {key: value for key, value in commit.policy.items() if key != "plan"},
+        "policy": {key: value for key, value in commit.policy.items() if key not in {"plan", VERSIONS}},
+        "versions": commit.policy.get(VERSIONS),
         "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
         "kinds": _kinds(markers),
         "operators": _operators(commit.generation, markers),
@@ -215,6 +217,7 @@ def _heading(document: Row) -> str:
         f"step {document['step']} (epoch {document['epoch']}) of run {document['run_id']}: {usable}",
         f"{document['kind']}, steps {steps}, {size}",
         "written by: " + ", ".join(f"{key}={value}" for key, value in policy.items()),
+        f"written with: {in_words(document['versions'])}",
         "plan: " + ", ".join(f"{key}={value}" for key, value in facts.items() if value not in ([], None)),
     ]
     return "\n".join(lines)

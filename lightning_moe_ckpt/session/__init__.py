@@ -23,5 +23,7 @@ from lightning_moe_ckpt.session._stall import HookClock as HookClock
 from lightning_moe_ckpt.session._stall import clocked as clocked
 from lightning_moe_ckpt.session._stop_signal import EXIT_STATUS as EXIT_STATUS
 from lightning_moe_ckpt.session._stop_signal import StopSignal as StopSignal
+from lightning_moe_ckpt.session._versions import VERSIONS as VERSIONS
+from lightning_moe_ckpt.session._versions import in_words as in_words
 from lightning_moe_ckpt.session._windows import DenseWindows as DenseWindows
 from lightning_moe_ckpt.session._windows import SparseWindows as SparseWindows

@@ -7,7 +7,7 @@ which parameter, and what to do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ import torch
 from lightning_moe_ckpt.operators import OperatorSet, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._averages import is_average
+from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import PARAM, PRESENT
+from lightning_moe_ckpt.session._versions import VERSIONS, agreed_versions
 from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, dtype_code
 
 _MAX_NAMED = 6
@@ -33,17 +35,25 @@ class Identity:
     """Low precision of forward under autocast."""
     world_size: int
     expert_parallel: int
+    versions: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Of what decides bits; with others a run is resumed, and a warning says so."""
 
     @classmethod
     def of_job(
-        cls, operators: OperatorSet, schema: StateSchema, groups: ParallelGroups, autocast_dtype: torch.dtype | None
+        cls,
+        operators: OperatorSet,
+        schema: StateSchema,
+        groups: ParallelGroups,
+        autocast_dtype: torch.dtype | None,
+        exchange: Exchange,
     ) -> Identity:
-        """This job's."""
+        """This job's. Collective."""
         return cls(
             fingerprint=f"{operators.fingerprint()}-{schema.fingerprint()}",
             autocast=None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch."),
             world_size=groups.world_size,
             expert_parallel=groups.ep_size,
+            versions=agreed_versions(exchange),
         )
 
     @classmethod
@@ -63,6 +73,7 @@ class Identity:
             "fingerprint": self.fingerprint,
             "autocast": self.autocast,
             "expert_parallel": self.expert_parallel,
+            VERSIONS: dict(self.versions),
         }
 
     def job_differences(self, stored: Identity) -> Iterator[str]:

@@ -133,7 +133,7 @@ class Life:
     def _begin(self) -> Journal | None:
         started = time.perf_counter()
         view, ops, groups = self._view, self._operators, self._groups
-        identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype)
+        identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype, self._exchange)
         self._runs = Runs(
             self._config.url, self._config.storage_options, self._exchange, groups, bandwidth=self._config.bandwidth
         )

@@ -15,6 +15,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._search import Job, Search
+from lightning_moe_ckpt.session._versions import warn_of_other_versions
 from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, open_backend
 from lightning_moe_ckpt.tiers import HostTier
 
@@ -66,6 +67,8 @@ class Runs:
                 if found is None and (search.reasons or resume == "must"):
                     raise NoUsableGeneration(self._no_generation(resume, search.reasons))
                 if self._open_epoch(None if found is None else found.generation, search.volatile):
+                    if found is not None and self._exchange.is_coordinator:
+                        warn_of_other_versions(found.policy, found.generation, job.identity.versions)
                     return found
 
     def close(self) -> None:

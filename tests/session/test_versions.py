@@ -1,0 +1,104 @@
+"""Versions of what decides bits: every generation says them, and a resume with others is a warning, nothing worse."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.session import _versions
+from lightning_moe_ckpt.storage import RunView, open_backend
+
+
+class Net(LightningModule):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(batch[0]).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, num_workers=0)
+
+
+def fit(url: Path, steps: int) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        max_epochs=10,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[DenseCheckpoint(url)],
+    )
+    trainer.fit(Net())
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING and "exact" in each.msg]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice about this tiny run
+def test_a_resume_with_another_version_is_a_warning_and_goes_on(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same versions: not a word. Another torch: both are named, the run goes on, and what it writes says the new one."""
+    caplog.set_level(logging.WARNING)
+    own = _versions.own_versions()
+    assert own["torch"] == str(torch.__version__)
+    fit(tmp_path / "run", 2)
+    fit(tmp_path / "run", 3)
+    assert warned(caplog) == []
+    monkeypatch.setattr(_versions, "own_versions", lambda: own | {"torch": "99.1"})
+    fit(tmp_path / "run", 4)
+    (warning,) = warned(caplog)
+    assert f"torch {own['torch']}" in warning
+    assert "torch 99.1" in warning
+    view = RunView.open(open_backend(str(tmp_path / "run")))
+    newest = view.generations()[0]
+    assert newest.generation.step == 4
+    assert newest.commit is not None
+    assert newest.commit.policy[_versions.VERSIONS] == own | {"torch": "99.1"}
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert "torch 99.1" in capsys.readouterr().out
+
+
+class Said:
+    """An exchange in which other ranks say something else."""
+
+    is_coordinator = True
+
+    def __init__(self, *others: object) -> None:
+        self.others = others
+
+    def gather_values(self, value: object) -> list[object]:
+        return [value, *self.others]
+
+
+def test_ranks_with_other_versions_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Markers say rank 0's, so that they agree."""
+    own = _versions.own_versions()
+    exchange: Any = Said(own, own | {"lightning": "0.1"})
+    assert _versions.agreed_versions(exchange) == own
+    (warning,) = warned(caplog)
+    assert "ranks [2]" in warning
+    assert "lightning 0.1" in warning
