@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Timer
 
 from lightning_moe_ckpt import _lightning, _lightning_files, _lightning_metrics
 from lightning_moe_ckpt.callbacks._extras import Extras, copied, require_storable
+from lightning_moe_ckpt.callbacks._trained import Trained
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 from lightning_moe_ckpt.session import RngState, capture_rng, differs, restore_rng
 
@@ -48,6 +49,7 @@ class BoundaryRecorder:
         module: the module it trains.
         skip_callbacks: callbacks whose state is not part of the journal (our own).
         parts: what else belongs to a boundary, by a name of its own.
+        trained: what the user lets train.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class BoundaryRecorder:
         module: LightningModule,
         skip_callbacks: tuple[type[Callback], ...],
         parts: Mapping[str, Part],
+        trained: Trained,
     ) -> None:
-        self._parts = parts
+        self._parts, self._trained = parts, trained
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
         self._epoch: RngState | None = None
@@ -150,6 +153,10 @@ class BoundaryRecorder:
         """Between two epochs: `on_train_epoch_start` has not run."""
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
+        if self._resume is not None:
+            # Hooks at the start of a fit have run, which the original run called at its own start only.
+            self._trained.restore(self._resume["trained"])
+            self._restore_rates(self._resume)
         self._epoch, self._before_epoch_only = self._take_random(), True
         if self._wanted:
             self._begin_start(between_epochs=True)
@@ -176,10 +183,12 @@ class BoundaryRecorder:
     # -- start half
 
     def _begin_start(self, *, between_epochs: bool) -> None:
-        if self._original is not None:
-            self._follow(self._original, self._take(between_epochs=between_epochs))
-            self._original = None
+        original, self._original = self._original, None
+        if original is not None:
+            self._follow(original, self._take(between_epochs=between_epochs))
         self._start, self._wanted = self._take(between_epochs=between_epochs), False
+        if original is not None:
+            self._start["trained"] = copied(original["trained"])  # not what is frozen here
 
     def _take_random(self) -> RngState:
         return capture_rng(_lightning.loader_generators(self._trainer))
@@ -196,6 +205,7 @@ class BoundaryRecorder:
             "batches_done": _lightning.batches_done(trainer),
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
+            "trained": self._trained.take(),
             "precision": copied(trainer.precision_plugin.state_dict()),
             "callbacks": self._extras.take_callbacks(self._callbacks()),
             "module": self._extras.take_module(self._module),

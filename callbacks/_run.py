@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
@@ -20,6 +20,7 @@ from lightning_moe_ckpt.callbacks._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.callbacks._layer_state import LayerState
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder, Part
 from lightning_moe_ckpt.callbacks._stops import Stops
+from lightning_moe_ckpt.callbacks._trained import Trained
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
@@ -52,12 +53,13 @@ class FitRun:
         stop_grace: timedelta,
         batches: Batches = "reposition",
     ) -> None:
-        _refuse_unsupported(trainer)
+        _refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
         self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
         strategy = trainer.strategy
         groups: ParallelGroups = _groups_of(strategy)
-        schema = StateSchema.of(self._optimizer)
+        schema, self._trains = StateSchema.of(self._optimizer), Trained(module, self._optimizer)
+        self._num_groups = self._trains.num_groups
         self.life = Life(
             config,
             policy=policy,
@@ -68,6 +70,7 @@ class FitRun:
             may_skip=_lightning.may_toggle_requires_grad(trainer),
             extra=_lightning.checkpoint_extra(trainer, module),
             averages=_lightning_averages.averages_of(trainer),
+            as_user=lambda start: self._trains.restore(start["trained"]),
         )
         self._files = _lightning_files.CheckpointFiles(trainer)
         _warn_if_short(trainer, self.life.least_steps)
@@ -80,7 +83,7 @@ class FitRun:
             "batches": self._batches,
             "layers": self._layers,
         }
-        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, parts)
+        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, parts, self._trains)
         self._ended = False
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
@@ -104,7 +107,7 @@ class FitRun:
         start = self.life.begin()
         if start is not None:
             self._recorder.resume(start)
-            self._step = self._trainer.global_step
+            self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
             if not self._recorder.next_batch_begun(start):
                 self.life.waive_settling()  # hooks before the next batch have not run: they will, once
         if self.life.replaying:
@@ -134,6 +137,7 @@ class FitRun:
     def before_epoch(self) -> None:
         """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
         self._recorder.before_epoch()
+        self.life.freeze_again()
         self._release_files()
         self._stop_if_agreed()
 
@@ -181,6 +185,9 @@ class FitRun:
             "losses": losses,
             "batches": self._batches.step_ended(),
         }
+        if self._num_groups != self._trains.num_groups:
+            self._num_groups = self._trains.num_groups
+            self.life.regrouped()
         self.life.boundary(self._step, outcome)
         self._recorder.want_start(original)
 
@@ -285,7 +292,7 @@ class FitRun:
         return self._trainer.global_step != self._step
 
 
-def _refuse_unsupported(trainer: Trainer) -> None:
+def _refuse_unsupported(trainer: Trainer, policy: WindowPolicy) -> None:
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
@@ -295,6 +302,12 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         raise ConfigurationError(
             "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
             "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
+        )
+    finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
+    if finetuning and policy.kind not in {"dense", "sparse"}:
+        raise ConfigurationError(
+            f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "
+            "experts from before and after that has no meaning. Use SparseCheckpoint or DenseCheckpoint."
         )
 
 

@@ -118,7 +118,8 @@ class ClipTap:
     """Sees, and in replay replaces, the global gradient norm that clipping uses.
 
     A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again; the
-    logged tensor, not a coefficient, gives the same bits.
+    logged tensor, not a coefficient, gives the same bits. If all are frozen but an expert without tokens, there is
+    nothing to clip, of which torch makes an error where it clips by value.
     """
 
     def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
@@ -129,7 +130,13 @@ class ClipTap:
         self._plugin = trainer.precision_plugin
         self._norm = norm if norm is not None else _total_norm
         self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
+        self._by_value = self._plugin.clip_grad_by_value
         self._plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        self._plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        if any(p.grad is not None for p in self._plugin.main_params(optimizer)):
+            self._by_value(optimizer, clip_val)
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
@@ -140,7 +147,8 @@ class ClipTap:
         self.last = norm
 
     def remove(self) -> None:
-        """Give the precision plugin its own method back."""
+        """Give the precision plugin its own methods back."""
+        self._plugin.__dict__.pop("clip_grad_by_value", None)
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
         if self._previous is not None:
             self._plugin.clip_grad_by_norm = self._previous  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CodecError, ConfigurationError
+from lightning_moe_ckpt.errors import CodecError
 from lightning_moe_ckpt.inspection._assemble import Assembler
 from lightning_moe_ckpt.session import decode_journal, read_extra
 from lightning_moe_ckpt.storage import Commit, ModuleEntry
@@ -79,18 +79,14 @@ class LightningCheckpoint:
         return {
             **precision,
             "callbacks": self._plain("callbacks", start["callbacks"]),
-            "optimizer_states": [self._optimizer(start["param_groups"], shared)],
+            "optimizer_states": [self._optimizer(start, shared)],
             "lr_schedulers": [self._plain("a scheduler", each) for each in start["schedulers"]],
         }
 
-    def _optimizer(self, groups: list[dict[str, Any]], shared: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    def _optimizer(self, start: Mapping[str, Any], shared: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
         """The optimizer's `state_dict`: parameters by number, in the order of its groups."""
-        ordered = self._module.param_groups
-        if len(groups) != len(ordered):
-            raise ConfigurationError(
-                f"The optimizer had {len(ordered)} parameter groups when training started and {len(groups)} at step "
-                f"{self._commit.generation.step}, so its state cannot be numbered. Export with --weights-only."
-            )
+        groups: list[dict[str, Any]] = start["param_groups"]
+        ordered = [*self._module.param_groups, *start["trained"]["added"]]
         numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self._parts.optimizer(shared).items():

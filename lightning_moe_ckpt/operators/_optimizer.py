@@ -23,7 +23,7 @@ class StateSchema:
         self.optimizer = optimizer
         self._layout = layout
         self._groups: dict[int, Group] = {}
-        self._num_params = -1
+        self._grouped: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> StateSchema:
@@ -115,10 +115,10 @@ class StateSchema:
         return {k: v for k, v in self.optimizer.state.get(param, {}).items() if v is not None}
 
     def _group(self, param: Tensor) -> Group | None:
-        """The group with `param`; groups can be added while training (gradual unfreezing)."""
+        """The group with `param`; groups can be added, or all replaced, while training (gradual unfreezing)."""
         groups = self.optimizer.param_groups
-        num_params = sum(len(group["params"]) for group in groups)
-        if num_params != self._num_params:
+        found = id(groups), sum(len(group["params"]) for group in groups)
+        if found != self._grouped:
             self._groups = {id(p): group for group in groups for p in group["params"]}
-            self._num_params = num_params
+            self._grouped = found
         return self._groups.get(id(param))

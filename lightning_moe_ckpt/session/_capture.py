@@ -123,6 +123,9 @@ class CaptureSession:
         if self._ring is None:
             with self._exchange.together():
                 self._ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
+        elif self._layout is None:
+            if not self._fitted(layout):
+                return False
         elif not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
             log.warning(
                 "a new plan needs %d segments of %d bytes, more than the ring has; the old plan stays in force",
@@ -133,6 +136,11 @@ class CaptureSession:
         self._layout = layout
         self._tiers.planned(self._exchange, self._ring, len(layout.slots))
         return True
+
+    def forget_layout(self) -> None:
+        """Nothing is taken until another plan is in force, in a larger ring if need be. All ranks call it."""
+        self.abort_window()
+        self._layout = None
 
     def open_window(self, step: int, use: Callable[[WindowLayout], None] | None = None) -> bool:
         """Agree with all ranks to start a window whose slot 0 is boundary `step`.
@@ -348,19 +356,25 @@ class CaptureSession:
         self._journal_nbytes = 0
         layout = self._relayout(self._layout, nbytes)
         following = None if following is None else self._relayout(following, nbytes)
+        if self._fitted(layout):
+            assert self._ring is not None
+            self._layout = layout
+            self._tiers.planned(self._exchange, self._ring, len(layout.slots))
+        return following
+
+    def _fitted(self, layout: WindowLayout) -> bool:
+        """Whether there is a ring for a plan that needs more than the one before, which has to go."""
         assert self._ring is not None
         if not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
             try:
                 ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
             except ConfigurationError as error:
                 self.failures.append(f"nothing can be taken any more: {error}")
-                return following
+                return False
             # Storage may still read the old ring; its memory goes when the last segment of it does.
             self._ring, self._complete = ring, None
             self._writers.clear()
-        self._layout = layout
-        self._tiers.planned(self._exchange, self._ring, len(layout.slots))
-        return following
+        return True
 
     def _spoil(self, reason: str) -> None:
         """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.recovery import Copy, Part, Patchwork, SourceName
+from lightning_moe_ckpt.session._journal import Journal, decode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL
 from lightning_moe_ckpt.session._lossy_restore import ExpertSources
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout
@@ -94,6 +95,12 @@ class Found:
     def journal_nbytes(self) -> int:
         """Capacity of the journal record."""
         return self.layouts[0].spans[JOURNAL].nbytes
+
+    @property
+    def start(self) -> Journal:
+        """What the run was at the boundary of slot 0 when the next batch began."""
+        start: Journal = decode_journal(self.layouts[0].view(self.segments[0], JOURNAL))["start"]
+        return start
 
     def check_headers(self, expected: Sequence[SegmentLayout]) -> None:
         """The bytes must lie where this model, plan and world put them.

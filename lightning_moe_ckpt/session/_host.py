@@ -6,12 +6,17 @@ statement beside the ring that a restarted process looks for.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 from typing_extensions import override
 
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced, Job, TierWorker
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, SegmentEntry
 from lightning_moe_ckpt.tiers import RankMemory, SegmentRing, expect_room, shared_directory, slots_needed
+
+log = logging.getLogger(__name__)
 
 HOST = "host"
 """Name of the tier."""
@@ -133,3 +138,9 @@ class HostWorker(TierWorker):
     def _end(self, job: Job) -> None:
         self._rings.pop(job.generation, None)
         super()._end(job)
+
+
+def log_reserved(nbytes: Mapping[str, int], journals_nbytes: int) -> None:
+    """Say how much shared memory each tier has, and how much of a ring journals take."""
+    sizes = [f"{name} {size / 2**20:.1f} MiB" for name, size in nbytes.items()]
+    log.info("shared memory: %s; of it journals %.1f MiB", ", ".join(sizes), journals_nbytes / 2**20)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
@@ -29,7 +29,7 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._gradients import GradientRecorder
 from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
-from lightning_moe_ckpt.session._host import HostWorker, claim_memory, make_ring
+from lightning_moe_ckpt.session._host import HostWorker, claim_memory, log_reserved, make_ring
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
@@ -38,6 +38,7 @@ from lightning_moe_ckpt.session._loading import load_found
 from lightning_moe_ckpt.session._lossy_base import build_on_stored
 from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
+from lightning_moe_ckpt.session._made import made
 from lightning_moe_ckpt.session._peers import join_peers
 from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
 from lightning_moe_ckpt.session._planners import WindowPolicy, make_planner
@@ -67,6 +68,7 @@ class Life:
         may_skip: whether `requires_grad` may be toggled in replay.
         extra: what the trainer adds to checkpoints of its own, for exports; what cannot be stored is left out.
         averages: running averages of the module that callbacks keep.
+        as_user: see `Replay`.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Life:
         may_skip: bool,
         extra: Mapping[str, object] | None = None,
         averages: Averages | None = None,
+        as_user: Callable[[Journal], None] = lambda _: None,
     ) -> None:
+        self._as_user = as_user
         self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip
         self._config, self._policy, self._groups = config, policy, groups
         self._operators = discover(module, ep_size=groups.ep_size)
@@ -166,10 +170,9 @@ class Life:
 
     def _join_tiers(self, identity: Identity) -> Tiers:
         """One worker per tier, in the same order on all ranks."""
-        assert self._runs is not None
-        is_first = self._exchange.is_coordinator
+        is_first, runs = self._exchange.is_coordinator, made(self._runs)
         markers = Markers(
-            run_id=self._runs.run_id,
+            run_id=runs.run_id,
             rank=self._groups.rank,
             world_size=self._groups.world_size,
             policy={"policy": self._policy.kind, **identity.policy()},
@@ -178,12 +181,12 @@ class Life:
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.together():
             keep = self._planner.generations_kept
-            self._memory = claim_memory(self._runs.store, markers, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
+            self._memory = claim_memory(runs.store, markers, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
         self._storage = PersistWorker(
-            self._runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
+            runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
         )
         self._dense = DenseCapture(
-            epoch=self._runs.epoch,
+            epoch=runs.epoch,
             view=self._view,
             groups=self._groups,
             exchange=self._exchange,
@@ -205,14 +208,15 @@ class Life:
         tiers = Tiers(workers, watcher=self._planner)
         self._planner.joined(workers)
         if isinstance(self._policy, LossyWindows) and resumed is not None:
-            build_on_stored(self._runs.store, self._exchange, tiers, self._storage)
+            build_on_stored(runs.store, self._exchange, tiers, self._storage)
         return tiers
 
     def _load(self, found: Found) -> Journal:
-        assert self._capture is not None
         self._planner.journal_had(found.journal_nbytes)
         layout, replay = load_found(
-            found, self._view, self._groups, self._exchange, self._engine, may_skip=self._may_skip
+            *(found, self._view, self._groups, self._exchange, self._engine),
+            may_skip=self._may_skip,
+            as_user=self._as_user,
         )
         self._unsettled = replay
         if not replay.dense:
@@ -220,7 +224,7 @@ class Life:
         if self._planner.accepts(layout):
             # The next windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
-            self._capture.use_layout(layout)
+            made(self._capture).use_layout(layout)
         self._planner.restore(replay.journals[0]["outcome"])
         start: Journal = replay.journals[0]["start"]
         return start
@@ -241,6 +245,11 @@ class Life:
         """What the original run recorded of the step that ends at boundary `step`, while replaying it."""
         return self._replay.outcome(step) if self._replay is not None else None
 
+    def freeze_again(self) -> None:
+        """Hooks of the user may have changed what trains since operators were frozen."""
+        if self._replay is not None:
+            self._replay.freeze()
+
     def drop_frozen_gradients(self) -> None:
         """Take frozen parameters out of the optimizer step at hand."""
         if self._replay is not None:
@@ -252,8 +261,7 @@ class Life:
         Returns:
             The start half that the original run took of that boundary.
         """
-        replay = self._replay
-        assert replay is not None
+        replay = made(self._replay)
         self._replayed += 1
         self._mismatches += not replay.matches(step, losses)
         replay.load(step)
@@ -286,21 +294,22 @@ class Life:
 
     def fence_gradients(self) -> None:
         """Gradients are about to be set to zero, or let go of."""
-        assert self._capture is not None
-        self._capture.fence_gradients()
+        made(self._capture).fence_gradients()
 
     def fence(self) -> None:
         """The optimizer is about to overwrite parameters."""
-        assert self._capture is not None
-        assert self._dense is not None
         self._planner.forward_ends()
-        self._capture.fence()
-        self._dense.fence()
+        made(self._capture).fence()
+        made(self._dense).fence()
+
+    def regrouped(self) -> None:
+        """Parameters were added to the optimizer: the window under way is given up, the next planned anew. Collective."""
+        made(self._capture).forget_layout()
+        self._planner.forget_layout()
 
     def boundary(self, step: int, outcome: Journal) -> None:
         """An optimizer step just ended; take what the policy asks for."""
-        capture = self._capture
-        assert capture is not None
+        capture = made(self._capture)
         self._report_failures()
         # The first generation after a replay is complete where it ends: training catches up first.
         if capture.generations_complete == (2 if self._replayed else 1):
@@ -319,22 +328,19 @@ class Life:
         capture.capture(step, outcome)
 
     def _plan(self) -> None:
-        assert self._capture is not None
         layout = self._planner.first_layout() if self._replay is None else None
         if layout is not None:
             self._use(layout)
 
     def _use(self, layout: WindowLayout) -> None:
-        assert self._capture is not None
-        in_force = self._capture.layout
-        if self._capture.use_layout(layout):
+        in_force = made(self._capture).layout
+        if made(self._capture).use_layout(layout):
             self._planner.adopt(layout)
             again = layout is in_force or (is_lossy(layout.record) and not layout.reserve_nbytes)
             log_plan(layout, self._dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:
-        assert self._capture is not None
-        if self._replay is not None and self._capture.layout is not self._replay_layout:
+        if self._replay is not None and made(self._capture).layout is not self._replay_layout:
             return False  # another plan could ask for the full state of an operator that is still frozen
         return self._policy.due(step, self._last_window, self._planner.interval_steps)
 
@@ -346,9 +352,7 @@ class Life:
             step: the boundary.
             disturbed: whether parameters may have changed, or been away, since it was taken without a trace.
         """
-        capture = self._capture
-        assert capture is not None
-        assert self._dense is not None
+        capture = made(self._capture)
         fresh = self._found is None and self._began is None
         self._began = self._began or (time.perf_counter(), self.clock.seconds)
         if self._steps < 2:
@@ -357,13 +361,12 @@ class Life:
         if fresh:
             self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
         elif capture.whole_at == step:
-            self._dense.begin(step, start)
+            made(self._dense).begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 
     def end(self, step: int, start: Journal) -> None:
         """Training ended normally: leave a dense generation of the last boundary."""
-        assert self._capture is not None
-        self._capture.abort_window()
+        made(self._capture).abort_window()
         if self._replay is None and (self._steps > 0 or self._found is None):
             self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
         self._report_failures()
@@ -384,9 +387,7 @@ class Life:
         Returns:
             Whether it is durable on all ranks.
         """
-        capture, storage = self._capture, self._storage
-        assert capture is not None
-        assert storage is not None
+        capture, storage = made(self._capture), made(self._storage)
         began = time.perf_counter()
         capture.abort_window()
         saved = self._exchange.all_agree(storage.drain(timeout)) and self._write_dense(
@@ -400,9 +401,8 @@ class Life:
         return saved
 
     def _write_dense(self, step: int, start: Journal, *, timeout: float) -> bool:
-        assert self._dense is not None
         self._planner.collect(self._exchange)
-        durable = self._dense.write(step, start, timeout=timeout)
+        durable = made(self._dense).write(step, start, timeout=timeout)
         if durable is not None:
             self._tiers.complete_everywhere(STORAGE, durable)
         return durable is not None
@@ -477,22 +477,18 @@ class Life:
         return dense_nbytes(self._view, self._groups)
 
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
-        assert self._memory is not None
         readers = sum(worker.readers for worker in self._tiers.workers)
         busy, keep = self.least_steps <= window, self._planner.generations_kept
-        ring = make_ring(self._memory, slot_nbytes, window, readers=readers, back_to_back=busy, keep=keep)
+        ring = make_ring(made(self._memory), slot_nbytes, window, readers=readers, back_to_back=busy, keep=keep)
         self._engine.register(ring.memory)
-        sizes = [f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items()]
-        journals = ring.num_slots * self._planner.journal_nbytes / 2**20
-        log.info("shared memory: %s; of it journals %.1f MiB", ", ".join(sizes), journals)
+        log_reserved(self._tiers.reserved(), ring.num_slots * self._planner.journal_nbytes)
         return ring
 
     def _report_failures(self) -> None:
-        assert self._capture is not None
         for tier, failure in self._tiers.take_failures():
             log.error("%s: a checkpoint was not saved; training goes on: %s", tier, failure)
-        while self._capture.failures:
-            log.error("a checkpoint was not taken; training goes on: %s", self._capture.failures.pop(0))
+        while made(self._capture).failures:
+            log.error("a checkpoint was not taken; training goes on: %s", made(self._capture).failures.pop(0))
         if self._tiers.fenced:
             raise Fenced(
                 f"{self._config.url}: a later start of this run has taken over, nothing of this process is stored any "

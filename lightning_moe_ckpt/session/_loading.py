@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._found import Found
+from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy_restore import LossyLoad, account, log_recovery, lossy_window
 from lightning_moe_ckpt.session._planning import lay_out
@@ -14,7 +17,14 @@ from lightning_moe_ckpt.session._replay import Replay
 
 
 def load_found(
-    found: Found, view: StateView, groups: ParallelGroups, exchange: Exchange, engine: CopyEngine, *, may_skip: bool
+    found: Found,
+    view: StateView,
+    groups: ParallelGroups,
+    exchange: Exchange,
+    engine: CopyEngine,
+    *,
+    may_skip: bool,
+    as_user: Callable[[Journal], None],
 ) -> tuple[WindowLayout, Replay]:
     """Load the first slot, and buffers. Collective.
 
@@ -25,6 +35,7 @@ def load_found(
         exchange: control exchange.
         engine: copies host memory into live tensors.
         may_skip: see `Replay`.
+        as_user: see `Replay`.
 
     Returns:
         The layout of what was found, and what goes on from it. The journal of a lossy generation has the accounting of
@@ -34,6 +45,7 @@ def load_found(
         IdentityMismatch: its bytes do not lie where this model, plan and world put them.
     """
     sources, nbytes = found.experts, found.journal_nbytes
+    as_user(found.start)  # first: what records hold depends on the groups of the optimizer
     if sources is None:
         layout = lay_out(found.plan, view, groups, nbytes)
     else:
@@ -48,6 +60,7 @@ def load_found(
         first_step=found.first_step,
         may_skip=may_skip,
         engine=engine,
+        as_user=as_user,
     )
     replay.load(found.first_step)
     replay.load_buffers()

@@ -211,6 +211,13 @@ class LossyPlanner:
         layouts[0].reserve_nbytes = self._reserve_nbytes
         return layouts[0]
 
+    def forget_layout(self) -> None:
+        """Parameters were added to the optimizer: nothing is planned any more."""
+        log.error(
+            "parameters were added to the optimizer: generations that mix states from before and after that have no "
+            "meaning, so none is taken until training ends. Use SparseCheckpoint or DenseCheckpoint, which follow."
+        )
+
     def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
         """A plan with room for a larger journal."""
         self._journal.nbytes = journal_nbytes

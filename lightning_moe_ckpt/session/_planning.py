@@ -178,6 +178,10 @@ class Planner:
         """`layout` is in force."""
         self._current = layout
 
+    def forget_layout(self) -> None:
+        """Records hold more than they did: a plan is due as in the first steps."""
+        self._current = None
+
     def begin(self) -> None:
         """Start measuring popularity."""
         if self._meter is not None:

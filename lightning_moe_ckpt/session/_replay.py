@@ -41,6 +41,8 @@ class Replay:
         first_step: the boundary of slot 0.
         may_skip: whether `requires_grad` of frozen experts may be switched off (not under plain DDP).
         engine: copies host memory into live tensors.
+        as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
+            what the journal has of the start of the next batch.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Replay:
         first_step: int,
         may_skip: bool,
         engine: CopyEngine,
+        as_user: Callable[[Journal], None],
     ) -> None:
-        self._view, self._groups, self._engine = view, groups, engine
+        self._view, self._groups, self._engine, self._as_user = view, groups, engine, as_user
         self._slots = list(slots)
         self._segments: list[Tensor | None] = list(segments)
         self._first, self._may_skip = first_step, may_skip
@@ -63,7 +66,6 @@ class Replay:
             for layout, segment in zip(slots, segments, strict=True)
         ]
         self._active: set[str] = set()
-        self._switched_off: list[torch.nn.Parameter] = []
         self._dropped: list[torch.nn.Parameter] = []
         self._newest = -1
         self._loaded: list[Tensor] = []
@@ -111,11 +113,12 @@ class Replay:
         """
         self._newest = step - self._first
         layout = self._slots[self._newest]
+        self._as_user(self.start(step))
         self._load_records()
         self._active.update(
             {part.operator for parts in layout.parts.values() for part in parts if part.kind is RecordKind.FULL}
         )
-        self._freeze()
+        self.freeze()
 
     @torch.no_grad()
     def load_buffers(self) -> None:
@@ -147,10 +150,25 @@ class Replay:
 
     def unfreeze(self) -> None:
         """Give every parameter the user's own `requires_grad` back."""
-        for param in self._switched_off:
-            param.requires_grad_(True)
-        self._switched_off = []
+        self._as_user(self.start(self._first + self._newest))
         self._dropped = []
+
+    def freeze(self) -> None:
+        """Freeze what no active operator shares; a parameter of which one slice is active has to take its steps.
+
+        What the user froze stays so, and what hooks of the user unfreeze later is dropped before the optimizer steps.
+        """
+        self.unfreeze()
+        active = {s.fqn for name in self._active for s in self._view.operators[name].slices}
+        operators, params = self._view.operators.operators, self._view.params
+        # Experts may get no tokens: unless something else trains, the loss would have no graph without theirs.
+        graph = any(params[s.fqn].requires_grad for op in operators if op.freeze != "skip" for s in op.slices)
+        for op in (op for op in operators if op.name not in self._active):
+            for fqn in {s.fqn for s in op.slices} - active:
+                param = params[fqn]
+                if op.freeze == "skip" and self._may_skip and graph:
+                    param.requires_grad_(False)
+                self._dropped.append(param)
 
     # -- private
 
@@ -206,21 +224,6 @@ class Replay:
             return []
         live = self._view.live(field)
         return [(value, live)] if live is not None else []
-
-    def _freeze(self) -> None:
-        """Freeze what no active operator shares; a parameter of which one slice is active has to take its steps."""
-        self.unfreeze()
-        active = {s.fqn for name in self._active for s in self._view.operators[name].slices}
-        frozen = [op for op in self._view.operators.operators if op.name not in self._active]
-        for op in frozen:
-            for fqn in {s.fqn for s in op.slices} - active:
-                param = self._view.params[fqn]
-                if not param.requires_grad:
-                    continue
-                if op.freeze == "skip" and self._may_skip:
-                    param.requires_grad_(False)
-                    self._switched_off.append(param)
-                self._dropped.append(param)
 
 
 def _region_bytes(layout: SlotLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:

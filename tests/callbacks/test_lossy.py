@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +40,7 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def fit(checkpoint: Any, *others: Any, experts: bool = True) -> None:
+def fit(checkpoint: Any, *others: Any, experts: bool = True, net: Net | None = None) -> None:
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.arange(4.0 * 12 * FEATURES).view(-1, FEATURES).sin()), batch_size=4)
     trainer = Trainer(
@@ -50,7 +51,7 @@ def fit(checkpoint: Any, *others: Any, experts: bool = True) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(experts=experts), data)
+    trainer.fit(net if net is not None else Net(experts=experts), data)
 
 
 @pytest.mark.parametrize(
@@ -148,3 +149,48 @@ def test_budgets_that_are_measured_train(tmp_path: Path) -> None:
     (in_memory,), (in_storage,) = report.lost.taken["memory"], report.lost.taken["storage"]
     assert 1 <= in_storage <= in_memory <= NUM_EXPERTS
     assert monitor.latest["moe/experts_taken/memory"] == in_memory
+
+
+class Unfreezing(BaseFinetuning):
+    """Might add parameters to the optimizer."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        """Everything trains."""
+
+
+class Adding(Callback):
+    """Adds a parameter to the optimizer in step 4."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
+
+
+class Late(Net):
+    """Has a parameter that its optimizer does not have at first."""
+
+    def __init__(self, *, experts: bool = True) -> None:
+        super().__init__(experts=experts)
+        self.late = nn.Parameter(torch.ones(FEATURES))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p is not self.late])
+
+
+def test_finetuning_that_adds_parameters_is_refused(tmp_path: Path) -> None:
+    """A generation of states from before and after has no meaning."""
+    with pytest.raises(
+        ConfigurationError, match=r"Unfreezing adds parameters.*Use SparseCheckpoint or DenseCheckpoint"
+    ):
+        fit(PartialExpertCheckpoint(str(tmp_path), k=1), Unfreezing())
+
+
+def test_parameters_that_were_added_nevertheless_end_the_taking(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said as an error; the end is stored whole."""
+    checkpoint = PartialExpertCheckpoint(str(tmp_path), k=1, every_n_steps=1, keep=100)
+    fit(checkpoint, Adding(), net=Late())
+    assert "none is taken until training ends" in caplog.text
+    kept = sorted(int(path.name) for path in (tmp_path / "snap").iterdir() if any(path.rglob("_COMMITTED")))
+    assert (kept[-2] < 5, kept[-1]) == (True, 12)

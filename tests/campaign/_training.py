@@ -327,10 +327,11 @@ def overflow_one_expert(module: LightningModule, expert: int = 1) -> None:
             parameter.grad[expert].view(-1)[0] = float("inf")
 
 
-def make_optimizer(name: Optimizer, module: LightningModule) -> torch.optim.Optimizer:
+def make_optimizer(name: Optimizer, module: LightningModule, *, only_trained: bool = False) -> torch.optim.Optimizer:
     """An optimizer with two groups, for matrices and for the rest, which differ in weight decay."""
-    matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
+    chosen = [parameter for parameter in module.parameters() if parameter.requires_grad or not only_trained]
+    matrices = [parameter for parameter in chosen if parameter.ndim > 1]
+    others = [parameter for parameter in chosen if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)

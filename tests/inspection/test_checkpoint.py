@@ -219,3 +219,43 @@ def test_options_that_do_not_fit_are_refused(
         with pytest.raises(SystemExit):
             main(["export", dense_run[0], str(tmp_path / "hf"), "--max-shard-size", size])
     assert list(tmp_path.iterdir()) == []
+
+
+class Late(LightningModule):
+    """Its second layer is added to the optimizer in step 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 3), nn.Linear(3, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.second(self.first(batch[0])).pow(2).mean()
+        return loss
+
+    def on_train_batch_start(self, *args: object) -> None:
+        if self.trainer.global_step == 2:
+            self.trainer.optimizers[0].add_param_group({"params": self.second.parameters(), "weight_decay": 0.5})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.first.parameters(), 1e-2)
+
+
+def test_groups_that_were_added_while_training_are_exported(tmp_path: Path) -> None:
+    """Their parameters follow those of the groups that were configured, as in the optimizer's own state."""
+    module = Late()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=5,
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[DenseCheckpoint(str(tmp_path / "run"))],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(6, FEATURES)), batch_size=1))
+    out = tmp_path / "m.ckpt"
+    assert main(["export", str(tmp_path / "run"), str(out)]) == 0
+    exported = torch.load(out, weights_only=True)["optimizer_states"][0]
+    assert same(exported, trainer.optimizers[0].state_dict())

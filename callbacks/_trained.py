@@ -1,0 +1,46 @@
+"""What the user lets train: `requires_grad` of every parameter, and groups that were added to the optimizer meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+
+class Trained:
+    """Takes it at a boundary, and makes it so again.
+
+    Args:
+        module: what is trained.
+        optimizer: as the user has just configured it: with the groups that every life of the run begins with.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self._params, self._optimizer = dict(module.named_parameters()), optimizer
+        self._names = {id(param): name for name, param in self._params.items()}
+        self._num_configured = len(optimizer.param_groups)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that the optimizer has now."""
+        return len(self._optimizer.param_groups)
+
+    def take(self) -> State:
+        """The state, of types that the journal stores."""
+        added = self._optimizer.param_groups[self._num_configured :]
+        return {
+            "requires_grad": bytes(param.requires_grad for param in self._params.values()),
+            "added": [[self._names[id(param)] for param in group["params"]] for group in added],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Be as then. New groups have the optimizer's defaults: whoever restores learning rates sets their fields."""
+        for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):
+            if param.requires_grad != bool(trains):  # most are as they were
+                param.requires_grad_(bool(trains))
+        for names in state["added"][self.num_groups - self._num_configured :]:
+            self._optimizer.add_param_group({"params": [self._params[name] for name in names]})

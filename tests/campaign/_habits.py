@@ -1,0 +1,108 @@
+"""Runs whose user freezes, unfreezes, clips by value or looks for settings: what callbacks and hooks do beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from campaign._training import Module, Setup, make_optimizer, make_scheduler
+from lightning_moe_ckpt.testing._lives import Life
+
+Freezes = Literal["epochs", "steps", "start", "all but experts"]
+"""When the module freezes or unfreezes parameters: each epoch, each step, or when training starts and in epoch 1; or what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habit(Setup):
+    """A training run in which hooks change what is trained."""
+
+    trainer: tuple[tuple[str, Any], ...] = ()
+    """Arguments of the Trainer, over those that the setup implies."""
+    freezes: Freezes | None = None
+    unfreezes_at: int | None = None
+    """The epoch in which a finetuning callback adds experts to the optimizer, as a group of their own."""
+
+    @override
+    def make_module(self, life: Life) -> Module:
+        return HabitModule(self, life)
+
+    @override
+    def callbacks(self, life: Life) -> Sequence[Callback]:
+        return [] if self.unfreezes_at is None else [Unfreezing(self.unfreezes_at)]
+
+    @override
+    def trainer_options(self, life: Life) -> dict[str, Any]:
+        return {**super().trainer_options(life), **dict(self.trainer)}
+
+
+def toggled(module: LightningModule, *, on: bool) -> None:
+    """Let the first expert and the head train, or not."""
+    for name, parameter in module.named_parameters():
+        if "experts.0." in name or "head" in name:
+            parameter.requires_grad_(on)
+
+
+class HabitModule(Module):
+    """Freezes by the epoch, by the step, or at the start."""
+
+    def __init__(self, setup: Habit, life: Life) -> None:
+        super().__init__(setup, life)
+        self._habit = setup
+
+    @override
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self._habit.freezes == "all but experts":
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("experts" in name)
+
+    @override
+    def on_train_start(self) -> None:
+        if self._habit.freezes == "start":
+            toggled(self, on=False)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        if self._habit.freezes == "epochs":
+            toggled(self, on=self.current_epoch % 2 == 0)
+        elif self._habit.freezes == "start" and self.current_epoch == 1:
+            toggled(self, on=True)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._habit.freezes == "steps" and self.trainer.global_step % 3 == 2:
+            toggled(self, on=self.trainer.global_step % 2 == 0)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        if self._habit.unfreezes_at is None:
+            return super().configure_optimizers()
+        optimizer = make_optimizer(self._habit.optimizer, self, only_trained=True)
+        return {"optimizer": optimizer, "lr_scheduler": make_scheduler(self._habit, optimizer)}
+
+
+class Unfreezing(BaseFinetuning):
+    """Freezes an expert and the dense layer before training, and adds them to the optimizer later."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self._epoch = epoch
+
+    def _modules(self, module: LightningModule) -> list[Any]:
+        return [module.model.moe.experts[1], module.model.dense]  # type: ignore[index, union-attr]
+
+    @override
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        pl_module.configure_model()  # `setup` comes before it
+        self.freeze(self._modules(pl_module))
+
+    @override
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == self._epoch:
+            self.unfreeze_and_add_param_group(self._modules(pl_module), optimizer)

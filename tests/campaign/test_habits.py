@@ -1,0 +1,57 @@
+"""What users change while they train: frozen parameters, groups of the optimizer, clipping by value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from campaign._campaign import Campaigns
+from campaign._habits import Habit
+from campaign._training import Checkpointing
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+SPARSE = Checkpointing(policy="sparse", window=3)
+DENSE = Checkpointing(policy="dense", every_n_steps=2)
+EITHER = [("value", None), ("norm", "all but experts")]
+OTHERS = [("epochs", DENSE), ("start", SPARSE), ("steps", SPARSE), ("steps", DENSE)]
+
+
+def killed(*steps: int) -> list[Kill]:
+    return [Kill(phase="after_batch_end", step=step, settle=10.0) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("freezes", "checkpointing"),
+    [("epochs", SPARSE), ("start", DENSE), *(pytest.param(*each, marks=pytest.mark.soak) for each in OTHERS)],
+)
+def test_what_the_user_froze_stays_frozen_and_nothing_else(
+    campaigns: Campaigns, freezes: Any, checkpointing: Checkpointing
+) -> None:
+    """In the step at which the run resumes, in the steps it replays, and after them."""
+    setup = Habit(freezes=freezes, epochs=3, checkpointing=checkpointing)
+    campaigns.check(setup, *killed(4, 8, 12))
+
+
+@pytest.mark.parametrize(
+    "checkpointing", [SPARSE, pytest.param(DENSE, marks=pytest.mark.soak)], ids=["sparse", "dense"]
+)
+def test_a_group_that_is_added_while_training_comes_back(campaigns: Campaigns, checkpointing: Checkpointing) -> None:
+    """Killed before the epoch in which it is added, in that epoch, and in a later one."""
+    setup = Habit(unfreezes_at=1, epochs=3, scheduler="epoch", checkpointing=checkpointing)
+    campaigns.check(setup, *killed(4, 6, 9, 12))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "freezes"),
+    [("value", "all but experts"), *(pytest.param(*each, marks=pytest.mark.soak) for each in EITHER)],
+)
+def test_replay_begins_where_nothing_has_a_gradient(campaigns: Campaigns, algorithm: Any, freezes: Any) -> None:
+    """The first slot of the window has nothing but an expert that gets no tokens."""
+    experts = tuple(f"model.moe/expert.{index}" for index in range(4))
+    dense = tuple(f"model.{name}" for name in ("embedding", "norm", "dense", "moe/router", "head"))
+    checkpointing = Checkpointing(policy="sparse", schedule=(experts[3:], (*experts[:3], *dense)))
+    setup = Habit(clip_algorithm=algorithm, freezes=freezes, checkpointing=checkpointing).with_options(
+        never_routed=True
+    )
+    campaigns.check(setup, *killed(7))
