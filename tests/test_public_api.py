@@ -51,10 +51,10 @@ PUBLIC: dict[str, str] = {
         plain_all_reduce restart_is_likely run_world set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
-        Backend BorrowedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
+        Backend BadCopies BorrowedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
         JudgedGeneration MemoryMarker ModuleEntry ModuleLine NestedLayout ObjectBackend OverflowEntry PERSISTED_HEADER
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows Resume Retention Retrying RingHeader
-        RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward check_places
+        RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward carry_spares check_places
         checked_url collect_garbage create_once digest_of dtype_code dtype_of full_records open_backend read_chunks
         read_record scrub_overflow scrub_segment segment_key verify_records wrapping_backends
     """,

@@ -40,7 +40,7 @@ from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._made import made
 from lightning_moe_ckpt.session._peers import join_peers
-from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker
+from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker, join_storage
 from lightning_moe_ckpt.session._planners import WindowPolicy, make_planner
 from lightning_moe_ckpt.session._planning import dense_nbytes, log_plan
 from lightning_moe_ckpt.session._replay import Replay
@@ -182,9 +182,8 @@ class Life:
         with self._exchange.together():
             keep = self._planner.generations_kept
             self._memory = claim_memory(runs.store, markers, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
-        self._storage = PersistWorker(
-            runs.store, markers, retention=self._config.retention, commit_timeout=self._config.commit_timeout
-        )
+        lossy = isinstance(self._policy, LossyWindows)
+        self._storage = join_storage(runs.store, markers, self._config, self._operators if lossy else ())
         self._dense = DenseCapture(
             epoch=runs.epoch,
             view=self._view,
@@ -207,7 +206,7 @@ class Life:
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
         tiers = Tiers(workers, watcher=self._planner)
         self._planner.joined(workers)
-        if isinstance(self._policy, LossyWindows) and resumed is not None:
+        if lossy and resumed is not None:
             build_on_stored(runs.store, self._exchange, tiers, self._storage)
         return tiers
 

@@ -11,16 +11,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
+from lightning_moe_ckpt.operators import Operator
+from lightning_moe_ckpt.session._config import LifeConfig
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.session._worker import Job, TierWorker
-from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, Retention, SegmentEntry, carry_forward
+from lightning_moe_ckpt.session._worker import Base, Job, References, TierWorker
+from lightning_moe_ckpt.storage import (
+    BorrowedEntry,
+    GenerationId,
+    RankMarker,
+    Retention,
+    SegmentEntry,
+    carry_forward,
+    carry_spares,
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +61,32 @@ class GenerationSink(Protocol):
         """Interrupt the call under way, from another thread: it fails soon and leaves nothing half written."""
 
 
+def join_storage(
+    store: GenerationSink, markers: Markers, config: LifeConfig, in_turns: Iterable[Operator]
+) -> PersistWorker:
+    """The worker of one life.
+
+    Args:
+        store: where to.
+        markers: makes this rank's markers.
+        config: what stays, and how long a commit may take.
+        in_turns: operators of this rank that generations take in turns, if any.
+    """
+    return PersistWorker(
+        store,
+        markers,
+        retention=config.retention,
+        commit_timeout=config.commit_timeout,
+        twofold=[operator.name for operator in in_turns if operator.kind == "expert"],
+    )
+
+
 class PersistWorker(TierWorker):
     """Takes sealed segments of one rank and makes their generations durable.
 
     A generation with only some of the operators borrows the others: its markers say in which older files they are. If
-    those turn out to be gone, `lost_base` says so, and the next generation must be whole.
+    those turn out to be gone, `lost_base` says so, and the next generation must be whole. Where experts are taken in turns,
+    markers also say where the copy before the newest one of each is.
 
     Args:
         store: where to.
@@ -63,6 +94,7 @@ class PersistWorker(TierWorker):
         retention: which committed generations stay.
         on_complete: see `TierWorker`.
         commit_timeout: how long the coordinator waits for the other ranks.
+        twofold: names of operators on this rank of which two copies stay.
     """
 
     borrows = True
@@ -76,17 +108,25 @@ class PersistWorker(TierWorker):
         retention: Retention,
         on_complete: Callable[[GenerationId, float, int], None] | None = None,
         commit_timeout: timedelta = timedelta(minutes=2),
+        twofold: Collection[str] = (),
     ) -> None:
         super().__init__(STORAGE, markers, on_complete=on_complete)
         self._store, self._rank = store, markers.rank
         self._retention = retention
-        self._commit_timeout = commit_timeout
+        self._commit_timeout, self._twofold = commit_timeout, frozenset(twofold)
         self._bases: dict[GenerationId, RankMarker] = {}
         """This rank's markers of the newest generations that it stored: later ones take from them what they lack."""
+        self._agreed: GenerationId | None = None
+        """The newest of them that is known to be committed."""
 
     def build_on(self, marker: RankMarker) -> None:
         """A committed generation of an earlier life, of which `marker` is this rank's; later ones may be built on it."""
         self._bases[marker.generation] = marker
+        self._agreed = marker.generation
+
+    @override
+    def complete_everywhere(self, generation: GenerationId) -> None:
+        self._agreed = generation
 
     def marker_of(self, generation: GenerationId) -> RankMarker | None:
         """This rank's marker of one of the newest generations that it knows to be stored; from any thread."""
@@ -108,17 +148,28 @@ class PersistWorker(TierWorker):
         return segment.digested()
 
     @override
-    def _borrowed(self, job: Job) -> Sequence[BorrowedEntry]:
-        base = job.announced.base
-        if base is None or not base.lacking:
-            return ()
+    def _references(self, job: Job) -> References:
+        base = job.announced.base or Base(generation=self._agreed, lacking=frozenset())
         marker = None if base.generation is None else self._bases.get(base.generation)
         if marker is None:
-            self.lost_base = True
-            raise CheckpointError(
-                "it has only some experts, and storage has no whole generation of this run to take the others from."
-            )
-        return carry_forward(marker, base.lacking)
+            if base.lacking:
+                self._give_up_base("storage has no whole generation of this run to take the others from")
+            return References()
+        if len(marker.segments) != 1 or not (base.lacking or self._twofold):
+            return References()  # of a window of several steps, which holds no states of one step
+        borrowed = carry_forward(marker, base.lacking, base.bad)
+        if lost := self._named(carry_forward(marker, base.lacking)) - self._named(borrowed):
+            self._give_up_base(f"no copy of {len(lost)} others in storage is good, first {min(lost)}")
+        return References(borrowed, carry_spares(marker, base.lacking, self._twofold - base.lacking, base.bad))
+
+    def _give_up_base(self, reason: str) -> NoReturn:
+        self.lost_base = True
+        raise CheckpointError(f"it has only some experts, and {reason}. The next one is stored whole.")
+
+    @staticmethod
+    def _named(entries: Sequence[BorrowedEntry]) -> set[str]:
+        """Operators that entries are of."""
+        return {record.operator for each in entries for record in each.segment.records}
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:

@@ -161,6 +161,7 @@ class Markers:
         plan_hash: str,
         plan_json: str,
         borrowed: Sequence[BorrowedEntry] = (),
+        spares: Sequence[BorrowedEntry] = (),
     ) -> RankMarker:
         """The marker of a generation whose segments are all digested; from any thread.
 
@@ -170,6 +171,7 @@ class Markers:
             plan_hash: equal on all ranks, or the commit fails.
             plan_json: kept as `plan` in the marker's policy.
             borrowed: what older generations hold of this rank's part.
+            spares: what they hold besides, for what turns out bad.
         """
         segments = tuple(sorted(entries, key=lambda entry: entry.step))
         with self._lock:
@@ -187,6 +189,7 @@ class Markers:
                 module=self._module,
                 unix_time=self._times.setdefault(generation, int(time.time())),
                 borrowed=tuple(borrowed),
+                spares=tuple(spares),
             )
             self._made[generation, plan_hash] = marker
             _forget(self._made, _REMEMBERED)

@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.session._deltas import DeltaFigures
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._fork import guard_forks
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import BadCopies, BorrowedEntry, GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import SegmentRing
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,15 @@ class Base:
     """The newest one that is complete in the tier on all ranks; `None` if there is none, and this one cannot be whole."""
     lacking: frozenset[str]
     """Names of operators on this rank that are taken from it."""
+    bad: BadCopies = field(default_factory=dict)
+    """Copies of them that turned out bad: not taken from it any more."""
+
+
+class References(NamedTuple):
+    """What a marker names of older generations."""
+
+    borrowed: Sequence[BorrowedEntry] = ()
+    spares: Sequence[BorrowedEntry] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,20 +344,25 @@ class TierWorker(ABC):
         if not self._wanted(job):
             self._end(job)
         elif len(job.entries) == job.announced.num_segments:
-            self._finish(job, self._marker(job, self._borrowed(job)))
+            self._finish(job, self._marker(job, self._references(job)))
             self._completed(job, time.perf_counter() - started)
             self._end(job)
 
-    def _marker(self, job: Job, borrowed: Sequence[BorrowedEntry]) -> RankMarker:
+    def _marker(self, job: Job, older: References) -> RankMarker:
         """What this rank says of a generation whose segments are all here."""
         plan_hash, plan_json = job.announced.plan_hash, job.announced.plan_json
         return self._markers.of(
-            job.generation, job.entries, plan_hash=plan_hash, plan_json=plan_json, borrowed=borrowed
+            job.generation,
+            job.entries,
+            plan_hash=plan_hash,
+            plan_json=plan_json,
+            borrowed=older.borrowed,
+            spares=older.spares,
         )
 
-    def _borrowed(self, job: Job) -> Sequence[BorrowedEntry]:
+    def _references(self, job: Job) -> References:
         """What older generations hold of this rank's part; memory has those too, and each says what it has."""
-        return ()
+        return References()
 
     def _wanted(self, job: Job) -> bool:
         return not (job.abandoned or self._closing.is_set())

@@ -8,7 +8,9 @@ from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import create_once as create_once
 from lightning_moe_ckpt.storage._backend import open_backend as open_backend
 from lightning_moe_ckpt.storage._backend import wrapping_backends as wrapping_backends
+from lightning_moe_ckpt.storage._carry import BadCopies as BadCopies
 from lightning_moe_ckpt.storage._carry import carry_forward as carry_forward
+from lightning_moe_ckpt.storage._carry import carry_spares as carry_spares
 from lightning_moe_ckpt.storage._carry import full_records as full_records
 from lightning_moe_ckpt.storage._checks import check_places as check_places
 from lightning_moe_ckpt.storage._checks import verify_records as verify_records

@@ -107,7 +107,7 @@ def collect_garbage(
             delete_generation(backend, catalog[generation])
     kept = {} if retention is None else survey.reasons(retention, catalog)
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
-    needed = survey.needed
+    needed = survey.spare | survey.needed
     staying = {
         g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g)) for g in sorted(catalog) if g not in doomed
     }

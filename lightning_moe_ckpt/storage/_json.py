@@ -22,6 +22,8 @@ VERSION = 1
 """Version of the document grammar."""
 BORROWING = 2
 """Version of documents that say what a generation needs of older ones; those that need nothing stay readable for older releases."""
+SPARING = 3
+"""Version of documents that also name older copies, for what turns out bad."""
 
 T = TypeVar("T")
 

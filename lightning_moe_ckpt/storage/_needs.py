@@ -1,5 +1,8 @@
 """What a generation borrows must be there, and allowed by the log, for as long as the generation is.
 
+Where it names older copies too, what is lost of the newest ones need not be the end of it: a restore finds out. Spares
+themselves are never asked for: what is stored without one has one copy less, no more.
+
 Sources: the design, "References"; PEC (2024), Sec. 3.
 """
 
@@ -46,6 +49,12 @@ def needed_by(commits: Iterable[Commit]) -> dict[GenerationId, GenerationId]:
     """What generations need, each with the newest one that needs it."""
     ascending = sorted(commits, key=lambda commit: commit.generation)
     return {need: commit.generation for commit in ascending for need in commit.needs}
+
+
+def spare_for(commits: Iterable[Commit]) -> dict[GenerationId, GenerationId]:
+    """What has older copies for generations, each with the newest of those."""
+    ascending = sorted(commits, key=lambda commit: commit.generation)
+    return {spare: commit.generation for commit in ascending for spare in commit.spares}
 
 
 def expect_needs(backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker]) -> None:

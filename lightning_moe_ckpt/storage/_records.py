@@ -5,7 +5,8 @@ promotes a generation) writes the same bytes. Coordinates are global: another nu
 
 A generation may lack operators and borrow them: its markers name the files of older generations, and the records in
 them, that hold the newest state of each. They name files, not generations that borrow in turn, so what the older ones
-had borrowed themselves is not needed for it.
+had borrowed themselves is not needed for it. In the same way they name the copy before the newest one of each operator, which
+stands in where the newest turns out bad: whether it is there decides nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from lightning_moe_ckpt.storage._entries import (
     read_segment,
     segment_body,
 )
-from lightning_moe_ckpt.storage._json import BORROWING, VERSION, Fields, decode_any, encode, read_integer, read_text
+from lightning_moe_ckpt.storage._json import (
+    BORROWING,
+    SPARING,
+    VERSION,
+    Fields,
+    decode_any,
+    encode,
+    read_integer,
+    read_text,
+)
 from lightning_moe_ckpt.storage._module import ModuleLine
 from lightning_moe_ckpt.storage._names import GenerationId, marker_key, overflow_key, segment_key
 from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
@@ -53,6 +63,8 @@ class RankMarker:
     """Seconds since 1970 by the clock of this rank; for retention by age, nothing else."""
     borrowed: tuple[BorrowedEntry, ...] = ()
     """What of this rank's part older generations hold, oldest first; see `carry_forward`."""
+    spares: tuple[BorrowedEntry, ...] = ()
+    """Older copies of operators than the one above, or than its own, oldest first; see `carry_spares`."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -66,17 +78,17 @@ class RankMarker:
 
     def to_bytes(self) -> bytes:
         """The object as it is stored: a document, a line of records per file in it, then one about the module."""
-        segments = [*self.segments, *(each.segment for each in self.borrowed)]
+        segments = [*self.segments, *(each.segment for each in (*self.borrowed, *self.spares))]
         tables = [RecordTable.of(segment.records) for segment in segments]
         module = b"" if self.module is None else self.module.line
-        document = encode("marker", _marker_body(self, tables), version=_version(self.borrowed))
+        document = encode("marker", _marker_body(self, tables), version=_version(self.borrowed, self.spares))
         return b"".join([document, *(table.line for table in tables), module])
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
         """Read a stored marker; every byte is checked, records are parsed when they are looked at. Raises `Corrupt`."""
         end = data.find(b"\n") + 1
-        version, body = decode_any(data[:end], kind="marker", where=where, versions=(VERSION, BORROWING))
+        version, body = decode_any(data[:end], kind="marker", where=where, versions=_VERSIONS)
         lines = Lines(data, end, where)
         _expect_digest(body, where)
         if body.rows("record_columns", read_text) != RECORD_COLUMNS:
@@ -91,15 +103,17 @@ class RankMarker:
             borrowed=()
             if version == VERSION
             else body.rows("borrowed", lambda value, at: read_borrowed(value, at, lines)),
+            spares=() if version != SPARING else body.rows("spares", lambda value, at: read_borrowed(value, at, lines)),
             policy=body.plain("policy"),
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
             unix_time=body.integer("unix_time"),
         )
         body.end()
         lines.end()
-        _expect_version(version, marker.borrowed, where)
+        _expect_version(version, marker.borrowed, marker.spares, where)
         _expect_own_keys(marker, where)
-        _expect_older_files(marker, where)
+        _expect_older_files(marker, marker.borrowed, where)
+        _expect_older_files(marker, marker.spares, where)
         return marker
 
 
@@ -130,6 +144,8 @@ class Commit:
     """When rank 0 wrote its marker, by its clock, in seconds since 1970."""
     needs: tuple[GenerationId, ...] = ()
     """Older generations whose files hold part of this one, in order."""
+    spares: tuple[GenerationId, ...] = ()
+    """Older generations whose files hold the copy before the newest one of some operator, in order."""
 
     @classmethod
     def of(cls, stored: Sequence[StoredMarker]) -> Commit:
@@ -156,20 +172,24 @@ class Commit:
             policy=first.policy,
             unix_time=first.unix_time,
             needs=tuple(sorted({need for marker in markers for need in marker.needs})),
+            spares=tuple(sorted({each.generation for marker in markers for each in marker.spares})),
         )
 
     def to_bytes(self) -> bytes:
         """The document as it is stored."""
-        body = {name.name: getattr(self, name.name) for name in fields(self) if name.name != "needs"}
+        version = _version(self.needs, self.spares)
+        body = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in {"needs", "spares"}}
         body |= {"generation": generation_body(self.generation), "digests": DIGEST_NAME}
-        if self.needs:
+        if version != VERSION:
             body["needs"] = [generation_body(need) for need in self.needs]
-        return encode("commit", body, version=_version(self.needs))
+        if version == SPARING:
+            body["spares"] = [generation_body(each) for each in self.spares]
+        return encode("commit", body, version=version)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Commit:
         """Read a stored commit. Raises `Corrupt`."""
-        version, body = decode_any(data, kind="commit", where=where, versions=(VERSION, BORROWING))
+        version, body = decode_any(data, kind="commit", where=where, versions=_VERSIONS)
         _expect_digest(body, where)
         commit = cls(
             run_id=body.text("run_id"),
@@ -182,9 +202,10 @@ class Commit:
             policy=body.plain("policy"),
             unix_time=body.integer("unix_time"),
             needs=() if version == VERSION else body.rows("needs", read_generation),
+            spares=body.rows("spares", read_generation) if version == SPARING else (),
         )
         body.end()
-        _expect_version(version, commit.needs, where)
+        _expect_version(version, commit.needs, commit.spares, where)
         if len(commit.markers) != commit.world_size:
             raise Corrupt(f"{where}: {len(commit.markers)} markers for a world of {commit.world_size}.")
         return commit
@@ -204,21 +225,29 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _version(borrowed: Sequence[object]) -> int:
+_VERSIONS = (VERSION, BORROWING, SPARING)
+
+
+def _version(borrowed: Sequence[object], spares: Sequence[object]) -> int:
     """Of a document: a release that knows nothing of borrowing must not take the part that is there for the whole."""
+    if spares:
+        return SPARING
     return BORROWING if borrowed else VERSION
 
 
-def _expect_version(version: int, borrowed: Sequence[object], where: str) -> None:
-    if version != _version(borrowed):
-        raise Corrupt(f"{where}: is of version {version} and borrows nothing. Read it with the release that wrote it.")
+def _expect_version(version: int, borrowed: Sequence[object], spares: Sequence[object], where: str) -> None:
+    if version != _version(borrowed, spares):
+        lacks = "names no older copies" if version == SPARING else "borrows nothing"
+        raise Corrupt(f"{where}: is of version {version} and {lacks}. Read it with the release that wrote it.")
 
 
 def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str, object]:
     own, others = tables[: len(marker.segments)], tables[len(marker.segments) :]
-    borrowed = [borrowed_body(*each) for each in zip(marker.borrowed, others, strict=True)]
+    bodies = [borrowed_body(*each) for each in zip((*marker.borrowed, *marker.spares), others, strict=True)]
+    borrowed, spares = bodies[: len(marker.borrowed)], bodies[len(marker.borrowed) :]
     return {
-        **({"borrowed": borrowed} if borrowed else {}),
+        **({"borrowed": borrowed} if borrowed or spares else {}),
+        **({"spares": spares} if spares else {}),
         "run_id": marker.run_id,
         "rank": marker.rank,
         "world_size": marker.world_size,
@@ -247,15 +276,15 @@ def _expect_own_keys(marker: RankMarker, where: str) -> None:
             raise Corrupt(f"{where}: refers to {segment.key}, which is not a file of {marker_key(*place[:2])}.")
 
 
-def _expect_older_files(marker: RankMarker, where: str) -> None:
+def _expect_older_files(marker: RankMarker, entries: Sequence[BorrowedEntry], where: str) -> None:
     """Refuse what is borrowed from another rank, a window's side file, or the present or the future."""
-    for each in marker.borrowed:
+    for each in entries:
         key = segment_key(each.generation, marker.rank, each.segment.step)
         older = each.generation.step < marker.generation.step and each.generation.epoch <= marker.generation.epoch
         if each.segment.key != key or each.segment.side_file is not None or not older:
             raise Corrupt(
                 f"{where}: borrows from {each.segment.key}, which is not an older file of rank {marker.rank}."
             )
-    names = [(each.generation, each.segment.step) for each in marker.borrowed]
+    names = [(each.generation, each.segment.step) for each in entries]
     if names != sorted(set(names)):
         raise Corrupt(f"{where}: what it borrows is not listed file by file, oldest first.")

@@ -69,6 +69,8 @@ class RunStore:
         """What the last `candidates` passed over, newest first: generation and reason."""
         self.unreadable: list[tuple[str, str]] = []
         """The part of `rejected` that is a loss: committed and not left behind by the run, but not readable."""
+        self.lenders: list[Commit] = []
+        """What the last `candidates` passed over, but operators may still be taken from; newest first."""
         self._backend = backend
         self._coordination = coordination
 
@@ -205,19 +207,23 @@ class RunStore:
     def candidates(self) -> list[Commit]:
         """Committed generations of this run that may be restored, newest first; the rest is in `rejected`.
 
+        Among them are those that lost some of what they need, and name older copies: reading them tells whether these do.
         Also notes the position in the log that `open_epoch` builds on.
         """
         coordination = self._coordinator()
         coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_epoch` refuse
         survey = Survey.take(self._backend, coordination.history, read_catalog(self._backend))
-        self.rejected = [(str(each.generation), each.reason) for each in survey.passed_over]
-        self.unreadable = [(str(each.generation), each.reason) for each in survey.passed_over if each.is_loss]
+        passed_over = [each for each in survey.passed_over if not each.may_be_restored]
+        self.rejected = [(str(each.generation), each.reason) for each in passed_over]
+        self.unreadable = [(str(each.generation), each.reason) for each in passed_over if each.is_loss]
         for each in survey.passed_over:
             as_it_should_be = logging.DEBUG if each.is_for_others else logging.INFO
             level = logging.WARNING if each.is_loss else as_it_should_be
-            log.log(level, "%s is skipped: %s", each.generation, each.reason)
-        coordination.offered = frozenset(commit.generation for commit in survey.usable)
-        return list(survey.usable)
+            fate = "has to do with older copies" if each.may_be_restored else "is skipped"
+            log.log(level, "%s %s: %s", each.generation, fate, each.reason)
+        self.lenders = survey.lenders
+        coordination.offered = frozenset(commit.generation for commit in survey.offered)
+        return survey.offered
 
     def why_dead(self, generation: GenerationId) -> str | None:
         """Why a generation must not be restored, wherever its bytes are; `None` if it may. As of the last `candidates`."""

@@ -10,7 +10,7 @@ from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import Catalog, Contents, missing_parts, read_commit
 from lightning_moe_ckpt.storage._log import History
 from lightning_moe_ckpt.storage._names import GenerationId
-from lightning_moe_ckpt.storage._needs import needed_by, what_lacks
+from lightning_moe_ckpt.storage._needs import needed_by, spare_for, what_lacks
 from lightning_moe_ckpt.storage._records import Commit
 from lightning_moe_ckpt.storage._retention import Retention, advanced_history
 
@@ -29,6 +29,11 @@ class PassedOver:
     def is_for_others(self) -> bool:
         """Whether it is only there because others need some of it, which is how it should be."""
         return self.commit is not None and not self.is_loss
+
+    @property
+    def may_be_restored(self) -> bool:
+        """Whether older copies may stand in for all that it lacks; only a restore can tell."""
+        return self.is_loss and self.commit is not None and bool(self.commit.spares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,25 @@ class Survey:
         return replace(self, damaged=damaged)
 
     @property
+    def offered(self) -> list[Commit]:
+        """What a restore may try, newest first."""
+        partly = [each.commit for each in self.passed_over if each.commit is not None and each.may_be_restored]
+        return sorted([*self.usable, *partly], key=lambda commit: commit.generation, reverse=True)
+
+    @property
+    def lenders(self) -> list[Commit]:
+        """What a restore does not try, but may take operators from; newest first."""
+        return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
+
+    @property
     def needed(self) -> dict[GenerationId, GenerationId]:
         """What usable generations need, each with the newest one that needs it."""
         return needed_by(self.usable)
+
+    @property
+    def spare(self) -> dict[GenerationId, GenerationId]:
+        """What has older copies for usable generations, each with the newest of those."""
+        return spare_for(self.usable)
 
     def give_up(self, history: History, retention: Retention, catalog: Catalog) -> History | None:
         """The history after what need not stay under `retention` was given up; `None` if it is the same."""
@@ -83,15 +104,18 @@ class Survey:
     def reasons(self, retention: Retention, catalog: Catalog) -> dict[GenerationId, str]:
         """What stays under `retention`, and why."""
         whole, doubtful = self._sound(catalog)
-        if any(commit.needs for commit in whole[:1]):
-            # What is being saved may borrow from either of the last two, and from whatever they borrow from.
+        if any(commit.needs or commit.spares for commit in whole[:1]):
+            # What is being saved may borrow from either of the last two, and from whatever they borrow from. Of what
+            # they hold themselves there are two copies then, too.
             retention = replace(retention, last=max(2, retention.last))
         reasons = retention.reasons(whole, doubtful)
         counted = {commit.generation for commit in whole}
         # What cannot be read now may be needed again, and so what it needs, until the log has given it up.
         needing = [c for each, c in self._manifests.items() if each in reasons or each not in counted]
         needed = {need: f"needed by {by}" for need, by in needed_by(c for c in needing if self._stays(c)).items()}
-        return self._perhaps_needed(reasons) | needed | reasons
+        spare = {each: f"has older copies for {by}" for each, by in spare_for(whole[: retention.last]).items()}
+        there = {each: reason for each, reason in spare.items() if each in self._allowed}
+        return self._perhaps_needed(reasons) | there | needed | reasons
 
     def _perhaps_needed(self, stay: Mapping[GenerationId, str]) -> dict[GenerationId, str]:
         """Where generations borrow: all that is older than one that stays and does not say now what it needs."""
@@ -112,6 +136,11 @@ class Survey:
         others = [each.generation for each in self.passed_over if each.is_for_others]
         older = [each for each in others if newest is not None and each < newest]
         return sorted([*(commit.generation for commit in whole), *older], reverse=True)
+
+    @property
+    def _allowed(self) -> set[GenerationId]:
+        """What the log allows and was committed, readable or not."""
+        return {*self._manifests, *(each.generation for each in self.passed_over if each.is_loss)}
 
     @property
     def _manifests(self) -> Mapping[GenerationId, Commit]:

@@ -22,7 +22,7 @@ from lightning_moe_ckpt.storage._catalog import (
 from lightning_moe_ckpt.storage._json import decode
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, parse_log_key
-from lightning_moe_ckpt.storage._needs import needed_by, what_lacks
+from lightning_moe_ckpt.storage._needs import needed_by, spare_for, what_lacks
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 
 
@@ -105,7 +105,8 @@ class RunView:
         found = {generation: self._look_at(catalog[generation]) for generation in sorted(catalog, reverse=True)}
         defects = {each: stored.why_not for each, stored in found.items()}
         judged = [self._with_needs(stored, defects) for stored in found.values()]
-        lent = needed_by(each.commit for each in judged if each.commit is not None and each.usable)
+        usable = [each.commit for each in judged if each.commit is not None and each.usable]
+        lent = spare_for(usable) | needed_by(usable)
         only_lent = {g: by for g, by in lent.items() if g in found and found[g].dead is None}
         return [_explained(each, only_lent.get(each.generation)) for each in judged]
 
@@ -160,7 +161,7 @@ class RunView:
         if not stored.usable or stored.commit is None or self.history is None:
             return stored
         lack = what_lacks(stored.commit, self.history, defects)
-        if lack is None:
+        if lack is None or (lack.is_loss and stored.commit.spares):  # older copies may do
             return stored
         return replace(stored, damage=lack.reason) if lack.is_loss else replace(stored, dead=lack.reason)
 

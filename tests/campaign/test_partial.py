@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,7 @@ def test_generations_hold_what_the_state_was(
             assert everything - experts <= taken
             assert {name for part in parts for name in part.experts} == named(parts[0], "storage")
             require_newest(parts, stored)
+        require_second_newest(parts, stored, experts)
     held = [list(in_memory(folder, rank)) for rank in range(world_size)]
     for rank, generations in enumerate(held):
         assert {name for each in generations for name in each.experts} >= experts & {n for n, *_ in known[rank][0]}
@@ -92,6 +93,29 @@ def require_newest(parts: Sequence[Taken], stored: Sequence[tuple[object, Sequen
             for name in {record.operator for record in borrowed.segment.records}:
                 having = [each[0].step for each in older if any(name in p.experts for p in each)]
                 assert borrowed.generation.step == having[-1]
+
+
+def require_second_newest(
+    parts: Sequence[Taken], stored: Sequence[tuple[object, Sequence[Taken]]], experts: Collection[str]
+) -> None:
+    """Spares are the copy before the newest one of every expert, with all of its pieces on all ranks."""
+    upto = [each for _, each in stored if each[0].step <= parts[0].step]
+    for name in experts:
+        having = [each for each in upto if any(name in part.experts for part in each)]
+        wanted = {
+            (p.rank, p.step, r.name)
+            for p in (having[-2] if len(having) > 1 else [])
+            for r in p.marker.segments[0].records
+            if r.operator == name
+        }
+        spares = {
+            (part.rank, each.generation.step, record.name)
+            for part in parts
+            for each in part.marker.spares
+            for record in each.segment.records
+            if record.operator == name
+        }
+        assert spares == wanted, name
 
 
 def require_file_within(held: Taken, stored: Sequence[Taken]) -> None:

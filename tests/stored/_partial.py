@@ -16,6 +16,7 @@ from lightning_moe_ckpt.storage import (
     RunStore,
     SegmentEntry,
     carry_forward,
+    carry_spares,
     digest_of,
     full_records,
     segment_key,
@@ -69,7 +70,8 @@ def part(
     lacking = set(EXPERTS) - set(experts)
     marker = RankMarker(
         run_id=run_id, rank=rank, world_size=world_size, generation=generation, plan_hash="p", segments=(own,),
-        borrowed=() if previous is None else carry_forward(previous, lacking), unix_time=generation.step,
+        borrowed=() if previous is None else carry_forward(previous, lacking),
+        spares=() if previous is None else carry_spares(previous, lacking, experts), unix_time=generation.step,
     )  # fmt: skip
     return marker, data
 

@@ -362,7 +362,9 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(storage.segment_key(storage.GenerationId(step=1, epoch=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
-    assert_type(storage.carry_forward(marker, ["moe/expert.3"]), tuple[storage.BorrowedEntry, ...])
+    bad: storage.BadCopies = {"moe/expert.3": [storage.GenerationId(step=1, epoch=1)]}
+    assert_type(storage.carry_forward(marker, ["moe/expert.3"], bad), tuple[storage.BorrowedEntry, ...])
+    assert_type(storage.carry_spares(marker, ["moe/expert.3"], ["moe/expert.4"]), tuple[storage.BorrowedEntry, ...])
     for file, record in storage.full_records(marker):
         run.read_record(file, record, data[: record.nbytes])
     return run.retain(storage.Retention(last=2, every_n_steps=1000, days=1.5))
