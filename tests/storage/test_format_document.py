@@ -110,7 +110,13 @@ def example() -> list[str]:
 @pytest.fixture(scope="module")
 def borrowing() -> list[str]:
     """Every line of JSON in the example of a generation that borrows: header, marker of four lines, manifest."""
-    return json_lines(EXAMPLES.partition("### 8.1")[2])
+    return json_lines(EXAMPLES.partition("### 8.1")[2].partition("### 8.2")[0])
+
+
+@pytest.fixture(scope="module")
+def sparing() -> list[str]:
+    """Every line of JSON in the example of a generation with a spare: marker of four lines, manifest."""
+    return json_lines(EXAMPLES.partition("### 8.2")[2])
 
 
 def json_lines(text: str) -> list[str]:
@@ -173,14 +179,38 @@ def test_a_generation_that_borrows_is_read_as_the_text_says(example: list[str], 
     )
 
 
-def test_every_key_of_a_marker_and_of_a_manifest_is_described(borrowing: list[str]) -> None:
-    """Those of the second version, which has all of the first."""
-    marker, manifest = json.loads(borrowing[1]), json.loads(borrowing[5])
+def test_a_generation_with_a_spare_is_read_as_the_text_says(example: list[str], sparing: list[str]) -> None:
+    """Beside the run of the first example, which has the older copy of the operator that it stores."""
+    backend, _ = example_run(example)
+    marker, own, spare, module, manifest = sparing
+    prefix = "snap/000000000002/e000001/"
+    segment = struct.pack("<Q", 4088) + example[0].encode().ljust(4088) + struct.pack("<3f", 4, 5, 6) + bytes(52 + 64)
+    backend.put(f"{prefix}rank00000.000000000002.safetensors", segment)
+    backend.put(f"{prefix}rank00000.done", f"{marker}\n{own}\n{spare}\n{module}\n".encode())
+    backend.put(f"{prefix}_COMMITTED", f"{manifest}\n".encode())
+    store = RunStore.open(backend, resume="must")
+    newest, older = store.candidates()
+    assert (newest.needs, newest.spares) == ((), (older.generation,))
+    read = store.read_marker(newest, 0)
+    verify_records(read.segments[0], memoryview(segment))
+    (entry,) = read.spares
+    out = bytearray(12)
+    store.read_record(entry.segment, entry.segment.records[0], memoryview(out))
+    assert struct.unpack("<3f", out) == (1, 2, 3)
+    assert (read.to_bytes().decode(), newest.to_bytes().decode()) == (
+        f"{marker}\n{own}\n{spare}\n{module}\n",
+        f"{manifest}\n",
+    )
+
+
+def test_every_key_of_a_marker_and_of_a_manifest_is_described(sparing: list[str]) -> None:
+    """Those of the third version, which has all of the others."""
+    marker, manifest = json.loads(sparing[0]), json.loads(sparing[4])
     for title, document in (("### 4.1 Marker", marker), ("### 4.2 Manifest", manifest)):
         section = TEXT.partition(title)[2].partition("\n### ")[0]
         described = {name for row in rows(section, "key") for name in re.findall(r"`(\w+)`", row[0])}
         assert described == set(document["document"]["body"])
-        assert document["document"]["version"] == 2
+        assert document["document"]["version"] == 3
 
 
 def test_digests_follow_the_text(example: list[str], borrowing: list[str]) -> None:
