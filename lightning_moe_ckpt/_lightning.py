@@ -23,6 +23,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loops import _Loop
 from torch import Tensor
 
 LoopState = dict[str, Any]
@@ -322,12 +323,20 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
 
 
 def _clear_restart_flags(trainer: Trainer) -> None:
-    fit_loop = trainer.fit_loop
-    fit_loop.restarting = False
-    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+    for loop in _with_children(trainer.fit_loop):
+        # Not through `restarting`: with `max_steps` its setter keeps the fit loop restarting whatever it is told, which
+        # then counts an epoch that has ended once more and makes no iterator for the next.
+        loop._restarting = False
         loop._loaded_from_state_dict = False
         loop._resuming_from_checkpoint = False
         loop.reset_restart_stage()
+
+
+def _with_children(loop: _Loop) -> Iterator[_Loop]:
+    yield loop
+    for each in vars(loop).values():
+        if isinstance(each, _Loop):
+            yield from _with_children(each)
 
 
 def skip_batches(

@@ -1,0 +1,279 @@
+"""Draws runs of the random campaign, spells one as a line that repeats it, and makes a failing one smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from campaign._drawn import Drawn
+from campaign._training import Checkpointing
+from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
+
+PHASES: tuple[Phase, ...] = (
+    "batch_start",
+    "forward",
+    "after_backward",
+    "before_optimizer_step",
+    "batch_end",
+    "after_batch_end",
+    "validation",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training and where its lives end."""
+
+    setup: Drawn
+    kills: tuple[Kill, ...]
+
+    def line(self) -> str:
+        """Everything that is not the default, as one line of JSON."""
+        setup = _spelled(replace(self.setup, checkpointing=None), Drawn())
+        assert self.setup.checkpointing is not None
+        checkpointing = _spelled(self.setup.checkpointing, Checkpointing(policy="dense"))
+        kills = [_spelled(kill, Kill(phase="random_time")) for kill in self.kills]
+        return json.dumps({"setup": setup, "checkpointing": checkpointing, "kills": kills})
+
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        """The case that a line spells."""
+        read = json.loads(line)
+        checkpointing = Checkpointing(**{"policy": "dense", **_tuples(read["checkpointing"])})
+        setup = Drawn(checkpointing=checkpointing, **_tuples(read["setup"]))
+        return cls(setup, tuple(Kill(**{"phase": "random_time", **kill}) for kill in read["kills"]))
+
+
+def _spelled(value: Any, default: Any) -> dict[str, Any]:
+    names = [each.name for each in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if getattr(value, name) != getattr(default, name)}
+
+
+def _tuples(value: dict[str, Any]) -> dict[str, Any]:
+    def frozen(each: Any) -> Any:
+        return tuple(frozen(one) for one in each) if isinstance(each, list) else each
+
+    return {name: frozen(each) for name, each in value.items()}
+
+
+def draw(seed: int) -> Case:
+    """The case of a number, the same every time."""
+    rng = random.Random(seed)
+    while True:
+        setup = _sensible(rng, _setup(rng))
+        if setup is not None:
+            return Case(setup, tuple(_kill(rng, setup) for _ in range(rng.choice([1, 1, 2, 2, 3, 4]))))
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases with one thing less, those first that take away most."""
+    for index in range(len(case.kills)):
+        if len(case.kills) > 1:
+            yield replace(case, kills=case.kills[:index] + case.kills[index + 1 :])
+    plain = Drawn()
+    for each in dataclasses.fields(Drawn):
+        value, default = getattr(case.setup, each.name), getattr(plain, each.name)
+        if each.name in {"trainer", "options", "user_callbacks"}:
+            for index in range(len(value)):
+                yield replace(case, setup=replace(case.setup, **{each.name: value[:index] + value[index + 1 :]}))
+        elif each.name not in {"checkpointing", "epochs", "batches"} and value != default:
+            yield replace(case, setup=replace(case.setup, **{each.name: default}))
+    assert case.setup.checkpointing is not None
+    for checkpointing in (Checkpointing(policy="dense"), Checkpointing(policy="sparse", window=2)):
+        if len(_spelled(case.setup.checkpointing, checkpointing)) > 0:
+            yield replace(case, setup=replace(case.setup, checkpointing=checkpointing))
+            break
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], attempts: int = 60) -> Case:
+    """A case that still fails and of which nothing can be taken away, as far as `attempts` runs tell."""
+    found = True
+    while found and attempts > 0:
+        found = False
+        for candidate in smaller(case):
+            attempts -= 1
+            if attempts >= 0 and fails(candidate):
+                case, found = candidate, True
+                break
+    return case
+
+
+# -- drawing
+
+
+def _setup(rng: random.Random) -> Drawn:
+    def some(probability: float) -> bool:
+        return rng.random() < probability
+
+    batches = rng.randint(2, 7)
+    world_size = 3 if some(0.12) else 1
+    data = rng.choices(
+        ["map", "sized_stream", "stream", "shuffled_stream", "combined", "by_epoch"], [12, 2, 2, 2, 3, 3]
+    )[0]
+    workers = rng.choice([1, 2]) if some(0.25) else 0
+    model = rng.choices(["lists", "batch_norm", "tied", "stacked", "biased", "counting", "dense", "mixtral"], [5, 3, 3, 3, 1, 1, 1, 0.5])[0]
+    validated = some(0.6)
+    return Drawn(
+        model=model,
+        options=_options(rng, model),
+        checkpointing=_checkpointing(rng),
+        loader="stateful" if some(0.25) else "plain",
+        workers=workers,
+        persistent=workers > 0 and some(0.4),
+        augment=some(0.6),
+        batches=batches,
+        batch_size=rng.choice([2, 3, 4]),
+        ragged=rng.choice([0, 0, 1, 2]) if world_size == 1 else 0,
+        drop_last=some(0.2),
+        epochs=rng.randint(2, 4),
+        accumulate=rng.choice([1, 1, 1, 2, 3]),
+        validate_every=1 if validated else None,
+        validation_loaders=rng.choice([1, 1, 2]),
+        precision=rng.choices(["32-true", "bf16-mixed", "bf16-true", "16-mixed"], [6, 2, 1, 1])[0],
+        clip=rng.choice([None, 0.5, 0.5]),
+        clip_algorithm=rng.choices(["norm", "value"], [3, 1])[0],
+        optimizer=rng.choice(["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]),
+        amsgrad=some(0.15),
+        groups=rng.choice([1, 2, 3]),
+        scheduler=rng.choice(["none", "cosine", "epoch"]),
+        one_cycle=some(0.15),
+        plateau=(rng.choice(["step", "epoch"]), rng.choice([1, 2])) if some(0.15) else None,
+        world_size=world_size,
+        strategy="moe" if some(0.8) else "ddp_ordered",
+        averaged=rng.choice(["ema", "mean"]) if some(0.08) else None,
+        balanced_by="callback" if model == "biased" else None,
+        trainer=_trainer(rng, validated=validated, batches=batches),
+        logged=some(0.2),
+        growing_accumulation=False,
+        data=data,
+        combined=rng.choice(["min_size", "max_size_cycle", "max_size"]),
+        sampler=rng.choices(["shuffle", "own_generator", "sequential", "replacement"], [4, 1, 1, 1])[0],
+        holds=rng.choices(["nothing", "numpy", "random", "torch"], [9, 1, 1, 1])[0],
+        user_callbacks=tuple(
+            name for name, share in (("early_stopping", 0.1), ("best", 0.15), ("every_two_steps", 0.1)) if some(share)
+        ),
+        logger=some(0.15),
+        compiled=some(0.01),
+        toggled=some(0.08),
+    )
+
+
+def _options(rng: random.Random, model: str) -> tuple[tuple[str, Any], ...]:
+    options: list[tuple[str, Any]] = []
+    if model not in {"dense", "mixtral"}:
+        options += [(name, True) for name in ("gate_fp32", "noisy", "never_routed") if rng.random() < 0.25]
+    if model == "mixtral" and rng.random() < 0.3:
+        options.append(("never_routed", True))
+    if model not in {"dense", "mixtral", "tied"} and rng.random() < 0.2:
+        options.append(("recompute", rng.choice(["reentrant", "not_reentrant"])))
+    return tuple(options)
+
+
+def _checkpointing(rng: random.Random) -> Checkpointing:
+    if rng.random() < 0.35:
+        return Checkpointing(policy="dense", every_n_steps=rng.randint(1, 4))
+    window: Any = "auto" if rng.random() < 0.1 else rng.randint(1, 6)
+    return Checkpointing(policy="sparse", window=window, order=rng.choice(["popularity", "fixed", "back_to_front"]))
+
+
+def _trainer(rng: random.Random, *, validated: bool, batches: int) -> tuple[tuple[str, Any], ...]:
+    options: dict[str, Any] = {}
+    budget = rng.choice(["epochs", "steps", "steps", "both", "time"])
+    if budget in {"steps", "both", "time"}:
+        options["max_steps"] = rng.randint(5, 14)
+    if budget == "steps":
+        options["max_epochs"] = None
+    if budget == "time":
+        options |= {"max_time": "00:01:00:00", "max_epochs": None}
+    if rng.random() < 0.2:
+        options["limit_train_batches"] = rng.choice([2, 3, 0.7])
+    elif rng.random() < 0.1:
+        options["overfit_batches"] = rng.choice([2, 0.5])
+    if rng.random() < 0.2:
+        options["reload_dataloaders_every_n_epochs"] = rng.choice([1, 2])
+    if validated:
+        options |= _validation(rng, batches)
+    return tuple(options.items())
+
+
+def _validation(rng: random.Random, batches: int) -> dict[str, Any]:
+    kind = rng.choice(["epoch", "epochs", "batches", "fraction", "over_epochs"])
+    sanity = {"num_sanity_val_steps": rng.choice([0, 0, 2])}
+    if kind == "epoch":
+        return {"val_check_interval": 1.0, **sanity}
+    if kind == "epochs":
+        return {"val_check_interval": 1.0, "check_val_every_n_epoch": 2, **sanity}
+    if kind == "batches":
+        return {"val_check_interval": rng.randint(1, 2), **sanity}
+    if kind == "fraction":
+        return {"val_check_interval": 0.5, **sanity}
+    return {"val_check_interval": rng.randint(2, batches + 2), "check_val_every_n_epoch": None, **sanity}
+
+
+def _sensible(rng: random.Random, setup: Drawn) -> Drawn | None:
+    """The drawn run without what Lightning or torch refuse in itself; `None` if it is not worth mending."""
+    options = dict(setup.trainer)
+    changes: dict[str, Any] = {}
+    streams = setup.data in {"sized_stream", "stream", "shuffled_stream"}
+    if streams:
+        changes |= {"holds": "nothing", "sampler": "shuffle", "ragged": 0, "drop_last": False}
+        if setup.workers == 2 or setup.world_size > 1:
+            changes["batch_size"] = 4
+    if setup.data in {"stream", "shuffled_stream"} or setup.data == "combined":
+        options.pop("overfit_batches", None)
+        if isinstance(options.get("limit_train_batches"), float):
+            options["limit_train_batches"] = 2
+        if isinstance(options.get("val_check_interval"), float):
+            options["val_check_interval"] = 1.0
+    if setup.data == "sized_stream":
+        changes["workers"], changes["persistent"] = 0, False
+        options.pop("overfit_batches", None)
+    if setup.data == "by_epoch":
+        options.setdefault("reload_dataloaders_every_n_epochs", 1)
+    if setup.optimizer == "adamw_fused" and setup.precision == "16-mixed":
+        changes["optimizer"] = "adamw"
+    if setup.optimizer == "sgd":
+        changes["amsgrad"] = False
+    if setup.clip is None:
+        changes["clip_algorithm"] = "norm"
+    if setup.one_cycle or setup.plateau is not None:
+        changes |= {"scheduler": "none", "one_cycle": setup.one_cycle and setup.plateau is None}
+    if setup.plateau == ("step", setup.plateau[1] if setup.plateau else 0) and not setup.validate_every:
+        changes["plateau"] = None
+    if setup.compiled and (setup.world_size > 1 or setup.model in {"mixtral", "counting"}):
+        changes["compiled"] = False
+    if setup.toggled and (setup.model in {"mixtral", "counting"} or setup.strategy != "moe"):
+        changes["toggled"] = False
+    if setup.world_size == 1:
+        changes["strategy"] = "moe"
+    if _batches_per_epoch(setup, options) < 2:
+        return None
+    interval = options.get("val_check_interval")
+    if type(interval) is int and "check_val_every_n_epoch" not in options:
+        options["val_check_interval"] = min(interval, _batches_per_epoch(setup, options))
+    return replace(setup, trainer=tuple(options.items()), **changes)
+
+
+def _batches_per_epoch(setup: Drawn, options: dict[str, Any]) -> int:
+    """At least so many; the shortest of combined loaders counts."""
+    batches = setup.batches
+    if setup.data == "combined" and setup.combined == "min_size":
+        batches = batches // 2
+    limit = options.get("limit_train_batches", options.get("overfit_batches", batches))
+    return int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+
+
+def _kill(rng: random.Random, setup: Drawn) -> Kill:
+    rank = rng.randrange(setup.world_size)
+    settle = rng.choice([0.0, 10.0])
+    if rng.random() < 0.15:
+        return Kill(phase="random_time", seconds=round(rng.uniform(0.0, 0.3), 3), rank=rank)
+    if rng.random() < 0.15:  # at either side of an epoch's end
+        batches = _batches_per_epoch(setup, dict(setup.trainer)) * rng.randint(1, 2)
+        return Kill(phase=rng.choice(["epoch_start", "epoch_end", "batch_end"]), batches=batches, rank=rank, settle=settle)
+    phases = [phase for phase in PHASES if phase != "validation" or setup.validate_every]
+    return Kill(phase=rng.choice(phases), batches=rng.randint(1, 12), rank=rank, settle=settle)

@@ -1,0 +1,318 @@
+"""A training run with every dimension that a user may vary, as one value that a generator draws and a line spells.
+
+`Drawn` adds to `Variant` what only the random campaign varies: samplers and generators of their own, several
+validation loaders, Lightning's own callbacks, loggers, compiled models. The generator is `_draw`.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from typing_extensions import override
+
+from campaign._data import VOCABULARY, Tokens
+from campaign._training import Module, make_averaging, make_scheduler
+from campaign._variants import Item, Stream, Variant, VariantModule
+from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives_end import bits, digest
+
+Data = Literal["map", "sized_stream", "stream", "shuffled_stream", "combined", "by_epoch"]
+"""Kinds of training data. Streams are iterable, `sized` ones with a length; `by_epoch` comes from a hook of the module."""
+Holds = Literal["nothing", "numpy", "random", "torch"]
+"""Which generator of its own the data set draws from."""
+UserCallback = Literal["early_stopping", "best", "every_two_steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Variant):
+    """A training run of the random campaign. Every field is JSON."""
+
+    data: Data = "map"
+    combined: Literal["min_size", "max_size_cycle", "max_size"] = "max_size_cycle"
+    sampler: Literal["shuffle", "own_generator", "sequential", "replacement"] = "shuffle"
+    persistent: bool = False
+    drop_last: bool = False
+    ragged: int = 0
+    """Items beyond whole batches."""
+    holds: Holds = "nothing"
+    validation_loaders: int = 1
+    amsgrad: bool = False
+    one_cycle: bool = False
+    groups: int = 2
+    user_callbacks: tuple[UserCallback, ...] = ()
+    logger: bool = False
+    compiled: bool = False
+    toggled: bool = False
+    """Whether the module switches `requires_grad` of its embedding by the epoch."""
+
+    @override
+    def make_module(self, life: Life) -> Module:
+        return DrawnModule(self, life)
+
+    @override
+    def callbacks(self, life: Life) -> Sequence[Callback]:
+        made: dict[UserCallback, Callback] = {}
+        if "early_stopping" in self.user_callbacks:
+            made["early_stopping"] = EarlyStopping("loss_of_epoch", patience=1, check_on_train_epoch_end=True)
+        if "best" in self.user_callbacks:
+            made["best"] = ModelCheckpoint(
+                _files(self, life) / "best", monitor="loss_of_epoch", save_top_k=2, save_last=True
+            )
+        if "every_two_steps" in self.user_callbacks:
+            made["every_two_steps"] = ModelCheckpoint(
+                _files(self, life) / "steps", every_n_train_steps=2, save_top_k=-1, filename="{step}"
+            )
+        return [*super().callbacks(life), *make_averaging(self.averaged), *made.values()]
+
+    @override
+    def trainer_options(self, life: Life) -> dict[str, Any]:
+        options = super().trainer_options(life)
+        if self.logger:
+            options |= {
+                "logger": CSVLogger(str(_files(self, life)), name="csv", version="mine"),
+                "log_every_n_steps": 1,
+            }
+        return options
+
+    @override
+    def loaders(self, life: Life) -> tuple[Any, Any]:
+        training = None if self.data == "by_epoch" else make_training(self, life, first=0)
+        if not self.validate_every:
+            return training, None
+        validation = [
+            DataLoader(Tokens(self.batch_size * 2 + index, augment=False), batch_size=self.batch_size)
+            for index in range(self.validation_loaders)
+        ]
+        return training, validation if len(validation) > 1 else validation[0]
+
+    @override
+    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        found: dict[str, Any] = {
+            **super().returned(life, trainer),
+            "batches": [batches.ready, batches.completed],
+            "stopped": trainer.should_stop,
+            "metrics": {name: bits(value) for name, value in sorted(trainer.callback_metrics.items())},
+        }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
+            if isinstance(callback, EarlyStopping | ModelCheckpoint):
+                found[type(callback).__name__ + str(callback.monitor)] = _plain(callback.state_dict())
+        if life.rank == 0:
+            root = _files(self, life)
+            found["files"] = sorted(str(path.relative_to(root)) for path in root.rglob("*.ckpt"))
+            found["rows"] = sorted(_rows(root))
+        return found
+
+
+def _files(setup: Drawn, life: Life) -> Path:
+    """Where the run's own files go; fault-free runs share a work folder."""
+    return life.workdir / ("files" if setup.checkpointing is not None else f"files{life.index}")
+
+
+def _plain(state: Any) -> Any:
+    """A callback's state without the folder it writes to, floats by their bits."""
+    if isinstance(state, dict):
+        return {Path(str(key)).name: _plain(each) for key, each in state.items() if key != "dirpath"}
+    if isinstance(state, Tensor):
+        return digest(state)
+    return Path(state).name if isinstance(state, str) else repr(state)
+
+
+def _rows(root: Path) -> Iterator[str]:
+    for path in root.glob("csv/mine/metrics.csv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                yield str(sorted((key, value) for key, value in row.items() if value))
+
+
+# -- data
+
+
+class Holding(Dataset[Item]):
+    """Items that also depend on a generator that the data set holds."""
+
+    def __init__(self, items: Dataset[Item], kind: Holds, seed: int) -> None:
+        self._items = items
+        makers: dict[Holds, Any] = {
+            "numpy": np.random.default_rng,
+            "random": random.Random,
+            "torch": torch.Generator().manual_seed,
+        }
+        self.own = makers[kind](seed)
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]
+
+    @override
+    def __getitem__(self, index: int) -> Item:
+        tokens, targets = self._items[index]
+        if isinstance(self.own, np.random.Generator):
+            number = int(self.own.integers(VOCABULARY))
+        elif isinstance(self.own, random.Random):
+            number = self.own.randrange(VOCABULARY)
+        else:
+            number = int(torch.randint(VOCABULARY, (), generator=self.own))
+        return (tokens + number) % VOCABULARY, targets
+
+
+class SizedStream(Stream):
+    """A stream that knows its length on one rank, which torch divides by the workers itself."""
+
+    def __init__(self, length: int, ranks: int, *, augment: bool) -> None:
+        super().__init__(length, augment=augment)
+        self._own_length = length // ranks
+
+    def __len__(self) -> int:
+        return self._own_length
+
+
+class ShuffledStream(IterableDataset[Item]):
+    """A stream that keeps a few items back and gives one of them at random."""
+
+    def __init__(self, stream: Stream, keep: int = 5) -> None:
+        self._stream, self._keep = stream, keep
+
+    @override
+    def __iter__(self) -> Iterator[Item]:
+        kept: list[Item] = []
+        for item in self._stream:
+            kept.append(item)
+            if len(kept) > self._keep:
+                yield kept.pop(random.randrange(len(kept)))
+        random.shuffle(kept)
+        yield from kept
+
+
+def make_training(setup: Drawn, life: Life, *, first: int) -> Any:
+    """The training data of one epoch, or of all.
+
+    Args:
+        setup: the run.
+        life: whose seed the data's own generators start from.
+        first: items before these are left out.
+    """
+    length = setup.batches * setup.batch_size * life.world_size + setup.ragged
+    if setup.data == "combined":
+        loaders = {"first": _loader(setup, life, _items(setup, life, length, first))}
+        loaders["second"] = _loader(setup, life, _items(setup, life, max(1, length // 2), first))
+        return CombinedLoader(loaders, setup.combined)
+    return _loader(setup, life, _items(setup, life, length, first))
+
+
+def _items(setup: Drawn, life: Life, length: int, first: int) -> Any:
+    if setup.data == "sized_stream":
+        return SizedStream(length, life.world_size, augment=setup.augment)
+    if setup.data == "stream":
+        return Stream(length, augment=setup.augment)
+    if setup.data == "shuffled_stream":
+        return ShuffledStream(Stream(length, augment=setup.augment))
+    tokens = Tokens(first + length, augment=setup.augment)
+    items: Dataset[Item] = Subset(tokens, range(first, first + length)) if first else tokens
+    return items if setup.holds == "nothing" else Holding(items, setup.holds, life.seed)
+
+
+def _loader(setup: Drawn, life: Life, items: Any) -> Any:
+    options: dict[str, Any] = {
+        "batch_size": setup.batch_size,
+        "num_workers": setup.workers,
+        "persistent_workers": setup.persistent and setup.workers > 0,
+        "drop_last": setup.drop_last,
+    }
+    make = StatefulDataLoader if setup.loader == "stateful" else DataLoader
+    if isinstance(items, IterableDataset):
+        return make(items, **options)
+    if setup.sampler == "sequential":
+        return make(items, sampler=SequentialSampler(items), **options)
+    if setup.sampler == "replacement":
+        return make(items, sampler=RandomSampler(items, replacement=True), **options)
+    if setup.sampler == "own_generator":
+        options["generator"] = torch.Generator().manual_seed(life.seed + 7)
+    return make(items, shuffle=True, **options)
+
+
+# -- module
+
+
+class DrawnModule(VariantModule):
+    """The module of a `Drawn`."""
+
+    def __init__(self, setup: Drawn, life: Life) -> None:
+        super().__init__(setup, life)
+        self._drawn = setup
+
+    @override
+    def configure_model(self) -> None:
+        fresh = self.model is None
+        super().configure_model()
+        if fresh and self._drawn.compiled:
+            self.model = torch.compile(self.model, backend="aot_eager")  # type: ignore[assignment]
+
+    @override
+    def train_dataloader(self) -> Any:
+        return make_training(self._drawn, self._life, first=self.current_epoch)
+
+    def _loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, dict):  # of a combined loader, one of whose loaders may have ended
+            return super()._loss({name: each for name, each in batch.items() if each is not None})
+        return super()._loss(batch)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss_of_epoch", loss, on_step=False, on_epoch=True, batch_size=self._drawn.batch_size, sync_dist=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().validation_step(batch, batch_idx)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self._drawn.toggled:
+            names = [name for name, _ in self.named_parameters() if "embedding" in name or "tokens" in name]
+            self.get_parameter(names[0]).requires_grad_(self.current_epoch % 2 == 0)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        setup = self._drawn
+        optimizer = _optimizer(setup, list(self.parameters()))
+        schedulers = torch.optim.lr_scheduler
+        if setup.one_cycle:
+            cycle = schedulers.OneCycleLR(optimizer, max_lr=0.01, total_steps=200)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+        if setup.plateau is not None:
+            interval, frequency = setup.plateau
+            plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
+            monitor = "loss_of_epoch" if interval == "epoch" else "validation_loss"
+            configured = {"scheduler": plateau, "interval": interval, "frequency": frequency, "monitor": monitor}
+            return {"optimizer": optimizer, "lr_scheduler": {**configured, "strict": False}}
+        if setup.scheduler == "none":
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": make_scheduler(setup, optimizer)}
+
+
+def _optimizer(setup: Drawn, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": parameters[index :: setup.groups], "weight_decay": 0.05 * index} for index in range(setup.groups)
+    ]
+    if setup.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    if setup.optimizer == "adam":
+        return torch.optim.Adam(groups, lr=3e-3, foreach=False, amsgrad=setup.amsgrad)
+    foreach, fused = setup.optimizer == "adamw_foreach", setup.optimizer == "adamw_fused"
+    return torch.optim.AdamW(groups, lr=3e-3, foreach=foreach, fused=fused, amsgrad=setup.amsgrad)

@@ -1,0 +1,52 @@
+"""Trainings drawn at random over everything that a user may vary, killed at random: each ends as if nothing had happened.
+
+`MOE_CKPT_CASE='{...}' pytest tests/campaign/test_configurations.py` repeats the line that a failure prints, and
+`MOE_CKPT_SHRINK=1` beside it looks for a smaller one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from campaign._campaign import Campaigns
+from campaign._draw import Case, draw, shrink
+
+SAMPLE = range(60)
+"""Runs of `make test`."""
+CHUNK, CHUNKS = 50, 40
+"""Runs of `make soak`."""
+
+GIVEN = os.environ.get("MOE_CKPT_CASE")
+
+
+def failure(campaigns: Campaigns, case: Case) -> str | None:
+    """What is wrong with a run, beginning with the line that repeats it; `None` if nothing is."""
+    try:
+        campaigns.check(case.setup, *case.kills, must_strike=False, timeout=60.0)
+    except (AssertionError, RuntimeError, TimeoutError) as error:
+        return f"MOE_CKPT_CASE='{case.line()}'\n{error}"
+    return None
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(draw(seed), id=str(seed)) for seed in SAMPLE] if GIVEN is None else [Case.parse(GIVEN)]
+)
+def test_a_drawn_run_ends_as_if_nothing_had_happened(campaigns: Campaigns, case: Case) -> None:
+    """Every tensor, loss, batch, epoch, step, and what callbacks and loggers say, is that of the fault-free run."""
+    found = failure(campaigns, case)
+    if found is not None and "MOE_CKPT_SHRINK" in os.environ:
+        small = shrink(case, lambda each: failure(campaigns, each) is not None)
+        found = failure(campaigns, small)
+    assert found is None, found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_two_thousand_drawn_runs_end_as_if_nothing_had_happened(campaigns: Campaigns, chunk: int) -> None:
+    """The same, at length; all failures of a chunk are told at once."""
+    cases = [draw(seed) for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK)]
+    found = [each for each in (failure(campaigns, case) for case in cases) if each is not None]
+    assert not found, "\n\n".join([f"{len(found)} of {len(cases)} drawn runs failed:", *found])
