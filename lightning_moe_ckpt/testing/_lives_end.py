@@ -63,7 +63,8 @@ class Recorder(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         if not trainer.sanity_checking:
-            self._line(trainer, "validation", batch_idx, loss=bits(outputs), data=digest(batch))
+            kind = f"validation {dataloader_idx}" if dataloader_idx else "validation"
+            self._line(trainer, kind, batch_idx, loss=bits(outputs), data=digest(batch))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,6 +115,8 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, (list, tuple)):
         for item in batch:
             yield from _leaves(item)
+    elif batch is None:  # of a combined loader that has ended
+        yield torch.empty(0)
     elif isinstance(batch, str):
         yield torch.tensor(list(batch.encode()), dtype=torch.uint8)
     else:

@@ -70,7 +70,11 @@ class Drawn(Variant):
             made["early_stopping"] = EarlyStopping("loss_of_epoch", patience=1, check_on_train_epoch_end=True)
         if "best" in self.user_callbacks:
             made["best"] = ModelCheckpoint(
-                _files(self, life) / "best", monitor="loss_of_epoch", save_top_k=2, save_last=True
+                _files(self, life) / "best",
+                monitor="loss_of_epoch",
+                save_top_k=2,
+                save_last=True,
+                save_on_train_epoch_end=True,
             )
         if "every_two_steps" in self.user_callbacks:
             made["every_two_steps"] = ModelCheckpoint(
@@ -222,7 +226,12 @@ def _items(setup: Drawn, life: Life, length: int, first: int) -> Any:
         return ShuffledStream(Stream(length, augment=setup.augment))
     tokens = Tokens(first + length, augment=setup.augment)
     items: Dataset[Item] = Subset(tokens, range(first, first + length)) if first else tokens
-    return items if setup.holds == "nothing" else Holding(items, setup.holds, life.seed)
+    return items if setup.holds == "nothing" else Holding(items, setup.holds, _own_seed(setup, life))
+
+
+def _own_seed(setup: Drawn, life: Life) -> int:
+    """Of a generator that the user makes: another in each life, unless data is made again while a life runs."""
+    return 7 if setup.data == "by_epoch" else life.seed + 7
 
 
 def _loader(setup: Drawn, life: Life, items: Any) -> Any:
@@ -240,7 +249,7 @@ def _loader(setup: Drawn, life: Life, items: Any) -> Any:
     if setup.sampler == "replacement":
         return make(items, sampler=RandomSampler(items, replacement=True), **options)
     if setup.sampler == "own_generator":
-        options["generator"] = torch.Generator().manual_seed(life.seed + 7)
+        options["generator"] = torch.Generator().manual_seed(_own_seed(setup, life))
     return make(items, shuffle=True, **options)
 
 
