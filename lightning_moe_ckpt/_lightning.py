@@ -23,7 +23,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.loops import _Loop
+from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
 
 LoopState = dict[str, Any]

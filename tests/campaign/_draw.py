@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,17 +105,28 @@ def shrink(case: Case, fails: Callable[[Case], bool], attempts: int = 60) -> Cas
 # -- drawing
 
 
+def _one(rng: random.Random, shares: Mapping[str, float]) -> Any:
+    """One value by weight. Not a `str` to type checkers, whom fields tell which ones there are."""
+    return rng.choices(list(shares), list(shares.values()))[0]
+
+
+def _some(rng: random.Random, shares: Mapping[str, float]) -> Any:
+    """Each value with a probability of its own."""
+    return tuple(name for name, share in shares.items() if rng.random() < share)
+
+
 def _setup(rng: random.Random) -> Drawn:
     def some(probability: float) -> bool:
         return rng.random() < probability
 
     batches = rng.randint(2, 7)
     world_size = 3 if some(0.12) else 1
-    data = rng.choices(
-        ["map", "sized_stream", "stream", "shuffled_stream", "combined", "by_epoch"], [12, 2, 2, 2, 3, 3]
-    )[0]
+    data = _one(rng, {"map": 12, "sized_stream": 2, "stream": 2, "shuffled_stream": 2, "combined": 3, "by_epoch": 3})
     workers = rng.choice([1, 2]) if some(0.25) else 0
-    model = rng.choices(["lists", "batch_norm", "tied", "stacked", "biased", "counting", "dense", "mixtral"], [5, 3, 3, 3, 1, 1, 1, 0.5])[0]
+    model = _one(
+        rng,
+        {"lists": 5, "batch_norm": 3, "tied": 3, "stacked": 3, "biased": 1, "counting": 1, "dense": 1, "mixtral": 0.5},
+    )
     validated = some(0.6)
     return Drawn(
         model=model,
@@ -133,9 +144,9 @@ def _setup(rng: random.Random) -> Drawn:
         accumulate=rng.choice([1, 1, 1, 2, 3]),
         validate_every=1 if validated else None,
         validation_loaders=rng.choice([1, 1, 2]),
-        precision=rng.choices(["32-true", "bf16-mixed", "bf16-true", "16-mixed"], [6, 2, 1, 1])[0],
+        precision=_one(rng, {"32-true": 6, "bf16-mixed": 2, "bf16-true": 1, "16-mixed": 1}),
         clip=rng.choice([None, 0.5, 0.5]),
-        clip_algorithm=rng.choices(["norm", "value"], [3, 1])[0],
+        clip_algorithm=_one(rng, {"norm": 3, "value": 1}),
         optimizer=rng.choice(["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]),
         amsgrad=some(0.15),
         groups=rng.choice([1, 2, 3]),
@@ -151,11 +162,9 @@ def _setup(rng: random.Random) -> Drawn:
         growing_accumulation=False,
         data=data,
         combined=rng.choice(["min_size", "max_size_cycle", "max_size"]),
-        sampler=rng.choices(["shuffle", "own_generator", "sequential", "replacement"], [4, 1, 1, 1])[0],
-        holds=rng.choices(["nothing", "numpy", "random", "torch"], [9, 1, 1, 1])[0],
-        user_callbacks=tuple(
-            name for name, share in (("early_stopping", 0.1), ("best", 0.15), ("every_two_steps", 0.1)) if some(share)
-        ),
+        sampler=_one(rng, {"shuffle": 4, "own_generator": 1, "sequential": 1, "replacement": 1}),
+        holds=_one(rng, {"nothing": 9, "numpy": 1, "random": 1, "torch": 1}),
+        user_callbacks=_some(rng, {"early_stopping": 0.1, "best": 0.15, "every_two_steps": 0.1}),
         logger=some(0.15),
         compiled=some(0.01),
         toggled=some(0.08),
@@ -216,46 +225,58 @@ def _validation(rng: random.Random, batches: int) -> dict[str, Any]:
 
 def _sensible(rng: random.Random, setup: Drawn) -> Drawn | None:
     """The drawn run without what Lightning or torch refuse in itself; `None` if it is not worth mending."""
+    options = _sensible_options(setup)
+    if _batches_per_epoch(setup, options) < 2:
+        return None
+    interval = options.get("val_check_interval")
+    if type(interval) is int and "check_val_every_n_epoch" not in options:
+        options["val_check_interval"] = min(interval, _batches_per_epoch(setup, options))
+    return replace(setup, trainer=tuple(options.items()), **_sensible_data(setup), **_sensible_training(setup))
+
+
+def _sensible_options(setup: Drawn) -> dict[str, Any]:
+    """Arguments of the Trainer: what has no length takes no shares of it."""
     options = dict(setup.trainer)
-    changes: dict[str, Any] = {}
-    streams = setup.data in {"sized_stream", "stream", "shuffled_stream"}
-    if streams:
-        changes |= {"holds": "nothing", "sampler": "shuffle", "ragged": 0, "drop_last": False}
-        if setup.workers == 2 or setup.world_size > 1:
-            changes["batch_size"] = 4
-    if setup.data in {"stream", "shuffled_stream"} or setup.data == "combined":
-        options.pop("overfit_batches", None)
+    if setup.data in {"stream", "shuffled_stream", "combined"}:
         if isinstance(options.get("limit_train_batches"), float):
             options["limit_train_batches"] = 2
         if isinstance(options.get("val_check_interval"), float):
             options["val_check_interval"] = 1.0
-    if setup.data == "sized_stream":
-        changes["workers"], changes["persistent"] = 0, False
+    if setup.data not in {"map", "by_epoch"}:
         options.pop("overfit_batches", None)
     if setup.data == "by_epoch":
         options.setdefault("reload_dataloaders_every_n_epochs", 1)
+    return options
+
+
+def _sensible_data(setup: Drawn) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if setup.data in {"sized_stream", "stream", "shuffled_stream"}:
+        # All ranks and workers have the same number of whole batches, or Lightning waits for those that have none.
+        changes |= {"holds": "nothing", "sampler": "shuffle", "ragged": 0, "drop_last": False, "batch_size": 4}
+    if setup.data == "sized_stream":
+        changes |= {"workers": 0, "persistent": False}
+    return changes
+
+
+def _sensible_training(setup: Drawn) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
     if setup.optimizer == "adamw_fused" and setup.precision.endswith("mixed"):  # refuses to be clipped
         changes["optimizer"] = "adamw"
     if setup.optimizer == "sgd":
         changes["amsgrad"] = False
     if setup.clip is None:
         changes["clip_algorithm"] = "norm"
-    if setup.one_cycle or setup.plateau is not None:
-        changes |= {"scheduler": "none", "one_cycle": setup.one_cycle and setup.plateau is None}
-    if setup.plateau == ("step", setup.plateau[1] if setup.plateau else 0) and not setup.validate_every:
-        changes["plateau"] = None
-    if setup.compiled and (setup.world_size > 1 or setup.model in {"mixtral", "counting"}):
-        changes["compiled"] = False
-    if setup.toggled and (setup.model in {"mixtral", "counting"} or setup.strategy != "moe"):
-        changes["toggled"] = False
+    plateau = setup.plateau if setup.validate_every or setup.plateau is None or setup.plateau[0] == "epoch" else None
+    changes["plateau"] = plateau
+    if setup.one_cycle or plateau is not None:
+        changes |= {"scheduler": "none", "one_cycle": setup.one_cycle and plateau is None}
+    changes["compiled"] = setup.compiled and setup.world_size == 1 and setup.model not in {"mixtral", "counting"}
     if setup.world_size == 1:
         changes["strategy"] = "moe"
-    if _batches_per_epoch(setup, options) < 2:
-        return None
-    interval = options.get("val_check_interval")
-    if type(interval) is int and "check_val_every_n_epoch" not in options:
-        options["val_check_interval"] = min(interval, _batches_per_epoch(setup, options))
-    return replace(setup, trainer=tuple(options.items()), **changes)
+    strategy = changes.get("strategy", setup.strategy)
+    changes["toggled"] = setup.toggled and setup.model not in {"mixtral", "counting"} and strategy == "moe"
+    return changes
 
 
 def _batches_per_epoch(setup: Drawn, options: dict[str, Any]) -> int:
@@ -274,6 +295,8 @@ def _kill(rng: random.Random, setup: Drawn) -> Kill:
         return Kill(phase="random_time", seconds=round(rng.uniform(0.0, 0.3), 3), rank=rank)
     if rng.random() < 0.15:  # at either side of an epoch's end
         batches = _batches_per_epoch(setup, dict(setup.trainer)) * rng.randint(1, 2)
-        return Kill(phase=rng.choice(["epoch_start", "epoch_end", "batch_end"]), batches=batches, rank=rank, settle=settle)
+        return Kill(
+            phase=rng.choice(["epoch_start", "epoch_end", "batch_end"]), batches=batches, rank=rank, settle=settle
+        )
     phases = [phase for phase in PHASES if phase != "validation" or setup.validate_every]
     return Kill(phase=rng.choice(phases), batches=rng.randint(1, 12), rank=rank, settle=settle)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,14 @@ CHUNK, CHUNKS = 50, 40
 """Runs of `make soak`."""
 
 GIVEN = os.environ.get("MOE_CKPT_CASE")
+ONCE_FAILED = {
+    "max_steps alone, replayed from between two epochs": """{"setup": {"validate_every": null, "plateau": ["epoch", 1],
+        "trainer": [["max_steps", 16], ["max_epochs", null]]}, "checkpointing": {"policy": "sparse", "window": 4},
+        "kills": [{"phase": "forward", "batches": 10, "settle": 10.0}]}""",
+    "max_steps alone, with validation, from between two epochs": """{"setup": {"trainer": [["max_steps", 16], ["max_epochs", null]]},
+        "checkpointing": {}, "kills": [{"phase": "after_batch_end", "batches": 6, "settle": 10.0}]}""",
+}
+"""Lines of failures, by what was wrong."""
 
 
 def failure(campaigns: Campaigns, case: Case) -> str | None:
@@ -30,9 +39,14 @@ def failure(campaigns: Campaigns, case: Case) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(draw(seed), id=str(seed)) for seed in SAMPLE] if GIVEN is None else [Case.parse(GIVEN)]
-)
+def _cases() -> list[Any]:
+    if GIVEN is not None:
+        return [pytest.param(Case.parse(GIVEN), id="given")]
+    failed = [pytest.param(Case.parse(line), id=name) for name, line in ONCE_FAILED.items()]
+    return [*failed, *(pytest.param(draw(seed), id=str(seed)) for seed in SAMPLE)]
+
+
+@pytest.mark.parametrize("case", _cases())
 def test_a_drawn_run_ends_as_if_nothing_had_happened(campaigns: Campaigns, case: Case) -> None:
     """Every tensor, loss, batch, epoch, step, and what callbacks and loggers say, is that of the fault-free run."""
     found = failure(campaigns, case)
