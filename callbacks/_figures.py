@@ -68,6 +68,8 @@ class CheckpointFigures:
             **{f"moe/{name}": value.item() for name, value in self._generations.compute().items()},
             "moe/generations_complete": now.generations_complete,
             "moe/generations_committed": now.generations_committed,
+            "moe/windows_skipped": now.windows_skipped,
+            "moe/windows_missed": now.windows_missed,
             **{f"moe/generations_skipped/{tier}": number for tier, number in now.generations_skipped.items()},
             **_lost(now.lost),
         }

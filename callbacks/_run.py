@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveragin
 from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
+from lightning_moe_ckpt._lightning_progress import ProgressNote
 from lightning_moe_ckpt.callbacks._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.callbacks._layer_state import LayerState
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder, Part
@@ -94,6 +95,7 @@ class FitRun:
         self._stops = Stops(
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.leave_nothing_behind
         )
+        self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._validated = self._trained = self._told_to_stop = False
         self._replays = policy.kind == "sparse"
 
@@ -126,6 +128,7 @@ class FitRun:
         self._batches.remove()
         self._clip.remove()
         self._taps.remove()
+        self._note.remove()
         try:
             self.life.close(keep_memory=keep_memory)
         finally:
@@ -195,6 +198,11 @@ class FitRun:
         """In replay, validation sees weights that are frozen or edited already: the original run did not stop there."""
         if (self.life.replaying or self._recorder.following) and not self._told_to_stop:
             self._trainer.should_stop = False
+
+    def _missed(self) -> str | None:
+        """For the progress bar."""
+        missed = self.life.windows_missed
+        return f"{missed} windows" if missed else None
 
     def _original_batches(self) -> Logged | None:
         outcome = self.life.replay_outcome(self._step + 1)

@@ -97,6 +97,16 @@ class Accounting:
         """On every rank `level` has all of generation `step`; call in the order in which generations completed."""
         return replace(self, saved={**self.saved, level: self.saved[level].complete(step)})
 
+    def give_up(self, level: str, step: int, *, place_is_free: bool) -> Accounting:
+        """Some rank has failed to bring its part of generation `step` to `level`; see `TierBook.give_up`."""
+        book = self.saved[level].give_up(step, place_is_free=place_is_free)
+        return replace(self, saved={**self.saved, level: book})
+
+    def forget(self, level: str) -> Accounting:
+        """What `level` held is gone."""
+        saved = {**self.saved, level: TierBook.empty(len(self.alive))}
+        return replace(self, saved=saved, taken=torch.full_like(self.taken, NEVER) if level == MEMORY else self.taken)
+
     def restore(
         self, alive_E: Tensor, step_E: Tensor, read_from: Mapping[str, Tensor] | None = None
     ) -> tuple[Accounting, Tensor]:

@@ -109,6 +109,24 @@ class TierBook:
             given=given,
         )
 
+    def give_up(self, step: int, *, place_is_free: bool) -> TierBook:
+        """Generation `step` will not be complete in the level: its experts were skipped. One never given changes nothing.
+
+        Args:
+            step: boundary.
+            place_is_free: whether the level has dropped what it had of it; else that still takes a place.
+        """
+        skipped_E = self.skipped.clone()
+        for each in self.pending:
+            if each.step == step:
+                skipped_E[each.experts] = True
+        return replace(
+            self,
+            skipped=skipped_E,
+            pending=tuple(each for each in self.pending if each.step != step),
+            given=tuple(each for each in self.given if each != step or not place_is_free),
+        )
+
     def expected(self) -> tuple[Tensor, Tensor]:
         """`(alive_E, step_E)` of the newest copies, if all that is under way completes; but see `skipped`."""
         alive_E, step_E = self.alive.clone(), self.step.clone()

@@ -11,7 +11,7 @@ Source: MoEvement (2024), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ from lightning_moe_ckpt.session._gradients import GradientRecorder, RecordedStep
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
 from lightning_moe_ckpt.session._reordering import Succession
+from lightning_moe_ckpt.session._skips import Misses
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers, Window
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
@@ -31,7 +32,7 @@ from lightning_moe_ckpt.tiers import SegmentRing, Slot
 
 log = logging.getLogger(__name__)
 
-_VOTES = 4
+_VOTES = 5
 """Integers that every rank tells the others before a window, before those of the tiers and of the order of experts."""
 
 _FLUSH_TIMEOUT = timedelta(seconds=30)
@@ -58,6 +59,7 @@ class CaptureSession:
         tiers: take sealed segments.
         stalls: where every wait is recorded.
         make_ring: allocates a ring for a slot size in bytes and a window length in steps.
+        renew_ring: allocates another one like that in use, which has lost its name.
         relayout: a plan with a larger journal capacity, in bytes.
         reordering: what the exchange at window boundaries carries for plans that follow each other; `None` without.
         gradients: records what led to each boundary, for tiers that want it; `None` without.
@@ -72,13 +74,15 @@ class CaptureSession:
         tiers: Tiers,
         stalls: StallMeter,
         make_ring: Callable[[int, int], SegmentRing],
+        renew_ring: Callable[[], SegmentRing],
         relayout: Callable[[WindowLayout, int], WindowLayout],
         reordering: Succession | None = None,
         gradients: GradientRecorder | None = None,
     ) -> None:
         self._epoch, self._exchange, self._engine, self._gradients = epoch, exchange, engine, gradients
         self._tiers, self._stalls = tiers, stalls
-        self._make_ring, self._relayout, self._reordering = make_ring, relayout, reordering
+        self._make_ring, self._renew_ring = make_ring, renew_ring
+        self._relayout, self._reordering = relayout, reordering
         self._journal_nbytes = 0
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
@@ -93,6 +97,13 @@ class CaptureSession:
         """The newest boundary, if all of it is to be taken instead of a window, see `Tiers.wants_whole`."""
         self._writers: dict[int, SegmentWriter] = {}
         self._complete: Window | None = None
+        self._newest: GenerationId | None = None
+        """Of the last window, if that ended here as it should."""
+        self._first = 0
+        """Boundary at which the last window began."""
+        self._why = ""
+        """What the window before this boundary was spoiled by on this rank."""
+        self.misses = Misses()
         self.generations_complete = 0
         self.windows_skipped = 0
         self.segments_captured = 0
@@ -159,17 +170,21 @@ class CaptureSession:
         behind = _VOTES + self._tiers.num_votes
         if reordering is not None:
             reordering.agreed([vote[behind:] for vote in votes])
-        self._settle_last(spoiled=any(vote[2] for vote in votes))
-        self._tiers.agreed([vote[_VOTES:behind] for vote in votes])
-        following = self._grow_journal(max(vote[1] for vote in votes), following)
+        self._settle_last(spoiled=[rank for rank, vote in enumerate(votes) if vote[2]])
+        self._hear([vote[_VOTES:behind] for vote in votes])
+        following, grown = self._grow_journal(max(vote[1] for vote in votes), following)
         if following is not None and use is not None:
             self._follow(following, use, fits=all(vote[3] for vote in votes))
+        why_not = self._restore_names() if not grown or any(vote[4] for vote in votes) else None
         whole = self._tiers.wants_whole(GenerationId(step=step, epoch=self._epoch), self._layout)
         self.whole_at = step if whole else None
         if whole:
             return False
-        if not (all(vote[0] for vote in votes) or self._has_room_now() or self._has_room_after_flush()):
+        if why_not is None and not all(vote[0] for vote in votes):
+            why_not = self._make_room()
+        if why_not is not None:
             self.windows_skipped += 1
+            self.misses.missed(step, why_not)
             return False
         self._start(step)
         if reordering is not None:
@@ -183,7 +198,7 @@ class CaptureSession:
         assert ring is not None
         if step > window.first and self._tiers.outstanding:
             with self._stalls.measure("exchange"):
-                self._tiers.agreed(self._exchange.gather(self._tiers.votes()))
+                self._hear(self._exchange.gather(self._tiers.votes()), filling=window.generation)
         if window.spoiled:
             return
         layout = window.layout.slots[step - window.first]
@@ -301,8 +316,8 @@ class CaptureSession:
         assert self._ring is not None
         fits = following is None or self._ring.fits(following.slot_nbytes, len(following.slots))
         window = max(len(self._layout.slots), len(following.slots) if following is not None and fits else 0)
-        room = self._ring.can_begin(window)
-        return [int(room), self._journal_nbytes, int(self._spoiled_last), int(fits)]
+        room, named = self._ring.can_begin(window), self._ring.is_named
+        return [int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named)]
 
     def _follow(self, following: WindowLayout, use: Callable[[WindowLayout], None], *, fits: bool) -> None:
         if fits:
@@ -320,13 +335,44 @@ class CaptureSession:
             self._tiers.offer(self._complete)  # of lossy ones the next is newer and has what tiers lack most
         self._tiers.open(self._window)
 
-    def _settle_last(self, *, spoiled: bool) -> None:
-        """Everybody who is here has ended the previous window: it is sealed everywhere, or nowhere of use."""
-        self._spoiled_last = False
+    def _settle_last(self, *, spoiled: Sequence[int]) -> None:
+        """Everybody who is here has ended the previous window: it is sealed everywhere, or nowhere of use.
+
+        Args:
+            spoiled: ranks on which it is not.
+        """
+        newest, self._newest = self._newest, None
+        why, self._why, self._spoiled_last = self._why, "", False
         if spoiled and self._complete is not None:
             self._tiers.abandon(self._complete)
             self._complete.ring.discard(self._complete.generation)
             self._complete = None
+        if spoiled:
+            self.misses.missed(self._first, why or f"ranks {list(spoiled)} could not take it, and their logs say why.")
+        elif newest is not None:
+            self.misses.taken(newest.step)
+
+    def _hear(self, votes: Sequence[Sequence[int]], *, filling: GenerationId | None = None) -> None:
+        """Tiers take the votes of all ranks. What memory has given up is nothing to offer to others any more."""
+        freed = self._tiers.agreed(votes, filling=filling)
+        if self._complete is not None and self._complete.generation in freed:
+            self._forget_complete()
+
+    def _forget_complete(self) -> None:
+        """The newest complete generation goes to nobody who has not had it."""
+        if self._complete is not None:
+            self._tiers.superseded(self._complete)
+        self._complete = None
+
+    def _make_room(self) -> str | None:
+        """Why there is none on some rank, `None` if there is. Collective."""
+        assert self._ring is not None
+        if self._has_room_now() or self._has_room_after_flush():
+            return None
+        return (
+            f"memory has no free segments ({self._ring.usage} of {self._ring.num_slots} on this rank, read by "
+            f"{', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, look there; else take generations less often."
+        )
 
     def _has_room_now(self) -> bool:
         """Recycling may have made room: ask again, once."""
@@ -341,56 +387,87 @@ class CaptureSession:
         with self._stalls.measure("flush"):
             if not self._ring.can_begin(len(self._layout.slots)):
                 self._tiers.flush(_FLUSH_TIMEOUT.total_seconds())
-            self._tiers.agreed(self._exchange.gather(self._tiers.votes()))
+            self._hear(self._exchange.gather(self._tiers.votes()))
             return self._has_room_now()
 
-    def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> WindowLayout | None:
+    def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
         """A journal outgrew its record on some rank: lay plans out anew, in a larger ring if need be.
 
         Returns:
-            The plan that follows, with room for it.
+            The plan that follows, with room for it; and whether all ranks have that room.
         """
         if nbytes == 0:
-            return following
+            return following, True
         assert self._layout is not None
+        assert self._ring is not None
         self._journal_nbytes = 0
         layout = self._relayout(self._layout, nbytes)
         following = None if following is None else self._relayout(following, nbytes)
-        if self._fitted(layout):
-            assert self._ring is not None
-            self._layout = layout
-            self._tiers.planned(self._exchange, self._ring, len(layout.slots))
-        return following
+        if not self._fitted(layout):
+            return None, False
+        self._layout = layout
+        self._tiers.planned(self._exchange, self._ring, len(layout.slots))
+        return following, True
 
     def _fitted(self, layout: WindowLayout) -> bool:
-        """Whether there is a ring for a plan that needs more than the one before, which has to go."""
+        """Whether all ranks have a ring for a plan that may need more than the one before. Collective."""
         assert self._ring is not None
-        if not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
+        # Storage may still read the old ring; its memory goes when the last segment of it does.
+        return self._replace_ring(
+            lambda: self._make_ring(layout.slot_nbytes, len(layout.slots)),
+            wanted=not self._ring.fits(layout.slot_nbytes, len(layout.slots)),
+        )
+
+    def _restore_names(self) -> str | None:
+        """The name of some rank's ring is gone, and with it what a later life would find: make it again. Collective.
+
+        Returns:
+            Why there is a rank without; `None` if there is none.
+        """
+        assert self._ring is not None
+        lost = not self._ring.is_named
+        if self._exchange.all_agree(not lost):
+            return None
+        self._tiers.memory_lost(here=lost)
+        if self._replace_ring(self._renew_ring, wanted=lost):
+            return None
+        return (
+            "the name of some rank's memory was removed, and it cannot be made again, as the log of that rank says. Make "
+            "room there, and keep what tidies up shared memory away from `moe-ckpt-*`."
+        )
+
+    def _replace_ring(self, make: Callable[[], SegmentRing], *, wanted: bool) -> bool:
+        """Go on with another ring where that is `wanted`. Collective; whether all ranks that wanted one have it."""
+        if self._exchange.all_agree(not wanted):
+            return True
+        self._forget_complete()  # on all ranks: what one cannot offer to a tier, nobody may
+        made = True
+        if wanted:
+            self._await_copies()
+            self._writers.clear()  # they would keep the memory, whose room may be needed
             try:
-                ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
-            except ConfigurationError as error:
-                self.failures.append(f"nothing can be taken any more: {error}")
-                return False
-            # Storage may still read the old ring; its memory goes when the last segment of it does.
-            self._ring, self._complete = ring, None
-            self._writers.clear()
-        return True
+                self._ring = make()
+            except (ConfigurationError, OSError) as error:
+                made = False
+                if self.misses.in_a_row == 0:  # else it has been said, and is tried at every window
+                    self.failures.append(f"there is no memory for checkpoints: {error}")
+        return self._exchange.all_agree(made)
 
     def _spoil(self, reason: str) -> None:
         """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""
         window = self._window
         if window is None or window.spoiled:
             return
-        window.spoiled = True
+        window.spoiled, self._why = True, f"{reason.rstrip('.')}."
         self.failures.append(f"generation {window.generation.step} was not taken: {reason}")
         self._tiers.abandon(window)
 
     def _finish(self, window: Window) -> None:
-        self._spoiled_last = window.spoiled
+        self._spoiled_last, self._first = window.spoiled, window.first
         if window.spoiled:
             self.abort_window()
             return
-        self._window = None
+        self._window, self._newest = None, window.generation
         window.ring.finish_window(window.generation)
         if self._complete is not None:
             self._tiers.superseded(self._complete)

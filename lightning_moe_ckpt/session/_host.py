@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from weakref import ref
 
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced, Job, TierWorker
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, SegmentEntry
@@ -56,26 +59,53 @@ def claim_memory(
     return memory
 
 
-def make_ring(
-    memory: RankMemory, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1
-) -> SegmentRing:
-    """A ring for windows of `window` segments of up to `slot_nbytes`.
+class Rings:
+    """Makes the ring of one rank, and lets copies go to it fast.
 
     Args:
         memory: of this rank.
-        slot_nbytes: of the largest segment.
-        window: segments per generation.
-        readers: tiers that read from it at their own pace.
-        back_to_back: whether the next window begins as soon as one is full.
-        keep: generations that it keeps.
-
-    Raises:
-        ConfigurationError: there is no room; the message says how many bytes are missing.
+        engine: copies to the ring in use.
     """
-    # Later plans order operators differently, which packs a little differently.
-    slot_nbytes += int(slot_nbytes * RING_HEADROOM)
-    lag = _LAG if back_to_back else 0
-    return memory.make(slot_nbytes, slots_needed(window, readers=readers, lag=lag, keep=keep), keep=keep)
+
+    def __init__(self, memory: RankMemory, engine: CopyEngine) -> None:
+        self._memory, self._engine = memory, engine
+        self._registered: ref[Tensor] | None = None  # holds on to nobody's memory
+
+    def make(self, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1) -> SegmentRing:
+        """A ring for windows of `window` segments of up to `slot_nbytes`.
+
+        Args:
+            slot_nbytes: of the largest segment.
+            window: segments per generation.
+            readers: tiers that read from it at their own pace.
+            back_to_back: whether the next window begins as soon as one is full.
+            keep: generations that it keeps.
+
+        Raises:
+            ConfigurationError: there is no room; the message says how many bytes are missing.
+        """
+        # Later plans order operators differently, which packs a little differently.
+        slot_nbytes += int(slot_nbytes * RING_HEADROOM)
+        lag = _LAG if back_to_back else 0
+        slots = slots_needed(window, readers=readers, lag=lag, keep=keep)
+        return self._register(self._memory.make(slot_nbytes, slots, keep=keep))
+
+    def renew(self) -> SegmentRing:
+        """Another one of the same size, see `RankMemory.renew`. Copies to the one before must be done."""
+        self._unregister()  # which would keep its memory
+        return self._register(self._memory.renew())
+
+    def _register(self, ring: SegmentRing) -> SegmentRing:
+        self._unregister()
+        self._registered = ref(ring.memory)
+        self._engine.register(ring.memory)
+        return ring
+
+    def _unregister(self) -> None:
+        before = None if self._registered is None else self._registered()
+        self._registered = None
+        if before is not None:
+            self._engine.unregister(before)
 
 
 class HostWorker(TierWorker):
@@ -102,6 +132,11 @@ class HostWorker(TierWorker):
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:
         self._memory.complete_everywhere(generation)
+
+    @override
+    def give_up(self, generation: GenerationId) -> None:
+        self.abandon(generation)
+        self._memory.give_up(generation)
 
     @property
     @override

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -29,7 +28,7 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._gradients import GradientRecorder
 from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
-from lightning_moe_ckpt.session._host import HostWorker, claim_memory, log_reserved, make_ring
+from lightning_moe_ckpt.session._host import HostWorker, Rings, claim_memory, log_reserved
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
@@ -49,7 +48,7 @@ from lightning_moe_ckpt.session._restore import Runs
 from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.session._search import Job
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
-from lightning_moe_ckpt.session._tiers import Tiers
+from lightning_moe_ckpt.session._tiers import Tiers, report_failures
 from lightning_moe_ckpt.tiers import RankMemory, SegmentRing
 
 log = logging.getLogger(__name__)
@@ -105,6 +104,7 @@ class Life:
         self._runs: Runs | None = None
         self._storage: PersistWorker | None = None
         self._memory: RankMemory | None = None
+        self._rings: Rings | None = None
         self._dense: DenseCapture | None = None
         self._tiers = Tiers([])
         self._capture: CaptureSession | None = None
@@ -151,6 +151,7 @@ class Life:
             tiers=self._tiers,
             stalls=self._stalls,
             make_ring=self._make_ring,
+            renew_ring=made(self._rings).renew,
             relayout=self._planner.relayout,
             reordering=self._planner.reordering,
             gradients=GradientRecorder(view, self._engine) if view.gradient_dtype is not None else None,
@@ -182,6 +183,7 @@ class Life:
         with self._exchange.together():
             keep = self._planner.generations_kept
             self._memory = claim_memory(runs.store, markers, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
+        self._rings = Rings(self._memory, self._engine)
         lossy = isinstance(self._policy, LossyWindows)
         self._storage = join_storage(runs.store, markers, self._config, self._operators if lossy else ())
         self._dense = DenseCapture(
@@ -438,6 +440,11 @@ class Life:
         if self._runs is not None:
             self._runs.close()
 
+    @property
+    def windows_missed(self) -> int:
+        """See `Misses.worth_a_word`."""
+        return 0 if self._capture is None else self._capture.misses.worth_a_word
+
     def report(self) -> Report:
         """Figures so far."""
         storage = self._storage
@@ -478,18 +485,9 @@ class Life:
     def _make_ring(self, slot_nbytes: int, window: int) -> SegmentRing:
         readers = sum(worker.readers for worker in self._tiers.workers)
         busy, keep = self.least_steps <= window, self._planner.generations_kept
-        ring = make_ring(made(self._memory), slot_nbytes, window, readers=readers, back_to_back=busy, keep=keep)
-        self._engine.register(ring.memory)
+        ring = made(self._rings).make(slot_nbytes, window, readers=readers, back_to_back=busy, keep=keep)
         log_reserved(self._tiers.reserved(), ring.num_slots * self._planner.journal_nbytes)
         return ring
 
     def _report_failures(self) -> None:
-        for tier, failure in self._tiers.take_failures():
-            log.error("%s: a checkpoint was not saved; training goes on: %s", tier, failure)
-        while made(self._capture).failures:
-            log.error("a checkpoint was not taken; training goes on: %s", made(self._capture).failures.pop(0))
-        if self._tiers.fenced:
-            raise Fenced(
-                f"{self._config.url}: a later start of this run has taken over, nothing of this process is stored any "
-                "more. Stop this process, or give one of the two jobs another URL."
-            )
+        report_failures(self._tiers, made(self._capture).failures, self._config.url)

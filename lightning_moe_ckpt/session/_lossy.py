@@ -329,6 +329,17 @@ class LossyPlanner:
         if tier in self._levels:
             self.accounting = self.accounting.complete(self._levels[tier], generation.step)
 
+    def given_up(self, tier: str, generation: GenerationId) -> None:
+        """A tier will never have all of a generation that it was given."""
+        if tier in self._levels:
+            # Holders of copies know of a generation that others lack only what they have themselves: it keeps its place there.
+            self.accounting = self.accounting.give_up(self._levels[tier], generation.step, place_is_free=tier == HOST)
+
+    def lost(self, tier: str) -> None:
+        """Some rank has lost all that a tier held."""
+        if tier in self._levels:
+            self.accounting = self.accounting.forget(self._levels[tier])
+
     # -- private
 
     def _count(self, rows: Sequence[Sequence[int]]) -> None:

@@ -133,6 +133,10 @@ class PersistWorker(TierWorker):
         return self._bases.get(generation)
 
     @override
+    def give_up(self, generation: GenerationId) -> None:
+        self.abandon(generation)  # the coordinator may be waiting for a marker that never comes
+
+    @override
     def _interrupt(self) -> None:
         self._store.close()
 
@@ -186,7 +190,7 @@ class PersistWorker(TierWorker):
 
     def _commit(self, job: Job, marker: RankMarker) -> None:
         try:
-            self._store.commit(marker, timeout=self._commit_timeout, cancelled=self._closing.is_set)
+            self._store.commit(marker, timeout=self._commit_timeout, cancelled=lambda: not self._wanted(job))
         except Corrupt:
             # What the next one would borrow is what this one has borrowed: it would be refused for the same reason.
             self.lost_base = job.announced.base is not None

@@ -271,6 +271,12 @@ class Planner:
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """Plans do not depend on it."""
 
+    def given_up(self, tier: str, generation: GenerationId) -> None:
+        """Plans do not depend on it."""
+
+    def lost(self, tier: str) -> None:
+        """Plans do not depend on it."""
+
     def close(self) -> None:
         """Stop probing and measuring."""
         if self._proof is not None:

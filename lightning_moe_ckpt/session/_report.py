@@ -80,7 +80,9 @@ class Report:
     generations_skipped: dict[str, int]
     """Complete generations that a tier never got, because it was still busy when a newer one was complete."""
     windows_skipped: int
-    """Windows that were not begun, because memory was full of generations that are still being read."""
+    """Windows that were not begun, because memory was full of generations that are still being read, or was taken away."""
+    windows_missed: int
+    """Windows in a row, up to now, that gave no generation, whatever for; from 3 on that is an error."""
     resumed_from: int | None
     """Boundary at which this life became, or will become, dense again; `None` for a fresh start."""
     restored_from: dict[str, int]
@@ -135,6 +137,7 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
         "nbytes_captured": capture.nbytes_captured if capture is not None else 0,
         "generations_complete": capture.generations_complete if capture is not None else 0,
         "windows_skipped": capture.windows_skipped if capture is not None else 0,
+        "windows_missed": capture.misses.in_a_row if capture is not None else 0,
     }
 
 

@@ -1,8 +1,11 @@
-"""Counts the complete generations that a tier passes over because it is slower than training, and says so.
+"""Counts what is not taken, and says so: generations that a tier passes over, and windows of which there is no generation.
 
 A tier that is free takes the newest complete generation; those completed while it was busy are never stored there.
 One line says when such a stretch begins, at its second generation since a single one is noise, and one, with the
 numbers, when it is over: when eight generations in a row were taken with none passed over in between, or at the end.
+
+A window that gives no generation is nothing to any tier. One alone is noise too; several in a row mean that a failure
+now would cost everything since then, which is an error.
 """
 
 from __future__ import annotations
@@ -35,6 +38,49 @@ class _Stretch:
     def is_said(self) -> bool:
         """Whether it is long enough to be worth a word."""
         return self.num_skipped > _NOISE
+
+
+NO_NOISE = 3
+"""Windows in a row without a generation that somebody has to hear of."""
+
+
+class Misses:
+    """Windows in a row of which there is no generation; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        """Up to now."""
+        self._newest: int | None = None
+
+    @property
+    def worth_a_word(self) -> int:
+        """Windows in a row, up to now, that gave no generation; 0 while that may be noise."""
+        return self.in_a_row if self.in_a_row >= NO_NOISE else 0
+
+    def missed(self, step: int, cause: str) -> None:
+        """The window at boundary `step` gives no generation; what to do about the cause is part of it."""
+        self.in_a_row += 1
+        if self.in_a_row == NO_NOISE:
+            since = "since the start" if self._newest is None else f"since that of step {self._newest}"
+            log.error(
+                "%d windows in a row up to step %d gave no checkpoint, and there is none in any tier %s: %s Training goes on, "
+                "and a failure would cost all of that",
+                self.in_a_row,
+                step,
+                since,
+                cause,
+            )
+
+    def taken(self, step: int) -> None:
+        """There is a generation of boundary `step`."""
+        self._newest = step
+        self.close()
+
+    def close(self) -> None:
+        """End the row, if there is one."""
+        number, self.in_a_row = self.in_a_row, 0
+        if number >= NO_NOISE:
+            log.warning("checkpoints are taken again: %d windows in a row gave none", number)
 
 
 class Skips:

@@ -6,11 +6,14 @@ So a slow tier never stretches the window or starves another.
 
 A generation is complete in a tier when every rank holds it there. Ranks do not compare the newest that each holds, of
 which the smallest may be one that another rank failed to keep: each says which of the generations given to the tier
-it holds, and what all of them say is complete.
+it holds, and what all of them say is complete. Each also says which of them it has given up, whatever went wrong:
+nobody waits for those any more, and their memory is free. Else a fault that lasts for a few generations would leave
+memory full of what no rank will ever ask for.
 
 A generation with only some operators is complete in a tier together with older ones. A tier that has none to build on,
 or has lost it, is given a *whole* one, of which nothing is taken to memory: it needs no place in the ring. While that
-fails, ever more generations pass between two attempts, since each costs a snapshot of everything.
+fails, every second window is such an attempt: each costs a snapshot of everything, and once the fault is over the tier is
+never further behind than that.
 
 Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
 """
@@ -22,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import WindowLayout
 from lightning_moe_ckpt.session._sealed import SealedSegment
@@ -32,11 +36,8 @@ from lightning_moe_ckpt.tiers import SegmentRing
 
 log = logging.getLogger(__name__)
 
-_VOTES = 3
+_VOTES = 4
 """Integers per tier in the exchange before a window."""
-
-_LONGEST_PAUSE = 32
-"""Windows between two attempts to bring a whole generation to a tier, at most."""
 
 _OUTSTANDING = 32
 """Generations per tier that ranks still speak of; as many fit into one integer of the exchange with ease."""
@@ -72,6 +73,12 @@ class TierWatcher(Protocol):
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """On every rank a tier has all of a generation."""
 
+    def given_up(self, tier: str, generation: GenerationId) -> None:
+        """A tier will never have all of a generation that it was given."""
+
+    def lost(self, tier: str) -> None:
+        """Some rank has lost all that a tier held."""
+
 
 @dataclass(kw_only=True, eq=False)
 class _Lane:
@@ -85,44 +92,42 @@ class _Lane:
     """Whether it was idle on all ranks at the latest vote."""
     base: GenerationId | None = None
     """What a generation with only some operators may be built on: the newest that is complete on all ranks."""
-    attempts: int = 0
-    """To get a whole generation, since it had a base."""
-    pause: int = 0
-    """Windows until the next attempt."""
+    attempted: bool = False
+    """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
 
     def votes(self) -> list[int]:
         idle = self.worker.idle  # first: what went wrong with a generation is known when the worker is idle again
         holds = sum(1 << index for index, each in enumerate(self.given) if self.worker.holds(each))
-        return [int(idle), holds, int(self.worker.lost_base)]
+        gave_up = sum(1 << index for index, each in enumerate(self.given) if self.worker.gave_up(each))
+        return [int(idle), holds, gave_up, int(self.worker.lost_base)]
 
-    def agreed(self, votes: Sequence[Sequence[int]]) -> list[GenerationId]:
-        """Take every rank's votes; the generations that became complete everywhere, oldest first."""
+    def agreed(
+        self, votes: Sequence[Sequence[int]], filling: GenerationId | None
+    ) -> tuple[list[GenerationId], list[GenerationId]]:
+        """Take every rank's votes; the generations that became complete everywhere, and those given up, oldest first."""
         self.idle = all(idle for idle, *_ in votes)
         if any(lost for *_, lost in votes):
             self.base = None
-        common = -1
-        for _, holds, _ in votes:
-            common &= holds
+        common, lacking = -1, 0
+        for _, holds, gave_up, _ in votes:
+            common, lacking = common & holds, lacking | gave_up
         complete = [each for index, each in enumerate(self.given) if common >> index & 1]
-        del self.given[: common.bit_length()]
-        return complete
+        given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]
+        self.given = [each for each in self.given[common.bit_length() :] if each not in given_up]
+        return complete, given_up
 
     def complete(self, generation: GenerationId) -> None:
         """All ranks have it."""
-        self.base, self.attempts, self.pause = generation, 0, 0
+        self.base, self.attempted = generation, False
 
     def cannot_take(self, layout: WindowLayout) -> bool:
         """Whether it would need a base, and has none."""
         return self.worker.borrows and layout.borrows and self.base is None
 
     def attempt(self) -> bool:
-        """Whether to try to get a whole generation now, rather than some windows later."""
-        if self.pause:
-            self.pause -= 1
-            return False
-        self.pause = min(2**self.attempts, _LONGEST_PAUSE) - 1
-        self.attempts += 1
-        return True
+        """Whether to try to get a whole generation now: in every second window while that fails."""
+        self.attempted = not self.attempted
+        return self.attempted
 
     def take(self, generation: GenerationId) -> None:
         """It is given a generation."""
@@ -157,13 +162,27 @@ class Tiers:
         """What this rank tells the others."""
         return [vote for lane in self._lanes for vote in lane.votes()]
 
-    def agreed(self, votes: Sequence[Sequence[int]]) -> None:
-        """Take the votes of all ranks: tiers hear what is complete everywhere and may recycle what is older."""
+    def agreed(self, votes: Sequence[Sequence[int]], *, filling: GenerationId | None = None) -> set[GenerationId]:
+        """Take the votes of all ranks: tiers hear what is complete everywhere, and may recycle what is older, and what never will be.
+
+        Args:
+            votes: of all ranks.
+            filling: the generation of the window under way, which runs to its end whatever tiers make of it.
+
+        Returns:
+            Generations that a tier that takes every one has given up: their memory is not theirs any more.
+        """
+        freed: set[GenerationId] = set()
         for index, lane in enumerate(self._lanes):
-            complete = lane.agreed([vote[_VOTES * index : _VOTES * (index + 1)] for vote in votes])
+            own = [vote[_VOTES * index : _VOTES * (index + 1)] for vote in votes]
+            complete, given_up = lane.agreed(own, filling)
+            for generation in given_up:  # first: what is kept of the complete ones does not count these
+                self._give_up(lane.worker, generation)
+            freed |= set(given_up) if lane.worker.takes_every else set()
             if complete:
                 self.complete_everywhere(lane.worker.name, *complete)
                 lane.worker.complete_everywhere(complete[-1])
+        return freed
 
     def complete_everywhere(self, tier: str, *generations: GenerationId) -> None:
         """All ranks know that a tier has all of these on every rank; oldest first."""
@@ -178,6 +197,15 @@ class Tiers:
         for lane in self._lanes:
             if lane.worker.name == tier:
                 lane.complete(generation)
+
+    def memory_lost(self, *, here: bool) -> None:
+        """Some rank has lost all that it held in the tier that takes every generation, this one if it is `here`. On all ranks."""
+        for lane in self._lanes:
+            if lane.worker.takes_every:
+                if here:
+                    lane.worker.forget()
+                if self._watcher is not None:
+                    self._watcher.lost(lane.worker.name)
 
     @property
     def outstanding(self) -> bool:
@@ -264,6 +292,11 @@ class Tiers:
     # -- all workers
 
     @property
+    def busy(self) -> list[str]:
+        """Names of tiers that have a generation under way on this rank."""
+        return [worker.name for worker in self.workers if not worker.idle]
+
+    @property
     def fenced(self) -> bool:
         """Whether a tier found that a later life has begun."""
         return any(worker.fenced for worker in self.workers)
@@ -305,6 +338,11 @@ class Tiers:
 
     # -- private
 
+    def _give_up(self, worker: TierWorker, generation: GenerationId) -> None:
+        if self._watcher is not None:
+            self._watcher.given_up(worker.name, generation)
+        worker.give_up(generation)
+
     def _begin(self, lane: _Lane, window: Window) -> None:
         worker, layout = lane.worker, window.layout
         window.tiers.add(worker.name)
@@ -332,3 +370,25 @@ class Tiers:
 def _add(worker: TierWorker, segment: SealedSegment) -> None:
     inner = segment.persisted if worker.level != "memory" else None
     worker.add(segment.generation, segment if inner is None else inner)
+
+
+def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
+    """Say what went wrong since the last call.
+
+    Args:
+        tiers: asked.
+        not_taken: why generations were not taken at all; emptied.
+        url: of the run.
+
+    Raises:
+        Fenced: a later life has begun.
+    """
+    for tier, failure in tiers.take_failures():
+        log.error("%s: a checkpoint was not saved; training goes on: %s", tier, failure)
+    while not_taken:
+        log.error("a checkpoint was not taken; training goes on: %s", not_taken.pop(0))
+    if tiers.fenced:
+        raise Fenced(
+            f"{url}: a later start of this run has taken over, nothing of this process is stored any more. Stop this "
+            "process, or give one of the two jobs another URL."
+        )

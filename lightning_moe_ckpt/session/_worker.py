@@ -194,6 +194,11 @@ class TierWorker(ABC):
         with self._changed:
             return generation in self._complete
 
+    def gave_up(self, generation: GenerationId) -> bool:
+        """Whether a generation that was begun here has ended without being complete on this rank."""
+        with self._changed:
+            return generation not in self._jobs and generation not in self._complete
+
     def begin(self, announced: Announced) -> None:
         """A generation begins, whose segments `add` brings."""
         with self._changed:
@@ -222,6 +227,14 @@ class TierWorker(ABC):
 
     def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # storage has other means
         """All ranks hold `generation` here: what is older is not needed any more. Called once per generation."""
+
+    def give_up(self, generation: GenerationId) -> None:  # noqa: B027  # most tiers end what they do by themselves
+        """Some rank has given `generation` up: it will never be complete here on all ranks. Called once per generation."""
+
+    def forget(self) -> None:
+        """What this rank holds here is gone."""
+        with self._changed:
+            self._complete.clear()
 
     @property
     def generations_kept(self) -> int | None:

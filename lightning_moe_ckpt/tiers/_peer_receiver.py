@@ -154,7 +154,7 @@ class ReplicaReceiver:
         )
         try:
             self._store.begin(generation, keep=keep, base=base, num_segments=num_segments, slot_nbytes=slot_nbytes)
-        except ConfigurationError as error:
+        except (ConfigurationError, OSError) as error:
             self._refuse(str(error))
             return
         self._incoming = _Incoming(generation=generation, num_segments=num_segments, base=base)

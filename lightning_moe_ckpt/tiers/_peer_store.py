@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.storage import GenerationId, RankMarker
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot
@@ -73,6 +74,8 @@ class ReplicaStore:
         Raises:
             ConfigurationError: the generation needs more memory than there is.
         """
+        if not self._ring.is_named:
+            self._memory.renew()
         self.reclaim(keep=keep, base=base)
         ring = self._ring
         if ring.slot_nbytes < slot_nbytes or not ring.has_room(num_segments):
@@ -104,6 +107,7 @@ class ReplicaStore:
         """Every segment is whole and as the marker says: the copy may be restored from.
 
         Raises:
+            CheckpointError: something has removed the name of the memory.
             OSError: there is no room for the statement.
         """
         generation = self._generation
@@ -113,7 +117,7 @@ class ReplicaStore:
         self._generation = None
         try:
             self._ring.publish(generation, marker)
-        except OSError:
+        except (CheckpointError, OSError):
             self._ring.discard(generation)
             raise
 

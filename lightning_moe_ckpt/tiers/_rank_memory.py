@@ -34,6 +34,7 @@ from lightning_moe_ckpt.tiers._shm import (
     FileId,
     close_shared,
     file_id,
+    is_owned_elsewhere,
     open_shared,
     shared_directory,
     unlink_shared_file,
@@ -111,7 +112,7 @@ class RankMemory:
                 path.unlink(missing_ok=True)
 
     def make(self, slot_nbytes: int, num_slots: int, *, keep: int = 1) -> SegmentRing:
-        """The ring to use from here on: one that was claimed, if it fits, or a new one.
+        """The ring to use from here on: one that was claimed, if it fits, or a new one. If there is no room, that of before.
 
         Args:
             slot_nbytes: of the largest segment.
@@ -122,14 +123,46 @@ class RankMemory:
             ConfigurationError: there is no room; the message says how many bytes are missing.
         """
         claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots)), None)
-        if self._ring is not None:
-            self._kept.append(self._ring)
+        before, self._ring = self._ring, None
+        if before is not None:
+            self._kept.append(before)
         if claimed is not None:
             self._kept.remove(claimed)
             log.info("ring %s of an earlier life goes on being used", claimed.path)
-        self._close([ring for ring in self._kept if not ring.complete])
-        self._ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
+        self._close([ring for ring in self._kept if not (ring.complete and ring.is_named)])
+        try:
+            self._ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
+        except ConfigurationError:
+            # Its memory may have been given up for a second attempt: then it has no name, and `renew` makes it again.
+            self._kept, self._ring = [ring for ring in self._kept if ring is not before], before
+            raise
         self._ring.keep = keep
+        return self._ring
+
+    def renew(self) -> SegmentRing:
+        """A ring of the same size in place of the one in use, whose name is gone: no later life would find that one.
+
+        Who reads from the old one already may go on; its memory goes with the last of them.
+
+        Raises:
+            ConfigurationError: there is no room yet, or a later start of the run has removed the name. Call it again later.
+        """
+        lost = self._ring
+        assert lost is not None
+        for generation in lost.published:
+            lost.discard(generation)
+        lost.close(unlink=False)
+        self._close([ring for ring in self._kept if not ring.is_named])
+        self._expect_no_successor()
+        self._ring = self._create(lost.slot_nbytes, lost.num_slots)
+        self._ring.keep = lost.keep
+        log.warning(
+            "the name of ring %s was removed by something else; %s takes its place. Keep what tidies up %s, and logouts "
+            "(`RemoveIPC=yes`), away from `moe-ckpt-*`",
+            lost.path,
+            self._ring.path,
+            self._directory,
+        )
         return self._ring
 
     def view(self, generation: GenerationId, step: int) -> Tensor | None:
@@ -146,6 +179,11 @@ class RankMemory:
                 if ring is self._ring and len(ring.complete) >= ring.keep:
                     self._forget_others()
                     self._remove_moved(generation)
+
+    def give_up(self, generation: Hashable) -> None:
+        """Some rank will never hold `generation` in memory: nobody waits for it any more."""
+        for ring in self._all():
+            ring.give_up(generation)
 
     # -- the end
 
@@ -194,6 +232,15 @@ class RankMemory:
             if resumed is None or generation > resumed or (generation < resumed and not older):
                 ring.discard(generation)
         self._kept.append(ring)
+
+    def _expect_no_successor(self) -> None:
+        """A later start of the run has a ring of this rank, and removed the name of ours: what we hold is not wanted."""
+        for path, name in memory_files(self._directory):
+            if self._is_own(name) and is_owned_elsewhere(path):
+                raise ConfigurationError(
+                    f"{path} belongs to another process that lives, which has taken this run over. Stop this process, or "
+                    "give one of the two jobs another URL."
+                )
 
     def _create(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
         try:

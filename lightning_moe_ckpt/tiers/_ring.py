@@ -9,11 +9,13 @@ A slot is FREE, FILLING or SEALED. A *generation* owns the slots its segments we
 ::
 
     begin_window -> acquire, seal, ... -> finish_window -> publish -> `keep` newer ones are complete everywhere -> slots FREE
+                                      |               `-> give_up: some rank has not published it ---------> slots FREE
                                       `-> abort_window ----------------------------------------------------> slots FREE
 
 Invariants: a slot belongs to one generation at most; a pinned generation keeps its slots; a complete generation keeps
-its slots until `keep` newer ones, usually one, are complete on all ranks. So a slow reader costs slots, never somebody's bytes. When no
-slot is left `acquire` raises `RingFull`, and the session skips the window.
+its slots until `keep` newer ones, usually one, are complete on all ranks, or until it is known that it never will be. So
+a slow reader costs slots, never somebody's bytes. When no slot is left `acquire` raises `RingFull`, and the session
+skips the window.
 
 A generation is *published* by a small file beside the ring, which names its slots and carries every digest. The file
 appears whole and last, and goes before one of its slots may be filled again: while it is there, the bytes are. So a
@@ -188,6 +190,17 @@ class SegmentRing:
         return self._memory
 
     @property
+    def is_named(self) -> bool:
+        """Whether a restarted process would find it: somebody else may have removed the name, with all that it stands for."""
+        return self._file is None or self._file.is_mine()
+
+    @property
+    def usage(self) -> str:
+        """What takes slots, for messages."""
+        with self._lock:
+            return self._usage()
+
+    @property
     def free_slots(self) -> int:
         """Slots that can be acquired now."""
         with self._lock:
@@ -280,8 +293,9 @@ class SegmentRing:
         try:
             temporary.write_bytes(data)
             with self._lock:
-                self._published_entry(generation).marker = path
+                entry = self._published_entry(generation)
                 temporary.rename(path)
+                entry.marker = path
                 self._expect_name(generation)
         finally:
             temporary.unlink(missing_ok=True)
@@ -292,6 +306,16 @@ class SegmentRing:
             entry = self._generations.get(generation)
             if entry is not None:
                 self._withdraw(entry)
+                self._drop(generation, entry)
+
+    def give_up(self, generation: Hashable) -> None:
+        """Some rank will never hold a complete generation, so it stays for its readers only. Ignored if it has gone already.
+
+        Until the last pin is gone its statement stays too: with copies of what other ranks lack it is whole.
+        """
+        with self._lock:
+            entry = self._generations.get(generation)
+            if entry is not None and entry.state is GenerationState.COMPLETE:
                 self._drop(generation, entry)
 
     @property
@@ -392,7 +416,8 @@ class SegmentRing:
         if self._unlinked or (self._file is not None and not self._file.is_mine()):
             self._withdraw(self._published_entry(generation))
             raise CheckpointError(
-                f"{generation} is not in memory: this process, or a later start of the run, has removed {self.path}."
+                f"{generation} is not in memory: this process, a later start of the run, or something that tidies up has removed "
+                f"{self.path}."
             )
 
     def _withdraw(self, entry: _Generation) -> None:

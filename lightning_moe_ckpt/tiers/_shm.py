@@ -178,6 +178,22 @@ def _owned_here(descriptor: int) -> SharedFile | None:
     return owner if owner is not None and owner.pid == os.getpid() else None
 
 
+def is_owned_elsewhere(path: Path) -> bool:
+    """Whether another process that lives owns a file; it is left as it is."""
+    try:
+        descriptor = open_shared(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        if _owned_here(descriptor) is None:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        close_shared(descriptor)
+    return False
+
+
 def _file_id(descriptor: int) -> FileId:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino

@@ -43,6 +43,7 @@ class ByHand(TierWorker):
         self.recycled: list[int] = []
         self.whole: list[int] = []
         self.abandoned: list[int] = []
+        self.given_up: list[int] = []
 
     @override
     def begin(self, announced: Announced) -> None:
@@ -57,6 +58,10 @@ class ByHand(TierWorker):
     @override
     def abandon(self, generation: GenerationId) -> None:
         self.abandoned.append(generation.step)
+
+    @override
+    def give_up(self, generation: GenerationId) -> None:
+        self.given_up.append(generation.step)
 
     def end(self, step: int, *, complete: bool = True) -> None:
         """The generation is in the tier, or it failed."""
@@ -159,11 +164,26 @@ def test_complete_everywhere_is_what_all_ranks_hold_and_not_the_smallest_of_thei
     ranks[1].host.end(2, complete=False)
     window(ranks, 3)
     assert [rank.host.recycled for rank in ranks] == [[], []]
+    assert [rank.host.given_up for rank in ranks] == [[1, 2], [1, 2]], "nobody waits for either any more"
     for rank in ranks:
         rank.host.end(3)
     vote(ranks)
     assert [rank.host.recycled for rank in ranks] == [[3], [3]]
     assert ranks[0].tiers.everywhere["host"] == generation(3)
+
+
+def test_a_generation_that_goes_wrong_while_its_window_is_filled_is_given_up_behind_it() -> None:
+    """The window runs to its end on all ranks, and its memory is in use until then; an older one goes at once."""
+    ranks = [Rank(), Rank()]
+    for step in (1, 2):
+        window(ranks, step)
+    for step in (1, 2):
+        ranks[1].host.end(step, complete=False)
+    votes = [rank.tiers.votes() for rank in ranks]
+    assert [rank.tiers.agreed(votes, filling=generation(2)) for rank in ranks] == [{generation(1)}] * 2
+    votes = [rank.tiers.votes() for rank in ranks]
+    assert [rank.tiers.agreed(votes) for rank in ranks] == [{generation(2)}] * 2
+    assert [rank.host.given_up for rank in ranks] == [[1, 2]] * 2
 
 
 def test_each_tier_recycles_by_itself() -> None:
@@ -195,6 +215,8 @@ def test_ranks_stay_in_step_whatever_fails_where(data: st.DataObject, num_ranks:
         workers = [cast(ByHand, getattr(rank, name)) for rank in ranks]
         assert len({tuple(worker.begun) for worker in workers}) == 1
         assert len({tuple(worker.recycled) for worker in workers}) == 1
+        assert len({tuple(worker.given_up) for worker in workers}) == 1
+        assert not {*workers[0].given_up} & {*workers[0].recycled}
         assert workers[0].recycled == sorted(set(workers[0].recycled))
         for step in workers[0].recycled:
             assert all(worker.holds(generation(step)) for worker in workers)
@@ -231,18 +253,18 @@ def borrowing_ranks(number: int) -> list[Rank]:
     return ranks
 
 
-def test_a_tier_with_nothing_to_build_on_is_given_a_whole_generation_less_and_less_often() -> None:
-    """While that fails the others go to the tiers that need no base, and none to it; then it takes them again."""
+def test_a_tier_with_nothing_to_build_on_is_given_a_whole_generation_in_every_second_window() -> None:
+    """While that fails the others go to the tiers that need no base, and none to it; then it takes them again at once."""
     (rank,) = ranks = borrowing_ranks(1)
-    for step in range(1, 20):
+    for step in range(1, 15):
         if partial_window(ranks, step):
-            rank.slow.end(step, complete=step == 16)
+            rank.slow.end(step, complete=step == 11)
         elif step in rank.slow.begun:
             rank.slow.end(step)
         rank.complete = None
-    assert rank.slow.whole == [1, 2, 4, 8, 16]
-    assert rank.slow.begun == [1, 2, 4, 8, 16, 17, 18, 19]
-    assert rank.host.begun == [step for step in range(1, 20) if step not in rank.slow.whole]
+    assert rank.slow.whole == [1, 3, 5, 7, 9, 11]
+    assert rank.slow.begun == [*rank.slow.whole, 12, 13, 14]
+    assert rank.host.begun == [step for step in range(1, 15) if step not in rank.slow.whole]
 
 
 def test_a_base_that_one_rank_finds_gone_is_gone_for_all() -> None:

@@ -1,0 +1,267 @@
+"""Whatever goes wrong with memory or storage for a while: when it is over, no tier is more than two windows behind."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    ExpertLoadMonitor,
+    PartialExpertCheckpoint,
+    SparseCheckpoint,
+)
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.errors import ConfigurationError, StorageError
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.storage import RunStore
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing
+from lightning_moe_ckpt.tiers._shm import SharedFile
+
+FEATURES = 8
+BEGINS, ENDS, STEPS = 6, 16, 24
+"""Steps between which the fault lasts, and of the whole run."""
+PATIENCE = 60.0
+
+
+class Net(LightningModule):
+    """One layer of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), MoELayer(FEATURES, 16, 4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.second(self.first(batch[0])).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def fit(*callbacks: Callback, steps: int = STEPS, bar: bool = False) -> None:
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=bar,
+            enable_model_summary=False, callbacks=list(callbacks),
+        )  # fmt: skip
+        trainer.fit(
+            Net(), DataLoader(TensorDataset(torch.arange(8.0 * FEATURES).view(-1, FEATURES).sin()), batch_size=1)
+        )
+
+
+# -- what goes wrong
+
+
+class Switch:
+    """A fault of calls, which fail, or stand still, while it is on."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.over = threading.Event()
+        self.struck = 0
+
+    def begin(self) -> None:
+        self.on = True
+
+    def end(self) -> None:
+        self.on = False
+        self.over.set()
+
+    def failing(self, method: Callable[..., Any], error: Callable[[], Exception]) -> Callable[..., Any]:
+        """The method, which raises while the fault lasts."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            if self.on:
+                self.struck += 1
+                raise error()
+            return method(*args, **options)
+
+        return call
+
+    def standing_still(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, whose first call in the fault comes back when it is over."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            if self.on:
+                self.struck += 1
+                assert self.over.wait(PATIENCE)
+            return method(*args, **options)
+
+        return call
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def gone() -> StorageError:
+    return StorageError("this store does not answer.")
+
+
+class Hang(Switch):
+    """Calls come back when it is over: nobody can wait for them before."""
+
+
+class Cleaner(Switch):
+    """Removes names, as what tidies up shared memory does: all of them, or those of statements only."""
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        super().__init__()
+        self._folder, self._pattern = folder, pattern
+
+    @override
+    def begin(self) -> None:
+        for path in self._folder.glob(self._pattern):
+            path.unlink()
+            self.struck += 1
+
+
+class FromTheStart(Switch):
+    """Goes on when the run begins."""
+
+    @override
+    def begin(self) -> None:
+        assert self.on
+
+
+def make_fault(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Switch:
+    switch = Hang() if kind == "storage hangs" else FromTheStart() if kind == "storage is down" else Switch()
+    if kind == "names removed":
+        return Cleaner(folder, "*")
+    if kind == "statements removed":
+        return Cleaner(folder, "*.done")
+    if kind == "memory full":
+        monkeypatch.setattr(SegmentRing, "publish", switch.failing(SegmentRing.publish, full))
+    elif kind == "storage hangs":
+        monkeypatch.setattr(RunStore, "put_segment", switch.standing_still(RunStore.put_segment))
+    else:
+        calls: dict[str, tuple[str, Callable[[], Exception]]] = {
+            "storage fails": ("put_segment", gone),
+            "storage is down": ("put_segment", gone),
+            "marker fails": ("put_marker", gone),
+            "commit fails": ("commit", gone),
+            "retention fails": ("retain", gone),
+        }
+        method, error = calls[kind]
+        monkeypatch.setattr(RunStore, method, switch.failing(getattr(RunStore, method), error))
+    return switch
+
+
+class Watch(Callback):
+    """Makes the fault begin and end, lets tiers catch up in each step, and looks at how far they are behind."""
+
+    def __init__(self, checkpoint: CheckpointCallback, fault: Switch) -> None:
+        self._checkpoint, self._fault = checkpoint, fault
+        self.behind: dict[str, list[int]] = {"host": [], "storage": []}
+        """Windows by which each tier is behind training, at every step."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fault.on = isinstance(self._fault, FromTheStart)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step == ENDS:
+            self._fault.end()
+        if not isinstance(self._fault, Hang) or not self._fault.on:
+            assert self._checkpoint.wait_committed(PATIENCE)
+        if step == BEGINS:
+            self._fault.begin()
+        report = self._checkpoint.report
+        held = HostTier(str(self._checkpoint.run_id)).holdings()
+        newest = {"host": held[0].generation.step if held else 0, "storage": report.generations.get("storage", 0)}
+        for tier, numbers in self.behind.items():
+            numbers.append(step - newest[tier])
+
+
+POLICIES: dict[str, tuple[Callable[[Path], CheckpointCallback], int]] = {
+    "dense": (lambda url: DenseCheckpoint(url, every_n_steps=1), 1),
+    "sparse": (lambda url: SparseCheckpoint(url, window=2), 2),
+    "partial": (lambda url: PartialExpertCheckpoint(url, every_n_steps=1, k=1), 1),
+}
+"""With steps per window."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "memory full", "names removed", "statements removed", "storage fails", "storage hangs", "storage is down",
+        "marker fails", "commit fails", "retention fails",
+    ],
+)  # fmt: skip
+def test_no_tier_stays_behind_when_a_fault_is_over(
+    policy: str, kind: str, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that had nothing to do with it; and while it lasts, those that have nothing to do with it."""
+    make, window = POLICIES[policy]
+    fault = make_fault(kind, shared_memory, monkeypatch)
+    checkpoint = make(tmp_path)
+    watch = Watch(checkpoint, fault)
+    fit(watch, checkpoint)
+    assert fault.struck
+    for tier, behind in watch.behind.items():
+        assert max(behind[ENDS + 2 * window :]) <= 2 * window, f"{tier}: {behind}"
+
+
+class Bar(TQDMProgressBar):
+    """Remembers what it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[str | None] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.shown.append(self.get_metrics(trainer, pl_module).get("no_checkpoint"))  # type: ignore[arg-type]
+
+
+def test_windows_without_a_generation_are_an_error_wherever_somebody_looks(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The names of memory are removed, and there is no room to make it again for ten steps: log, report, metric and bar."""
+    checkpoint, monitor, bar = DenseCheckpoint(tmp_path, every_n_steps=1), ExpertLoadMonitor(every_n_steps=1), Bar()
+    fault = Cleaner(shared_memory, "*")
+    no_room = fault.failing(SharedFile.create, lambda: ConfigurationError("there is no room."))
+    missed: list[float] = []
+
+    class Removal(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+            if trainer.global_step == BEGINS:
+                monkeypatch.setattr(SharedFile, "create", no_room)
+                fault.begin()
+                fault.on = True
+            if trainer.global_step == ENDS:
+                fault.end()
+            missed.append(monitor.latest.get("moe/windows_missed", 0))
+
+    with caplog.at_level(logging.WARNING):
+        fit(bar, Removal(), monitor, checkpoint, bar=True)
+    number = ENDS - BEGINS
+    assert max(missed) == number
+    assert missed[-1] == checkpoint.report.windows_missed == 0
+    assert checkpoint.report.windows_skipped == number
+    assert [*dict.fromkeys(filter(None, bar.shown))] == [f"{each} windows" for each in range(3, number + 1)]
+    rows = [record for record in caplog.records if " windows in a row" in record.message]
+    assert [record.levelno for record in rows] == [logging.ERROR, logging.WARNING]
+    assert "the name of some rank's memory was removed, and it cannot be made again" in rows[0].message
+    assert f"{number} windows in a row gave none" in rows[1].message
+    assert sum("there is no room" in record.message for record in caplog.records) == 1
