@@ -29,7 +29,6 @@ from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.storage import (
-    GenerationId,
     RecordEntry,
     RecordRows,
     Retention,
@@ -153,7 +152,7 @@ def _worker(store: RunStore) -> Iterator[PersistWorker]:
 
 def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memoryview, RecordRows]], step: int) -> None:
     """Until a generation is committed."""
-    generation = GenerationId(step=step, epoch=store.epoch or 0)
+    generation = store.name(step)
     worker.begin(Announced(generation=generation, plan_hash="bench", plan_json="{}", num_segments=len(segments)))
     for index, (view, rows) in enumerate(segments):
         sealed = SealedSegment(generation=generation, rank=0, step=step + index, view=view, records=rows)

@@ -69,8 +69,8 @@ class Stock:
     def from_plain(cls, value: object) -> Stock:
         """The inverse of `plain`."""
         assert isinstance(value, list)
-        items = tuple(Item(version_of(row[:3]), row[3], row[4]) for row in value[1:])
-        return cls(value[0], items, {version_of(row[:3]): row[5] for row in value[1:] if row[5]})
+        items = tuple(Item(version_of(row[:4]), row[4], row[5]) for row in value[1:])
+        return cls(value[0], items, {version_of(row[:4]): row[6] for row in value[1:] if row[6]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +187,16 @@ def plain_versions(versions: Iterable[Version]) -> list[object]:
 
 def version_of(row: Sequence[object]) -> Version:
     """One of `plain_versions`."""
-    step, epoch, plan_hash = row
+    step, epoch, life, plan_hash = row
     assert isinstance(step, int)
     assert isinstance(epoch, int)
-    return Version(GenerationId(step=step, epoch=epoch), str(plan_hash))
+    return Version(GenerationId(step=step, epoch=epoch, life=str(life)), str(plan_hash))
 
 
 def plain_version(version: Version) -> list[object]:
     """A version as plain values."""
-    return [version.generation.step, version.generation.epoch, version.plan_hash]
+    generation = version.generation
+    return [generation.step, generation.epoch, generation.life, version.plan_hash]
 
 
 def _rotated(items: Sequence[T], by: int) -> list[T]:

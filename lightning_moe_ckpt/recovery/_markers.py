@@ -165,5 +165,5 @@ def _common(marker: RankMarker) -> str:
     if family:
         policy["plan"] = family
     said = [marker.run_id, marker.world_size, plan, list(marker.steps), policy]
-    generation = [marker.generation.step, marker.generation.epoch]
+    generation = [marker.generation.step, marker.generation.epoch, marker.generation.life]
     return digest_of(json.dumps([said, generation], sort_keys=True).encode())

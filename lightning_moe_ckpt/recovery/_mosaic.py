@@ -21,7 +21,7 @@ import torch
 
 from lightning_moe_ckpt.recovery._agreement import Offer
 from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
-from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version, level_of
+from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version, level_of, plain_version, version_of
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
 from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
 from lightning_moe_ckpt.recovery._record_assembly import Place, RecordAssembly, Wanted
@@ -240,13 +240,13 @@ class Mosaic:
         """Elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
         own = {name: list(self._supply.offered(name)) for name in experts}
         origins = sorted({origin for rows in own.values() for origin, _ in rows})
-        table = [[each.generation.step, each.generation.epoch, each.plan] for each in origins]
+        table = [plain_version(Version(each.generation, each.plan)) for each in origins]
         rows = [[name, size, [[origins.index(o), n] for o, n in own[name]]] for name, size in experts.items()]
         offered: dict[str, Counter[Origin]] = {}
         sizes: dict[str, int] = {}
         for said in self._transport.gather_values([table, rows]):
             assert isinstance(said, list)
-            theirs = [Origin(GenerationId(step=step, epoch=epoch), plan) for step, epoch, plan in said[0]]
+            theirs = [Origin(each.generation, each.plan_hash) for each in map(version_of, said[0])]
             for name, size, pairs in said[1]:
                 sizes[name] = size
                 counts = offered.setdefault(name, Counter())

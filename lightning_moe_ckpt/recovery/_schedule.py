@@ -41,8 +41,8 @@ class Ask:
         """The inverse of `plain`."""
         reader, tier, *rest = row
         assert isinstance(reader, int)
-        step, offset, nbytes, number = (int(each) for each in rest[3:] if isinstance(each, int))
-        return cls(receiver, reader, version_of(rest[:3]), str(tier), step, offset, nbytes, number)
+        step, offset, nbytes, number = (int(each) for each in rest[4:] if isinstance(each, int))
+        return cls(receiver, reader, version_of(rest[:4]), str(tier), step, offset, nbytes, number)
 
 
 @dataclass(frozen=True, slots=True)

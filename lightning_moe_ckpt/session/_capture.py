@@ -53,7 +53,7 @@ class CaptureSession:
     """Captures windows for one life of a run.
 
     Args:
-        epoch: number of this life.
+        name: names a generation of this life by its step.
         exchange: control exchange between the ranks.
         engine: copies device tensors to the ring.
         tiers: take sealed segments.
@@ -68,7 +68,7 @@ class CaptureSession:
     def __init__(
         self,
         *,
-        epoch: int,
+        name: Callable[[int], GenerationId],
         exchange: Exchange,
         engine: CopyEngine,
         tiers: Tiers,
@@ -79,7 +79,7 @@ class CaptureSession:
         reordering: Succession | None = None,
         gradients: GradientRecorder | None = None,
     ) -> None:
-        self._epoch, self._exchange, self._engine, self._gradients = epoch, exchange, engine, gradients
+        self._name, self._exchange, self._engine, self._gradients = name, exchange, engine, gradients
         self._tiers, self._stalls = tiers, stalls
         self._make_ring, self._renew_ring = make_ring, renew_ring
         self._relayout, self._reordering = relayout, reordering
@@ -176,7 +176,7 @@ class CaptureSession:
         if following is not None and use is not None:
             self._follow(following, use, fits=all(vote[3] for vote in votes))
         why_not = self._restore_names() if not grown or any(vote[4] for vote in votes) else None
-        whole = self._tiers.wants_whole(GenerationId(step=step, epoch=self._epoch), self._layout)
+        whole = self._tiers.wants_whole(self._name(step), self._layout)
         self.whole_at = step if whole else None
         if whole:
             return False
@@ -328,7 +328,7 @@ class CaptureSession:
     def _start(self, step: int) -> None:
         assert self._layout is not None
         assert self._ring is not None
-        generation = GenerationId(step=step + len(self._layout.slots) - 1, epoch=self._epoch)
+        generation = self._name(step + len(self._layout.slots) - 1)
         self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
         self._ring.begin_window(generation)
         if self._layout.persisted is None:

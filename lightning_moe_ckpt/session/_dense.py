@@ -7,6 +7,7 @@ buffer, since the ring is sized for windows, and at the start there is none yet.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +44,7 @@ class DenseCapture:
     """Takes dense generations of one life.
 
     Args:
-        epoch: number of this life.
+        name: names a generation of this life by its step.
         view: live state.
         groups: this rank's place.
         exchange: control exchange between the ranks.
@@ -56,7 +57,7 @@ class DenseCapture:
     def __init__(
         self,
         *,
-        epoch: int,
+        name: Callable[[int], GenerationId],
         view: StateView,
         groups: ParallelGroups,
         exchange: Exchange,
@@ -65,7 +66,7 @@ class DenseCapture:
         stalls: StallMeter,
         journal: JournalSource,
     ) -> None:
-        self._epoch, self._view, self._groups, self._exchange = epoch, view, groups, exchange
+        self._name, self._view, self._groups, self._exchange = name, view, groups, exchange
         self._engine, self._worker, self._stalls, self._journal = engine, worker, stalls, journal
         self._under_way: tuple[GenerationId, Ticket] | None = None
         """What copies are read from the live state, until the fence."""
@@ -117,7 +118,7 @@ class DenseCapture:
 
     def _submit(self, step: int, start: Journal) -> tuple[GenerationId, Ticket]:
         """Begin to copy, and hand over."""
-        generation = GenerationId(step=step, epoch=self._epoch)
+        generation = self._name(step)
         journal = {"outcome": {"step": step, "losses": [], **self._journal.state()}, "start": start}
         # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
         layout = dense_layout(self._view, self._groups, max(2 * len(encode(journal)), self._journal.journal_nbytes))

@@ -145,7 +145,7 @@ class Life:
         self._found = self._runs.open(resume=self._config.resume, job=job)
         self._tiers = self._join_tiers(identity)
         self._capture = CaptureSession(
-            epoch=self._runs.epoch,
+            name=self._runs.name,
             exchange=self._exchange,
             engine=self._engine,
             tiers=self._tiers,
@@ -187,7 +187,7 @@ class Life:
         lossy = isinstance(self._policy, LossyWindows)
         self._storage = join_storage(runs.store, markers, self._config, self._operators if lossy else ())
         self._dense = DenseCapture(
-            epoch=runs.epoch,
+            name=runs.name,
             view=self._view,
             groups=self._groups,
             exchange=self._exchange,

@@ -45,12 +45,16 @@ class Runs:
             self._backend: Backend = open_backend(url, storage_options=storage_options, bandwidth=bandwidth)
             _refuse_process_memory(self._backend.url, groups.world_size)
         self.store: RunStore
-        self.epoch = 0
+        self._epoch, self._life = 0, ""
 
     @property
     def run_id(self) -> str:
         """Identity of the run in storage."""
         return self.store.run_id
+
+    def name(self, step: int) -> GenerationId:
+        """A generation of this life, once it is open."""
+        return GenerationId(step=step, epoch=self._epoch, life=self._life)
 
     def open(self, *, resume: Resume, job: Job) -> Found | None:
         """Find what to resume from and open a new epoch.
@@ -88,12 +92,11 @@ class Runs:
 
     def _open_epoch(self, resumed: GenerationId | None, volatile: Collection[GenerationId]) -> bool:
         """Whether the epoch was opened; if not, the log moved meanwhile and the pick has to be made again."""
-        epoch = self._exchange.told(lambda: self.store.open_epoch(resumed, volatile=volatile))
-        if epoch is None:
-            return False
-        assert isinstance(epoch, int)
-        self.epoch = epoch
-        return True
+        opened = self._exchange.told(lambda: [self.store.open_epoch(resumed, volatile=volatile), self.store.life])
+        assert isinstance(opened, list)
+        epoch, self._life = opened
+        self._epoch = epoch or 0
+        return epoch is not None
 
     def _no_generation(self, resume: Resume, reasons: Sequence[str]) -> str:
         if not reasons:

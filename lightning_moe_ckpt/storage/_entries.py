@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._json import Fields
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._record_table import RecordEntry, RecordTable
+
+_LIFE = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,15 +122,24 @@ def read_borrowed(value: object, where: str, lines: Lines) -> BorrowedEntry:
 
 def generation_body(generation: GenerationId) -> dict[str, object]:
     """JSON form of a generation."""
-    return {"step": generation.step, "epoch": generation.epoch}
+    body: dict[str, object] = {"step": generation.step, "epoch": generation.epoch}
+    return body | {"life": generation.life} if generation.life else body
 
 
 def read_generation(value: object, where: str) -> GenerationId:
     """Read a generation. Raises `Corrupt`."""
     body = Fields(value, where)
-    generation = GenerationId(step=body.integer("step"), epoch=body.integer("epoch"))
+    life = read_life(body.text("life"), where) if body.has("life") else ""
+    generation = GenerationId(step=body.integer("step"), epoch=body.integer("epoch"), life=life)
     body.end()
     return generation
+
+
+def read_life(value: object, where: str) -> str:
+    """Read what names a life. Raises `Corrupt`."""
+    if not isinstance(value, str) or not _LIFE.fullmatch(value):
+        raise Corrupt(f"{where}: the name of a life has 12 hexadecimal digits, found {value!r}.")
+    return value
 
 
 def _read_overflow(value: object, where: str) -> OverflowEntry:

@@ -25,6 +25,9 @@ BORROWING = 2
 SPARING = 3
 """Version of documents that also name older copies, for what turns out bad."""
 
+OF_A_LIFE = 3
+"""Added to the version of a document whose generation names its life; a release that knows of none must not read it."""
+
 T = TypeVar("T")
 
 
@@ -99,6 +102,10 @@ class Fields:
             raise Corrupt(f"{where}: an object was expected, found {type(value).__name__}.")
         self._left = dict(value)
         self._where = where
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a key, not taken yet."""
+        return name in self._left
 
     def integer(self, name: str) -> int:
         """Take a whole number of zero or more."""

@@ -6,6 +6,10 @@ successors. If the newest entry itself is bad, only what it alone said is lost: 
 wrote it, if it still runs, says it again with its next entry.
 
 Timeline rule: a generation is dead once a later epoch began from an earlier step, however late its commit lands.
+
+Lineage rule: a log may be copied, or put back to an older state, and then another life gets the number that a life has
+had. So every life draws a name, which is in its `open` entry and in all that it writes: what the log as it stands does
+not name is not of its past. By the nonce of its newest entry a process knows that the log is still the one it writes.
 Source: the storage study, Sec. 4; we differ in repeating the history.
 """
 
@@ -14,16 +18,19 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
-from lightning_moe_ckpt.storage._entries import generation_body
-from lightning_moe_ckpt.storage._json import Fields, decode, encode, read_integer
+from lightning_moe_ckpt.storage._entries import generation_body, read_life
+from lightning_moe_ckpt.storage._json import VERSION, Fields, decode_any, encode, read_integer, read_text
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
 
 log = logging.getLogger(__name__)
+
+_OF_LIVES = 2
+"""Version of entries that name lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,8 @@ class Cut:
     epoch: int
     step: int | None
     """`None` if the epoch began from nothing."""
+    life: str = ""
+    """Name of the epoch's life; empty for one that an older release began."""
 
     @property
     def floor(self) -> int:
@@ -54,34 +63,45 @@ class History:
     kept: frozenset[GenerationId] = frozenset()
     """Generations that stay although they are below the watermark or hit by a cut older than they are kept."""
     cuts: tuple[Cut, ...] = ()
-    """The epochs that still decide something, oldest first."""
+    """The epochs that still decide something, oldest first; among them every one with a generation that is neither dead
+    nor kept by name."""
+    key: str = ""
+    """Secret of the run, from which names of its shared memory are derived; empty before the first life of this release."""
+    replaced: tuple[str, ...] = ()
+    """Runs under this URL that this one replaced, oldest first."""
+    has_commits: bool = False
+    """Whether this run is known to have committed something."""
+    num_lost: int = field(default=0, compare=False)
+    """Unreadable entries behind the one that this was read from; each may have opened an epoch."""
 
-    def opened(self, epoch: int, resumed: GenerationId | None) -> History:
+    @property
+    def life(self) -> str:
+        """Name of the newest life."""
+        return next((cut.life for cut in self.cuts if cut.epoch == self.last_epoch), "")
+
+    def opened(self, epoch: int, resumed: GenerationId | None, life: str = "") -> History:
         """The history after `epoch` began."""
+        after = replace(self, last_epoch=epoch, num_lost=0)
         if resumed is None:
             # The steps begin again below the watermark; all it guarded is dead by the cut.
-            return replace(self, last_epoch=epoch, watermark=0, kept=frozenset(), cuts=(Cut(epoch, None),))
+            return replace(after, watermark=0, kept=frozenset(), cuts=(Cut(epoch, None, life),))
         if resumed.step < self.watermark:
-            return self._opened_below(epoch, resumed)
-        cuts = (*self.cuts, Cut(epoch, resumed.step))
-        return replace(self, last_epoch=epoch, cuts=_deciding(cuts, self.watermark))
+            return _began_below(after, resumed, life)
+        # What an epoch whose entry is lost began from is not known, but that it was below this.
+        lost = [Cut(resumed.epoch, _below(resumed.step), resumed.life)] if resumed.epoch > self.last_epoch else []
+        cuts = (*self.cuts, *lost, Cut(epoch, resumed.step, life))
+        return replace(after, cuts=_deciding(cuts, self.watermark))
 
     def advanced(self, step: int, kept: Iterable[GenerationId] = ()) -> History:
         """The history after the watermark moved up to `step`, below which only `kept` stay."""
         return replace(self, watermark=step, kept=frozenset(kept), cuts=_deciding(self.cuts, step))
 
-    def _opened_below(self, epoch: int, resumed: GenerationId) -> History:
-        """The history after `epoch` began from one of `kept`: steps begin again there, and so does the watermark.
-
-        Which other generation of that step was dead, only cuts below the old watermark could tell, and they were dropped.
-        So this cut is one step lower: of earlier epochs, at or above the new watermark, only `kept` live on.
-        """
-        kept = frozenset(each for each in self.kept if each.step <= resumed.step)
-        cut = Cut(epoch, resumed.step - 1 if resumed.step else None)
-        return replace(self, last_epoch=epoch, watermark=resumed.step, kept=kept, cuts=(cut,))
-
     def why_dead(self, generation: GenerationId) -> str | None:
         """Why a generation must not be restored, `None` if it may."""
+        return self.why_left_behind(generation) or self.why_unknown(generation)
+
+    def why_left_behind(self, generation: GenerationId) -> str | None:
+        """Why a generation is not wanted any more, whichever life of its epoch wrote it; `None` if it is."""
         if generation.epoch < self.first_epoch:
             return "belongs to an earlier run"
         if generation in self.kept:
@@ -92,6 +112,35 @@ class History:
             if generation.epoch < cut.epoch and generation.step > cut.floor:
                 return f"epoch {cut.epoch} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
         return None
+
+    def why_unknown(self, generation: GenerationId) -> str | None:
+        """Why a generation that is not left behind is of another past than this log's; `None` if it is of this one."""
+        if generation in self.kept:
+            return None
+        wrote = next((cut.life for cut in self.cuts if cut.epoch == generation.epoch), None)
+        if wrote is None and self.last_epoch < generation.epoch <= self.last_epoch + self.num_lost:
+            return None
+        if generation.life == (wrote or ""):
+            return None
+        return (
+            f"written by a life that the log does not name ({generation.directory}): the log is a copy, was put back to an "
+            "older state, or is damaged"
+        )
+
+
+def _began_below(history: History, resumed: GenerationId, life: str) -> History:
+    """The history after its newest epoch began from one of `kept`: steps begin again there, and so does the watermark.
+
+    Which other generation of that step was dead, only cuts below the old watermark could tell, and they were dropped.
+    So this cut is one step lower: of earlier epochs, at or above the new watermark, only `kept` live on.
+    """
+    kept = frozenset(each for each in history.kept if each.step <= resumed.step)
+    cut = Cut(history.last_epoch, _below(resumed.step), life)
+    return replace(history, watermark=resumed.step, kept=kept, cuts=(cut,))
+
+
+def _below(step: int) -> int | None:
+    return step - 1 if step else None
 
 
 def _deciding(cuts: Sequence[Cut], watermark: int) -> tuple[Cut, ...]:
@@ -112,6 +161,7 @@ class Log:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._newest = -1  # index of the newest entry we know of, readable or not
+        self._nonce: str | None = None  # of that entry, if it is known
         self.num_lost = 0
         """Unreadable entries after the one the history was read from; each may have opened an epoch."""
 
@@ -123,9 +173,11 @@ class Log:
         """
         indices = self._indices(LOG_PREFIX)
         self._newest = indices[-1] if indices else -1
+        self._nonce = None
         for self.num_lost, index in enumerate(reversed(indices)):
-            if (history := self._read_entry(index)) is not None:
-                return history
+            if (entry := self._read_entry(index)) is not None:
+                self._nonce = entry.nonce if index == self._newest else None
+                return replace(entry.history, num_lost=self.num_lost)
         self.num_lost = len(indices)
         if indices:
             raise Corrupt(
@@ -140,10 +192,11 @@ class Log:
         Returns:
             False if another process was faster, and nothing was written.
         """
-        body = {"index": self._newest + 1, "event": event, "nonce": uuid.uuid4().hex, "history": _body(history)}
-        if not create_once(self._backend, log_key(self._newest + 1), encode("log", body)):
+        nonce = uuid.uuid4().hex
+        body = {"index": self._newest + 1, "event": event, "nonce": nonce, "history": _body(history)}
+        if not create_once(self._backend, log_key(self._newest + 1), encode("log", body, version=_OF_LIVES)):
             return False
-        self._newest += 1
+        self._newest, self._nonce = self._newest + 1, nonce
         return True
 
     def news(self, own: History) -> History | None:
@@ -153,21 +206,38 @@ class Log:
             own: the state after our newest entry.
 
         Raises:
-            Fenced: an entry is of a later life or run, or the newest cannot be read and may be.
+            Fenced: an entry is of a later life or run, or the newest cannot be read and may be; or our newest is not
+                there any more.
         """
         newest = max(self._indices(log_block(self._newest + 1)), default=-1)  # dense: the next one is in this block
+        self._expect_own()
         if newest <= self._newest:
             return None
-        history = self._read_entry(newest)
-        if history is None or (history.run_id, history.last_epoch) != (own.run_id, own.last_epoch):
+        entry = self._read_entry(newest)
+        if entry is None or _names(entry.history) != _names(own):
             raise Fenced(
                 f"{self._backend.url}: log entry {newest} was written by a later start of this job. "
                 "This process must stop; the newer one carries on."
             )
-        self._newest = newest  # `moe-ckpt gc` wrote it, which begins nothing
-        return history
+        self._newest, self._nonce = newest, entry.nonce  # `moe-ckpt gc` wrote it, which begins nothing
+        return entry.history
 
-    def _read_entry(self, index: int) -> History | None:
+    def _expect_own(self) -> None:
+        """Entries are never changed or removed: one that was tells of a log that was put back, or of another one."""
+        try:
+            found = _parse_entry(self._backend.get(log_key(self._newest)), self._newest).nonce
+        except KeyMissing:
+            found = "missing"
+        except Corrupt:
+            return  # damaged, which says nothing of another life
+        if self._nonce not in {None, found}:
+            raise Fenced(
+                f"{self._backend.url}: log entry {self._newest}, the newest that this process wrote or read, is "
+                f"{'gone' if found == 'missing' else 'another one now'}: the checkpoints were put back to an older state or "
+                "replaced. This process must stop; whatever is started there now carries on."
+            )
+
+    def _read_entry(self, index: int) -> _Entry | None:
         try:
             return _parse_entry(self._backend.get(log_key(index)), index)
         except (Corrupt, KeyMissing) as error:
@@ -195,6 +265,19 @@ def watermark_event(epoch: int, step: int) -> dict[str, object]:
     return {"type": "watermark", "epoch": epoch, "step": step}
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is read of one."""
+
+    nonce: str
+    history: History
+
+
+def _names(history: History) -> tuple[str, int, str]:
+    """Of the life that may write."""
+    return history.run_id, history.last_epoch, history.life
+
+
 def _body(history: History) -> dict[str, object]:
     return {
         "run_id": history.run_id,
@@ -202,16 +285,19 @@ def _body(history: History) -> dict[str, object]:
         "last_epoch": history.last_epoch,
         "watermark": history.watermark,
         "kept": _kept_body(history.kept),
-        "cuts": [{"epoch": cut.epoch, "step": cut.step} for cut in history.cuts],
+        "cuts": [{"epoch": cut.epoch, "step": cut.step, "life": cut.life} for cut in history.cuts],
+        "key": history.key,
+        "replaced": list(history.replaced),
+        "has_commits": history.has_commits,
     }
 
 
-def _parse_entry(data: bytes, index: int) -> History:
+def _parse_entry(data: bytes, index: int) -> _Entry:
     where = log_key(index)
-    entry = decode(data, kind="log", where=where)
+    version, entry = decode_any(data, kind="log", where=where, versions=(VERSION, _OF_LIVES))
     if (written := entry.integer("index")) != index:
         raise Corrupt(f"{where}: is entry {written} under a wrong name.")
-    entry.text("nonce")
+    nonce = entry.text("nonce")
     entry.plain("event")
     body = entry.mapping("history")
     entry.end()
@@ -223,28 +309,46 @@ def _parse_entry(data: bytes, index: int) -> History:
         kept=frozenset(chain.from_iterable(body.rows("kept", _read_kept))),
         cuts=body.rows("cuts", _read_cut),
     )
+    if version == _OF_LIVES:
+        history = replace(
+            history,
+            key=body.text("key"),
+            replaced=body.rows("replaced", read_text),
+            has_commits=body.flag("has_commits"),
+        )
     body.end()
-    return history
+    return _Entry(nonce, history)
+
+
+def check_entry(data: bytes, index: int) -> None:
+    """Raise `Corrupt` unless the bytes are entry `index`."""
+    _parse_entry(data, index)
 
 
 def _kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
-    """By epoch, which is shorter: every entry repeats them."""
-    epochs: dict[int, list[int]] = {}
-    for each in sorted(kept, key=lambda each: (each.epoch, each.step)):
-        epochs.setdefault(each.epoch, []).append(each.step)
-    return [{"epoch": epoch, "steps": steps} for epoch, steps in epochs.items()]
+    """By life, which is shorter: every entry repeats them."""
+    lives: dict[tuple[int, str], list[int]] = {}
+    for each in sorted(kept, key=lambda each: (each.epoch, each.life, each.step)):
+        lives.setdefault((each.epoch, each.life), []).append(each.step)
+    return [{"epoch": epoch, "life": life, "steps": steps} for (epoch, life), steps in lives.items()]
 
 
 def _read_kept(value: object, where: str) -> list[GenerationId]:
     body = Fields(value, where)
-    epoch = body.integer("epoch")
-    kept = [GenerationId(step=step, epoch=epoch) for step in body.rows("steps", read_integer)]
+    epoch, life = body.integer("epoch"), _read_life(body, where)
+    kept = [GenerationId(step=step, epoch=epoch, life=life) for step in body.rows("steps", read_integer)]
     body.end()
     return kept
 
 
 def _read_cut(value: object, where: str) -> Cut:
     body = Fields(value, where)
-    cut = Cut(body.integer("epoch"), body.optional("step", read_integer))
+    cut = Cut(body.integer("epoch"), body.optional("step", read_integer), _read_life(body, where))
     body.end()
     return cut
+
+
+def _read_life(body: Fields, where: str) -> str:
+    """Name of a life; older releases say nothing."""
+    life = body.text("life") if body.has("life") else ""
+    return read_life(life, where) if life else ""

@@ -1,19 +1,21 @@
 """Names of stored objects, and their way back to what they name.
 
 ```text
-_log/<n:020d>.json                                               epochs and watermark, dense
-snap/<step:012d>/e<epoch:06d>/rank<r:05d>.<step:012d>.safetensors     one segment
-snap/<step:012d>/e<epoch:06d>/rank<r:05d>.<step:012d>.overflow        what did not fit in its journal
-snap/<step:012d>/e<epoch:06d>/rank<r:05d>.done                    that rank's marker over all its segments
-snap/<step:012d>/e<epoch:06d>/_COMMITTED                         the generation exists
+_log/<n:020d>.json                                                      epochs and watermark, dense
+snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.<step:012d>.safetensors     one segment
+snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.<step:012d>.overflow        what did not fit in its journal
+snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.done                    that rank's marker over all its segments
+snap/<step:012d>/e<epoch:06d>-<life>/_COMMITTED                         the generation exists
 ```
 
-Invariant: a name is used by one life only (the epoch is in it), so no reader ever sees it change.
+Invariant: a name is used by one life only, so no reader ever sees it change. Epochs count the lives that a log knows;
+where a log was put back to an older state, or copied, two lives get the same number. `life` is drawn anew for each.
 """
 
 from __future__ import annotations
 
 import re
+import uuid
 from dataclasses import dataclass
 
 LOG_PREFIX = "_log/"
@@ -22,7 +24,7 @@ PROBE_PREFIX = "_probe/"
 COMMITTED = "_COMMITTED"
 
 _LOG = re.compile(r"_log/(\d{20,})\.json")
-_SNAP = re.compile(r"snap/(\d{12,})/e(\d{6,})/([^/]+)")
+_SNAP = re.compile(r"snap/(\d{12,})/e(\d{6,})(?:-([0-9a-f]{12}))?/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,})\.done")
 
 
@@ -34,6 +36,8 @@ class GenerationId:
     """Boundary at which the generation becomes dense."""
     epoch: int
     """Life of the job that wrote it."""
+    life: str = ""
+    """What tells that life from any other with the same number: see `new_life`. Empty for what older releases wrote."""
 
     def __str__(self) -> str:
         return f"step {self.step} (epoch {self.epoch})"
@@ -41,7 +45,17 @@ class GenerationId:
     @property
     def prefix(self) -> str:
         """Prefix of every key of this generation, with the slash."""
-        return f"{SNAP_PREFIX}{self.step:012d}/e{self.epoch:06d}/"
+        return f"{SNAP_PREFIX}{self.step:012d}/{self.directory}/"
+
+    @property
+    def directory(self) -> str:
+        """Of its life, as it is part of keys."""
+        return f"e{self.epoch:06d}-{self.life}" if self.life else f"e{self.epoch:06d}"
+
+
+def new_life() -> str:
+    """48 random bits, by which a life of the job is known, in hexadecimal."""
+    return uuid.uuid4().hex[:12]
 
 
 def log_key(index: int) -> str:
@@ -83,7 +97,9 @@ def parse_log_key(key: str) -> int | None:
 def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
     """Generation and last part of a key, `None` for a key that is not of this layout."""
     match = _SNAP.fullmatch(key)
-    return (GenerationId(step=int(match[1]), epoch=int(match[2])), match[3]) if match else None
+    if match is None:
+        return None
+    return GenerationId(step=int(match[1]), epoch=int(match[2]), life=match[3] or ""), match[4]
 
 
 def parse_marker_name(name: str) -> int | None:

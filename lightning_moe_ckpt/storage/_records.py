@@ -31,6 +31,7 @@ from lightning_moe_ckpt.storage._entries import (
 )
 from lightning_moe_ckpt.storage._json import (
     BORROWING,
+    OF_A_LIFE,
     SPARING,
     VERSION,
     Fields,
@@ -81,7 +82,9 @@ class RankMarker:
         segments = [*self.segments, *(each.segment for each in (*self.borrowed, *self.spares))]
         tables = [RecordTable.of(segment.records) for segment in segments]
         module = b"" if self.module is None else self.module.line
-        document = encode("marker", _marker_body(self, tables), version=_version(self.borrowed, self.spares))
+        document = encode(
+            "marker", _marker_body(self, tables), version=_version(self.generation, self.borrowed, self.spares)
+        )
         return b"".join([document, *(table.line for table in tables), module])
 
     @classmethod
@@ -89,6 +92,7 @@ class RankMarker:
         """Read a stored marker; every byte is checked, records are parsed when they are looked at. Raises `Corrupt`."""
         end = data.find(b"\n") + 1
         version, body = decode_any(data[:end], kind="marker", where=where, versions=_VERSIONS)
+        form = _form(version)
         lines = Lines(data, end, where)
         _expect_digest(body, where)
         if body.rows("record_columns", read_text) != RECORD_COLUMNS:
@@ -101,16 +105,16 @@ class RankMarker:
             plan_hash=body.text("plan_hash"),
             segments=body.rows("segments", lambda value, at: read_segment(value, at, lines)),
             borrowed=()
-            if version == VERSION
+            if form == VERSION
             else body.rows("borrowed", lambda value, at: read_borrowed(value, at, lines)),
-            spares=() if version != SPARING else body.rows("spares", lambda value, at: read_borrowed(value, at, lines)),
+            spares=() if form != SPARING else body.rows("spares", lambda value, at: read_borrowed(value, at, lines)),
             policy=body.plain("policy"),
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
             unix_time=body.integer("unix_time"),
         )
         body.end()
         lines.end()
-        _expect_version(version, marker.borrowed, marker.spares, where)
+        _expect_version(version, marker.generation, marker.borrowed, marker.spares, where)
         _expect_own_keys(marker, where)
         _expect_older_files(marker, marker.borrowed, where)
         _expect_older_files(marker, marker.spares, where)
@@ -177,12 +181,12 @@ class Commit:
 
     def to_bytes(self) -> bytes:
         """The document as it is stored."""
-        version = _version(self.needs, self.spares)
+        version = _version(self.generation, self.needs, self.spares)
         body = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in {"needs", "spares"}}
         body |= {"generation": generation_body(self.generation), "digests": DIGEST_NAME}
-        if version != VERSION:
+        if _form(version) != VERSION:
             body["needs"] = [generation_body(need) for need in self.needs]
-        if version == SPARING:
+        if _form(version) == SPARING:
             body["spares"] = [generation_body(each) for each in self.spares]
         return encode("commit", body, version=version)
 
@@ -190,6 +194,7 @@ class Commit:
     def from_bytes(cls, data: bytes, where: str) -> Commit:
         """Read a stored commit. Raises `Corrupt`."""
         version, body = decode_any(data, kind="commit", where=where, versions=_VERSIONS)
+        form = _form(version)
         _expect_digest(body, where)
         commit = cls(
             run_id=body.text("run_id"),
@@ -201,11 +206,11 @@ class Commit:
             nbytes=body.integer("nbytes"),
             policy=body.plain("policy"),
             unix_time=body.integer("unix_time"),
-            needs=() if version == VERSION else body.rows("needs", read_generation),
-            spares=body.rows("spares", read_generation) if version == SPARING else (),
+            needs=() if form == VERSION else body.rows("needs", read_generation),
+            spares=body.rows("spares", read_generation) if form == SPARING else (),
         )
         body.end()
-        _expect_version(version, commit.needs, commit.spares, where)
+        _expect_version(version, commit.generation, commit.needs, commit.spares, where)
         if len(commit.markers) != commit.world_size:
             raise Corrupt(f"{where}: {len(commit.markers)} markers for a world of {commit.world_size}.")
         return commit
@@ -225,20 +230,28 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-_VERSIONS = (VERSION, BORROWING, SPARING)
+_FORMS = (VERSION, BORROWING, SPARING)
+_VERSIONS = (*_FORMS, *(form + OF_A_LIFE for form in _FORMS))
 
 
-def _version(borrowed: Sequence[object], spares: Sequence[object]) -> int:
+def _form(version: int) -> int:
+    """Which keys a document has, whether or not its generation names a life."""
+    return version - OF_A_LIFE if version > OF_A_LIFE else version
+
+
+def _version(generation: GenerationId, borrowed: Sequence[object], spares: Sequence[object]) -> int:
     """Of a document: a release that knows nothing of borrowing must not take the part that is there for the whole."""
+    of_a_life = OF_A_LIFE if generation.life else 0
     if spares:
-        return SPARING
-    return BORROWING if borrowed else VERSION
+        return of_a_life + SPARING
+    return of_a_life + (BORROWING if borrowed else VERSION)
 
 
-def _expect_version(version: int, borrowed: Sequence[object], spares: Sequence[object], where: str) -> None:
-    if version != _version(borrowed, spares):
-        lacks = "names no older copies" if version == SPARING else "borrows nothing"
-        raise Corrupt(f"{where}: is of version {version} and {lacks}. Read it with the release that wrote it.")
+def _expect_version(
+    version: int, generation: GenerationId, borrowed: Sequence[object], spares: Sequence[object], where: str
+) -> None:
+    if version != (wanted := _version(generation, borrowed, spares)):
+        raise Corrupt(f"{where}: is of version {version}, what it says of version {wanted}. Another copy may be good.")
 
 
 def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str, object]:

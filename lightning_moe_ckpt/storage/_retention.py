@@ -114,7 +114,8 @@ def doomed_generations(catalog: Catalog, history: History, *, epoch: int) -> dic
         history: state of the log, with the watermark already appended.
         epoch: the newest life.
     """
-    ours = [g for g, contents in catalog.items() if g.epoch == epoch and contents.committed]
+    own = (epoch, history.life)
+    ours = [g for g, contents in catalog.items() if (g.epoch, g.life) == own and contents.committed]
     newest_own = max(ours, default=GenerationId(step=-1, epoch=epoch))
     reasons = {g: _why_garbage(g, catalog[g], history, newest_own) for g in sorted(catalog) if g.epoch <= epoch}
     return {generation: reason for generation, reason in reasons.items() if reason is not None}
@@ -133,4 +134,4 @@ def _why_garbage(
         if generation.epoch < newest_own.epoch:
             return f"not committed, and epoch {generation.epoch} is over"
         return "not committed, and newer ones are" if generation.step < newest_own.step else None
-    return history.why_dead(generation)
+    return history.why_left_behind(generation)

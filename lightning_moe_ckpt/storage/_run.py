@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -46,6 +46,7 @@ from lightning_moe_ckpt.storage._names import (
     SNAP_PREFIX,
     GenerationId,
     marker_key,
+    new_life,
     overflow_key,
     segment_key,
 )
@@ -115,6 +116,15 @@ class RunStore:
     def epoch(self) -> int | None:
         """This life's epoch; `None` before `open_epoch`, and on ranks that joined."""
         return None if self._coordination is None else self._coordination.epoch
+
+    @property
+    def life(self) -> str:
+        """Name of this life; empty before `open_epoch`, and on ranks that joined."""
+        return self._coordination.history.life if self._coordination is not None and self.epoch is not None else ""
+
+    def name(self, step: int) -> GenerationId:
+        """A generation of this life, after `open_epoch`."""
+        return GenerationId(step=step, epoch=self._coordinator().opened_epoch(), life=self.life)
 
     # Data: any rank, any thread.
 
@@ -291,7 +301,7 @@ class RunStore:
             Corrupt: ranks disagree, or borrow from a generation that is not committed or was given up.
         """
         coordination = self._coordinator()
-        if own.generation.epoch != coordination.epoch:
+        if own.generation != self.name(own.generation.step):
             raise ValueError(f"`commit`: {own.generation} is not of this life, epoch {coordination.epoch}.")
         stored = await_markers(
             self._backend, own, timeout=timeout, cancelled=cancelled, check_fence=coordination.catch_up
@@ -331,7 +341,7 @@ class RunStore:
             ValueError: it belongs to another life, or is committed.
         """
         contents = read_catalog(self._backend, generation.prefix).get(generation)
-        if generation.epoch != self._coordinator().epoch or (contents is not None and contents.committed):
+        if generation != self.name(generation.step) or (contents is not None and contents.committed):
             raise ValueError(f"`discard({generation})`: only an uncommitted generation of this life can be discarded.")
         if contents is not None:
             delete_generation(self._backend, contents)
@@ -395,7 +405,9 @@ class _Coordination:
 
     def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
         epoch = _next_epoch(self.history, self.log, known)
-        history = self.history.opened(epoch, resumed)
+        # A run of an older release has no key yet.
+        keyed = replace(self.history, key=self.history.key or uuid.uuid4().hex)
+        history = keyed.opened(epoch, resumed, new_life())
         volatile = resumed is not None and resumed not in self.offered
         if not self.log.append(open_event(epoch, resumed, volatile=volatile), history):
             return False
@@ -439,7 +451,9 @@ def _read_history(run_log: Log, resume: Resume) -> History | None:
 def _begin_run(history: History | None, run_log: Log, catalog: Catalog) -> History:
     """A new run; its epochs follow those of the runs before, so that names never meet."""
     epoch = _next_epoch(history, run_log, catalog)
-    return History(run_id=uuid.uuid4().hex, first_epoch=epoch, last_epoch=epoch - 1)
+    replaced = (*history.replaced, history.run_id) if history is not None else ()
+    key = uuid.uuid4().hex
+    return History(run_id=uuid.uuid4().hex, first_epoch=epoch, last_epoch=epoch - 1, replaced=replaced, key=key)
 
 
 def _next_epoch(history: History | None, run_log: Log, known: Collection[GenerationId]) -> int:

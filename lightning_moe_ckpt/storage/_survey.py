@@ -176,8 +176,10 @@ def _complete(
 def _read_restorable(backend: Backend, history: History, contents: Contents) -> Commit | PassedOver:
     """The manifest of a generation, or what speaks against it."""
     generation = contents.generation
-    if (reason := history.why_dead(generation)) is not None:
+    if (reason := history.why_left_behind(generation)) is not None:
         return PassedOver(generation, reason, is_loss=False)
+    if (reason := history.why_unknown(generation)) is not None:
+        return PassedOver(generation, reason, is_loss=contents.committed)
     if not contents.committed:
         return PassedOver(generation, f"not committed; {len(contents.ranks)} ranks had finished", is_loss=False)
     try:

@@ -19,8 +19,7 @@ from lightning_moe_ckpt.storage._catalog import (
     read_commit,
     read_committed_marker,
 )
-from lightning_moe_ckpt.storage._json import decode
-from lightning_moe_ckpt.storage._log import History, Log
+from lightning_moe_ckpt.storage._log import History, Log, check_entry
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, parse_log_key
 from lightning_moe_ckpt.storage._needs import needed_by, spare_for, what_lacks
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
@@ -124,8 +123,7 @@ class RunView:
     def _check_entry(self, key: str | None, index: int) -> None:
         if key is None:
             raise Corrupt(f"{LOG_PREFIX}: entry {index} is missing, later ones are there.")
-        if (written := decode(self._backend.get(key), kind="log", where=key).integer("index")) != index:
-            raise Corrupt(f"{key}: is entry {written} under a wrong name.")
+        check_entry(self._backend.get(key), index)
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
         """Read the marker a manifest vouches for.

@@ -4,8 +4,8 @@
 moe-ckpt-<uid>-<run>-<rank>.ring             what the rank captured itself
 moe-ckpt-<uid>-<run>-<rank>.<turn>.ring      the same, while an earlier ring of the rank is still needed
 moe-ckpt-<uid>-<run>-<rank>.replica          kept for a rank of another node
-<any of these>.<step>.e<epoch>.done          a whole generation in it
-<any of these>.<step>.e<epoch>.tmp           the same while it is written; says nothing, whatever is in it
+<any of these>.<step>.e<epoch>-<life>.done   a whole generation in it
+<any of these>.<step>.e<epoch>-<life>.tmp    the same while it is written; says nothing, whatever is in it
 ```
 """
 
@@ -24,7 +24,7 @@ Kind = Literal["ring", "replica"]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(r"moe-ckpt-(\d+)-([A-Za-z0-9_.-]{1,100})-(\d+)(?:\.(\d+))?\.(ring|replica)")
-_MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)\.(done|tmp)")
+_MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)(?:-[0-9a-f]{12})?\.(done|tmp)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,8 @@ def shared_name(run_id: str, rank: int, kind: Kind = "ring", *, turn: int = 0) -
 
 def marker_path(memory: Path, generation: GenerationId) -> Path:
     """Where the marker of a generation stands that is whole in a memory file."""
-    return memory.with_name(f"{memory.name}.{generation.step}.e{generation.epoch}.done")
+    life = f"-{generation.life}" if generation.life else ""
+    return memory.with_name(f"{memory.name}.{generation.step}.e{generation.epoch}{life}.done")
 
 
 def unfinished_path(marker: Path) -> Path:

@@ -21,6 +21,7 @@ from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._delta_drift import rounded_marker
 from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
 from lightning_moe_ckpt.tiers._peer_wire import (
+    NUMBERS,
     Kind,
     Message,
     PeerLost,
@@ -145,13 +146,11 @@ class ReplicaReceiver:
                 raise self._unexpected(message.kind)
 
     def _begin(self, message: Message) -> None:
-        step, epoch, *older, num_segments, slot_nbytes = message.numbers
+        *names, num_segments, slot_nbytes = message.numbers
         self._drop()
-        generation, keep, base = (
-            GenerationId(step=step, epoch=epoch),
-            generation_of(older[:2]),
-            generation_of(older[2:]),
-        )
+        generation, keep, base = (generation_of(names[at : at + NUMBERS]) for at in range(0, 3 * NUMBERS, NUMBERS))
+        if generation is None:
+            raise self._unexpected(Kind.BEGIN)
         try:
             self._store.begin(generation, keep=keep, base=base, num_segments=num_segments, slot_nbytes=slot_nbytes)
         except (ConfigurationError, OSError) as error:

@@ -37,8 +37,8 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.storage import GenerationId
 
-_MAGIC = 0x4D6F45_0002
-"""Which protocol, in its second version, which has `DELTA`; a header that begins otherwise is not read."""
+_MAGIC = 0x4D6F45_0003
+"""Which protocol, in its third version, whose generations name their life; a header that begins otherwise is not read."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 MESSAGE_NBYTES = 8 * _NUM_FIELDS
@@ -95,15 +95,21 @@ class Message:
         return cls(Kind(kind), tuple(numbers[:length]))
 
 
-def numbers_of(generation: GenerationId | None) -> tuple[int, int]:
+NUMBERS = 3
+"""Integers of a generation in a header."""
+
+
+def numbers_of(generation: GenerationId | None) -> tuple[int, int, int]:
     """A generation, or none, in a header."""
-    return (-1, -1) if generation is None else (generation.step, generation.epoch)
+    if generation is None:
+        return -1, -1, -1
+    return generation.step, generation.epoch, int(generation.life, 16) if generation.life else -1
 
 
 def generation_of(numbers: Sequence[int]) -> GenerationId | None:
     """The way back from `numbers_of`."""
-    step, epoch = numbers
-    return None if step < 0 else GenerationId(step=step, epoch=epoch)
+    step, epoch, life = numbers
+    return None if step < 0 else GenerationId(step=step, epoch=epoch, life="" if life < 0 else f"{life:012x}")
 
 
 def numbers_of_copy(digest: str, drift: Sequence[float]) -> tuple[int, ...]:

@@ -39,12 +39,13 @@ class Spoilt:
     """Rank whose piece it is."""
     step: int
     epoch: int
+    life: str
     expert: str
 
     @property
     def generation(self) -> GenerationId:
         """Whose it is."""
-        return GenerationId(step=self.step, epoch=self.epoch)
+        return GenerationId(step=self.step, epoch=self.epoch, life=self.life)
 
     @classmethod
     def read(cls, workdir: Path) -> Spoilt | None:
@@ -54,9 +55,7 @@ class Spoilt:
 
     def hits(self, place: str, marker: RankMarker, expert: str) -> bool:
         """Whether this is the copy."""
-        generation = marker.generation
-        here = (place, marker.rank, generation.step, generation.epoch, expert)
-        return here == (self.place, self.owner, self.step, self.epoch, self.expert)
+        return (place, marker.rank, marker.generation, expert) == (self.place, self.owner, self.generation, self.expert)
 
 
 @dataclass(frozen=True)
@@ -130,5 +129,4 @@ def _turn(place: Damage, marker: RankMarker, path: Path, start: int, among: set[
     byte = os.pread(descriptor, 1, at)
     os.pwrite(descriptor, bytes([byte[0] ^ 16]), at)
     os.close(descriptor)
-    generation = marker.generation
-    return Spoilt(place=place, owner=marker.rank, step=generation.step, epoch=generation.epoch, expert=record.operator)
+    return Spoilt(place=place, owner=marker.rank, **asdict(marker.generation), expert=record.operator)

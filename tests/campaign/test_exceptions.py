@@ -52,7 +52,7 @@ class Launcher:
 def _raise(run: Path) -> None:
     """Once the coordinator has committed what is to be restored: only then is it known that storage has it."""
     deadline = time.monotonic() + 30
-    while not (run / f"snap/{NEWEST:012}/e000001/_COMMITTED").exists():
+    while not [*run.glob(f"snap/{NEWEST:012}/e000001-*/_COMMITTED")]:
         assert time.monotonic() < deadline, "the generation before is not committed"
         time.sleep(0.01)
     raise UserError("a mistake in the model")

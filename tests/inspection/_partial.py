@@ -46,9 +46,8 @@ def borrow(url: str, target: Path, lacking: Sequence[str], *, older: int, newer:
     shutil.copytree(url, target)
     store = RunStore.open(open_backend(str(target)), resume="must")
     commits = {commit.generation.step: commit for commit in store.candidates()}
-    epoch = store.open_epoch(commits[newer].generation)
-    assert epoch is not None
-    generation = GenerationId(step=STEP, epoch=epoch)
+    assert store.open_epoch(commits[newer].generation) is not None
+    generation = store.name(STEP)
     ranks = range(commits[newer].world_size)
     sources = (commits[older], commits[newer])
     markers = [_write_rank(store, generation, rank, sources, set(lacking)) for rank in ranks]

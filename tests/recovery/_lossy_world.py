@@ -137,8 +137,7 @@ class LossyWorld(World):
 
     def lossy_part(self, step: int, rank: int, level: Level) -> tuple[RankMarker, bytes]:
         """One rank's part of a generation, as a level has it."""
-        assert self.store.epoch is not None
-        generation, taken = GenerationId(step=step, epoch=self.store.epoch), self.taken[step]
+        generation, taken = self.store.name(step), self.taken[step]
         names = _records(taken.experts(level), rank, self.world_size, dense=level == "dense")
         layout = SegmentLayout(specs(names), metadata={"level": level})
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -221,8 +220,7 @@ class LossyWorld(World):
     def told(self, newest: int, steps: Sequence[int]) -> list[dict[GenerationId, bytes]]:
         """What every rank of a restart from `newest` is told of the journals of other generations."""
         run_id, commits = self.offered()
-        assert self.store.epoch is not None
-        generations = [GenerationId(step=step, epoch=self.store.epoch) for step in steps]
+        generations = [self.store.name(step) for step in steps]
 
         def ask(rank: int) -> dict[GenerationId, bytes]:
             transport = ThreadTransport(self.wire, rank)

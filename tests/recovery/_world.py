@@ -172,8 +172,7 @@ class World:
         self.tiers = {node: Node(self.store.run_id, node) for node in self.nodes}
 
     def part(self, step: int, rank: int, *, window: int = 2) -> tuple[RankMarker, list[bytes]]:
-        assert self.store.epoch is not None
-        generation = GenerationId(step=step, epoch=self.store.epoch)
+        generation = self.store.name(step)
         return rank_part(self.store.run_id, generation, rank, self.world_size, window=window)
 
     def keep(self, step: int, rank: int, node: Path, *, window: int = 2) -> None:

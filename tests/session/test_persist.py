@@ -42,8 +42,8 @@ LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", to
 NOW = timedelta(0)
 
 
-def generation(step: int, epoch: int = 1) -> GenerationId:
-    return GenerationId(step=step, epoch=epoch)
+def generation(step: int, epoch: int = 1, life: str = "") -> GenerationId:
+    return GenerationId(step=step, epoch=epoch, life=life)
 
 
 def announced(name: GenerationId, num_segments: int, on_released: Released | None = None) -> Announced:
@@ -420,33 +420,32 @@ def each(workers: list[PersistWorker], action: Callable[[int, PersistWorker], An
 def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path: Path) -> None:
     """Rings, copies, workers and the run store together: what is read back is what was captured."""
     stores = open_ranks(tmp_path / "run", 3)
-    epoch = stores[0].epoch
-    assert epoch is not None
+    name = stores[0].name
     rings = [SegmentRing(tmp_path, torch.zeros(6 * 4096 * 2, dtype=torch.uint8), 4096 * 2) for _ in stores]
     workers = [
         PersistWorker(store, Markers(run_id=store.run_id, rank=rank, world_size=3), retention=Retention(last=1))
         for rank, store in enumerate(stores)
     ]
     for last in (2, 4):
-        name = generation(last, epoch)
+        taken = stores[0].name(last)
         for rank in (2, 1, 0):  # the coordinator is not the last to start, and waits for the others
-            rings[rank].begin_window(name)
-            rings[rank].pin(name)
-            workers[rank].begin(announced(name, 2, rings[rank].unpin))
+            rings[rank].begin_window(taken)
+            rings[rank].pin(taken)
+            workers[rank].begin(announced(taken, 2, rings[rank].unpin))
             for step in (last - 1, last):
-                slot = rings[rank].acquire(name, step)
-                sealed = segment(step, value=float(100 * rank + step), memory=slot.view, of=name, rank=rank)
+                slot = rings[rank].acquire(taken, step)
+                sealed = segment(step, value=float(100 * rank + step), memory=slot.view, of=taken, rank=rank)
                 rings[rank].seal(slot)
-                workers[rank].add(name, sealed)
-            rings[rank].finish_window(name)
+                workers[rank].add(taken, sealed)
+            rings[rank].finish_window(taken)
         assert all(each(workers, lambda _, worker: worker.drain(30)))
         for ring in rings:
-            ring.complete_everywhere(name)
+            ring.complete_everywhere(taken)
     assert each(workers, lambda _, worker: worker.take_failures()) == [[], [], []]
     assert [ring.free_slots for ring in rings] == [4, 4, 4]
 
     (commit,) = stores[0].candidates()  # keep=1: the older one is gone
-    assert commit.generation == generation(4, epoch)
+    assert commit.generation == name(4)
     for rank, store in enumerate(stores):
         for entry in store.read_marker(commit, rank).segments:
             out = torch.zeros(entry.nbytes, dtype=torch.uint8)
@@ -460,8 +459,7 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
 def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path) -> None:
     """The coordinator gives up after its time-out; nothing half is visible."""
     stores = open_ranks(tmp_path / "run", 2)
-    epoch = stores[0].epoch
-    assert epoch is not None
+    name = stores[0].name
     workers = [
         PersistWorker(
             store,
@@ -473,8 +471,8 @@ def test_a_rank_that_fails_leaves_the_older_generation_the_newest(tmp_path: Path
     ]
     for step, num_ranks in ((1, 2), (2, 1)):
         for rank in reversed(range(num_ranks)):
-            workers[rank].begin(announced(generation(step, epoch), 1))
-            workers[rank].add(generation(step, epoch), segment(step, of=generation(step, epoch), rank=rank))
+            workers[rank].begin(announced(name(step), 1))
+            workers[rank].add(name(step), segment(step, of=name(step), rank=rank))
             assert num_ranks == 1 or rank == 0 or workers[rank].drain(30)
         assert workers[0].drain(30)
     assert [commit.generation.step for commit in stores[0].candidates()] == [1]

@@ -13,6 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored._lives import named
 from stored._partial import DENSE, EXPERTS, PartialJob, Sources, read_back
 from stored._runs import stored
 
@@ -46,7 +47,7 @@ def memory() -> Backend:
 
 
 def generation(step: int, epoch: int = 1) -> GenerationId:
-    return GenerationId(step=step, epoch=epoch)
+    return named(step=step, epoch=epoch)
 
 
 def steps_of(found: Mapping[int, Sources], step: int) -> list[int]:

@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers._s3 import S3Server, running
+from stored._lives import named
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import (
@@ -81,7 +82,7 @@ class Job:
 
     def write(self, step: int, ranks: int = WORLD_SIZE) -> RankMarker:
         """Segments and markers of the first `ranks` ranks; returns the coordinator's marker."""
-        generation = GenerationId(step=step, epoch=self.epoch)
+        generation = named(step=step, epoch=self.epoch)
         markers = [self._write_rank(generation, rank) for rank in range(ranks)]
         return markers[0]
 
@@ -109,7 +110,7 @@ def _generation(commit: Commit) -> GenerationId:
 
 def _stored_generations(backend: Backend) -> list[tuple[int, int]]:
     """(step, epoch) of every generation of which anything is left."""
-    return sorted({(int(key.split("/")[1]), int(key.split("/")[2][1:])) for key in _keys(backend)})
+    return sorted({(int(key.split("/")[1]), int(key.split("/")[2][1:7])) for key in _keys(backend)})
 
 
 def _keys(backend: Backend) -> list[str]:
@@ -153,8 +154,8 @@ def _expect_recovery(backend: Backend, calls: list[str], when: When) -> None:
     happened = calls if when == "after" else calls[:-1]
     num_markers = sum(call.startswith("put ") and call.endswith(".done") for call in happened)
     job = Job(backend)
-    assert job.resumed == GenerationId(step=40 if num_markers == WORLD_SIZE else 30, epoch=1), calls[-1]
-    assert job.is_good(GenerationId(step=30, epoch=1))
+    assert job.resumed == named(step=40 if num_markers == WORLD_SIZE else 30, epoch=1), calls[-1]
+    assert job.is_good(named(step=30, epoch=1))
     assert len(job.commits) >= KEEP
     job.save(50, keep=1)
     assert _stored_generations(backend) == [(50, 2)]
@@ -192,7 +193,7 @@ def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when:
             Job(dying)
             break
         job = Job(backend)
-        assert job.resumed == GenerationId(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
+        assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
         job.save(50, keep=1)
         assert _stored_generations(backend) == [(50, job.epoch)]
         crash_at += 1
@@ -262,7 +263,7 @@ def test_a_crash_of_a_start_from_s3_loses_nothing(finished_ranks: int, choose: C
         backend = _bucket(moto)
         dying = _crash_at_start(backend, finished_ranks, crash_at, when)
         job = Job(backend)
-        assert job.resumed == GenerationId(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
+        assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
         job.save(50, keep=1)
         assert _stored_generations(backend) == [(50, job.epoch)]
     assert {"list", "get", "get_into", "create", "sweep"} == {undisturbed[at].split()[0] for at, _ in points}
@@ -324,7 +325,7 @@ def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
     new_lives: list[Job] = []
 
     def start_another() -> None:
-        backend.delete("snap/000000000040/e000001/rank00002.done")  # the new life must not promote 40
+        backend.delete("snap/000000000040/e000001-00112233aabb/rank00002.done")  # the new life must not promote 40
         new_lives.append(Job(backend))
         new_lives[0].save(35)
 
@@ -332,21 +333,21 @@ def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
     with pytest.raises(Fenced):
         zombie.save(40)  # the commit lands; the watermark does not
     job = new_lives[0]
-    assert job.resumed == GenerationId(step=30, epoch=1)
+    assert job.resumed == named(step=30, epoch=1)
     assert (40, 1) in _stored_generations(backend)
     assert [commit.generation for commit in job.candidates()] == [
-        GenerationId(step=35, epoch=2),
-        GenerationId(step=30, epoch=1),
+        named(step=35, epoch=2),
+        named(step=30, epoch=1),
     ]
     assert dict(job.store.rejected)["step 40 (epoch 1)"] == "epoch 2 began again from step 30"
 
     with pytest.raises(Fenced):
         zombie.store.commit(zombie.write(50), timeout=timedelta())
-    assert not backend.list("snap/000000000050/e000001/_COMMITTED")
+    assert not backend.list("snap/000000000050/e000001-00112233aabb/_COMMITTED")
     with pytest.raises(Fenced):
         zombie.store.retain(Retention(last=1))
     job.save(40)
-    assert Job(backend).resumed == GenerationId(step=40, epoch=2)
+    assert Job(backend).resumed == named(step=40, epoch=2)
     assert (40, 1) not in _stored_generations(backend)
 
 
@@ -376,7 +377,7 @@ def test_a_life_and_its_successor_may_commit_the_same_generation(tmp_path: Path)
 
     hooked.hook = promote
     old.save(10)
-    assert promoted == [GenerationId(step=10, epoch=1)]
+    assert promoted == [named(step=10, epoch=1)]
     old.save(20)
 
 
@@ -386,16 +387,16 @@ def test_only_whole_generations_of_the_preceding_life_are_promoted(tmp_path: Pat
     first = _first_life(backend)
     first.write(25)
     first.write(40)
-    backend.put("snap/000000000040/e000001/rank00001.000000000039.safetensors", b"short")
+    backend.put("snap/000000000040/e000001-00112233aabb/rank00001.000000000039.safetensors", b"short")
     assert RunStore.open(backend, resume="auto").promote() == []
     second = Job(backend)
-    assert second.resumed == GenerationId(step=30, epoch=1)
+    assert second.resumed == named(step=30, epoch=1)
     first.write(50)
     third = Job(backend)
-    assert third.resumed == GenerationId(step=30, epoch=1)
+    assert third.resumed == named(step=30, epoch=1)
     third.write(60)
     third.write(70)
-    assert Job(backend).resumed == GenerationId(step=70, epoch=3)
+    assert Job(backend).resumed == named(step=70, epoch=3)
 
 
 # Any history at all.
@@ -439,7 +440,7 @@ class Model:
         self.step += 10
         readable = [commit.generation for commit in reversed(self.job.candidates())]
         self.job.save(self.step, keep)
-        new = GenerationId(step=self.step, epoch=self.job.epoch)
+        new = named(step=self.step, epoch=self.job.epoch)
         readable.append(new)
         self.good[new] = True
         # Below the watermark everything goes; unreadable ones above it stay.
@@ -453,7 +454,7 @@ class Model:
         with suppress(Crashed):
             job = Job(backend)
             self._follow(job)
-            tentative[GenerationId(step=self.step + 10, epoch=job.epoch)] = True
+            tentative[named(step=self.step + 10, epoch=job.epoch)] = True
             job.save(self.step + 10)
         self.restart(tentative)
 
@@ -512,7 +513,9 @@ def test_a_generation_is_deleted_from_the_top(tmp_path: Path) -> None:
 def test_unfinished_files_go_with_their_generation_or_at_the_next_start(tmp_path: Path) -> None:
     """A write that was interrupted leaves a temporary file, which no listing shows."""
     job = _first_life(PosixBackend(tmp_path))
-    unfinished = [tmp_path / f"snap/{step:012d}/e000001/rank00001.done.{'0' * 32}.tmp" for step in (20, 30)]
+    unfinished = [
+        tmp_path / f"snap/{step:012d}/e000001-00112233aabb/rank00001.done.{'0' * 32}.tmp" for step in (20, 30)
+    ]
     for path in unfinished:
         path.write_bytes(b"half a mar")
     job.save(40)
@@ -530,7 +533,7 @@ def test_a_failed_save_leaves_the_run_going(tmp_path: Path) -> None:
         job.store.commit(job.write(40, ranks=2), timeout=timedelta())
     with pytest.raises(StorageError):
         job.store.commit(job.write(45, ranks=2), timeout=timedelta())
-    job.store.discard(GenerationId(step=45, epoch=1))
+    job.store.discard(named(step=45, epoch=1))
     assert _stored_generations(backend) == [(20, 1), (30, 1), (40, 1)]
     job.save(50)
     assert _stored_generations(backend) == [(30, 1), (50, 1)]

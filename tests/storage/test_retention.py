@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored._lives import LIFE, named
 from stored._runs import begin, save, steps, stored, write
 
 from lightning_moe_ckpt.errors import ConfigurationError, Fenced, KeyMissing
@@ -71,7 +72,7 @@ def test_a_life_may_begin_from_what_was_kept_below_the_watermark(backend: PosixB
     late = write(store, 45)  # the old life, which does not know
     with pytest.raises(Fenced):
         store.commit(late, timeout=timedelta())
-    assert begin(backend).candidates()[0].generation == GenerationId(step=50, epoch=2)
+    assert begin(backend).candidates()[0].generation == named(step=50, epoch=2)
 
 
 def test_a_milestone_that_cannot_be_read_now_is_kept_with_the_next_one(backend: PosixBackend) -> None:
@@ -79,7 +80,7 @@ def test_a_milestone_that_cannot_be_read_now_is_kept_with_the_next_one(backend: 
     store = begin(backend)
     for step in (0, 100, 130, 160):
         save(store, step, Retention(last=1, every_n_steps=100))
-    key = commit_key(GenerationId(step=100, epoch=1))
+    key = commit_key(named(step=100, epoch=1))
     manifest = backend.get(key)
     backend.put(key, b"unreadable for now")
     for step in (190, 220):
@@ -95,7 +96,7 @@ def test_one_of_which_objects_are_missing_does_not_count(backend: PosixBackend) 
     store = begin(backend)
     for step in (10, 20):
         save(store, step, Retention(last=2))
-    backend.delete(segment_key(GenerationId(step=20, epoch=1), 0, 20))
+    backend.delete(segment_key(named(step=20, epoch=1), 0, 20))
     save(store, 30, Retention(last=2))
     assert stored(backend) == [10, 20, 30]
     save(store, 40, Retention(last=2))
@@ -154,12 +155,12 @@ def test_any_policies_in_turn_keep_the_union_of_their_rules(
     saves: list[tuple[int, int]], policies: list[Retention]
 ) -> None:
     """Against each rule taken literally: what one keeps is alive, what none keeps is dead or above the watermark."""
-    history = History(run_id="r", first_epoch=1, last_epoch=0).opened(1, None)
+    history = History(run_id="r", first_epoch=1, last_epoch=0).opened(1, None, LIFE)
     commits: list[Commit] = []
     step = unix_time = 0
     for (steps_on, seconds), policy in zip(saves, [*policies, *[Retention()] * len(saves)], strict=False):
         step, unix_time = step + steps_on, unix_time + seconds
-        commits.insert(0, commit_of(GenerationId(step=step, epoch=1), unix_time))
+        commits.insert(0, commit_of(named(step=step, epoch=1), unix_time))
         wanted = {c.generation for c in commits[: policy.last]}
         if policy.days is not None:
             wanted |= {c.generation for c in commits if unix_time - c.unix_time <= policy.days * DAY}
@@ -193,4 +194,4 @@ def test_deletion_follows_the_log_and_never_leads_it(backend: PosixBackend) -> N
     rival.retain(retention)
     assert stored(backend) == [0, 20]
     with pytest.raises(KeyMissing):
-        backend.get(commit_key(GenerationId(step=10, epoch=1)))
+        backend.get(commit_key(named(step=10, epoch=1)))

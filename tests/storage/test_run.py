@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from stored._lives import LIFE, named
 from stored._segments import LAYOUT, entry_of, segment_bytes
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
@@ -20,7 +21,6 @@ from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
     FsspecBackend,
-    GenerationId,
     RankMarker,
     Retention,
     RunStore,
@@ -55,7 +55,7 @@ def _start(backend: Backend, resume: str = "auto") -> RunStore:
 def _write(store: RunStore, step: int, rank: int = 0, world_size: int = 1, plan_hash: str = "plan") -> RankMarker:
     """One rank's segment and marker; the bytes depend on step and rank."""
     assert store.epoch is not None
-    generation = GenerationId(step=step, epoch=store.epoch)
+    generation = named(step=step, epoch=store.epoch)
     data = segment_bytes(1000 * step + rank)
     entry = dataclasses.replace(
         entry_of(store.put_segment(generation, rank, step, memoryview(data)), step, data),
@@ -109,7 +109,7 @@ def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backe
     old = _start(backend)
     _save(old, 10)
     _save(old, 20)
-    old.put_segment(GenerationId(step=30, epoch=1), 0, 30, memoryview(b"never finished"))
+    old.put_segment(named(step=30, epoch=1), 0, 30, memoryview(b"never finished"))
     new = _start(backend, "never")
     assert new.run_id != old.run_id
     assert new.epoch == 2
@@ -122,7 +122,7 @@ def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backe
     _save(new, 6)
     assert backend.list("snap/000000000010/"), "the older run is a fallback until now"
     _save(new, 7)
-    assert {entry.key.split("/")[2] for entry in backend.list("snap/")} == {"e000002"}
+    assert {entry.key.split("/")[2] for entry in backend.list("snap/")} == {"e000002-00112233aabb"}
     assert _steps(_start(backend)) == [7, 6]
 
 
@@ -137,7 +137,7 @@ def test_epochs_are_never_reused(backend: Backend) -> None:
     third = _start(backend)
     assert third.epoch is not None
     assert third.epoch > 2
-    assert third.candidates()[0].generation == GenerationId(step=10, epoch=1)
+    assert third.candidates()[0].generation == named(step=10, epoch=1)
     for entry in backend.list("_log/"):
         backend.delete(entry.key)
     fourth = _start(backend)
@@ -182,7 +182,7 @@ def test_only_candidates_can_be_resumed(backend: Backend) -> None:
     store = RunStore.open(backend, resume="auto")
     store.candidates()
     with pytest.raises(ValueError, match="not one of the candidates"):
-        store.open_epoch(GenerationId(step=10, epoch=1))
+        store.open_epoch(named(step=10, epoch=1))
 
 
 def _last_event(backend: Backend) -> object:
@@ -194,14 +194,14 @@ def test_a_life_may_begin_from_memory_ahead_of_storage(backend: Backend) -> None
     """The log says so; what the earlier life commits late beyond that step is dead, what it commits up to it is not."""
     first = _start(backend)
     _save(first, 10)
-    ahead = GenerationId(step=15, epoch=1)
+    ahead = named(step=15, epoch=1)
     late = [_write(first, 12), _write(first, 20)]
     store = RunStore.open(backend, resume="must")
     assert [commit.generation.step for commit in store.candidates()] == [10]
     assert store.why_dead(ahead) is None
     assert store.open_epoch(ahead, volatile=[ahead]) == 2
     assert _last_event(backend) == {
-        "type": "open", "epoch": 2, "resumed": {"epoch": 1, "step": 15}, "volatile": True,
+        "type": "open", "epoch": 2, "resumed": {"epoch": 1, "life": LIFE, "step": 15}, "volatile": True,
     }  # fmt: skip
     for marker in late:  # the earlier life looked at the log before `open_epoch`, and writes after it
         publish(backend, await_markers(backend, marker, timeout=NOW), _history(backend))
@@ -220,7 +220,7 @@ def test_a_generation_that_storage_has_is_not_volatile(backend: Backend) -> None
     store = RunStore.open(backend, resume="must")
     store.candidates()
     store.open_epoch(commit.generation, volatile=[commit.generation])
-    assert _last_event(backend) == {"type": "open", "epoch": 2, "resumed": {"epoch": 1, "step": 10}}
+    assert _last_event(backend) == {"type": "open", "epoch": 2, "resumed": {"epoch": 1, "life": LIFE, "step": 10}}
 
 
 @pytest.mark.parametrize("commits", [False, True], ids=["before its first commit", "after a commit"])
@@ -229,22 +229,22 @@ def test_when_all_memory_is_lost_an_older_commit_is_resumed(backend: Backend, co
     _save(_start(backend), 10)
     second = RunStore.open(backend, resume="must")
     second.candidates()
-    ahead = GenerationId(step=15, epoch=1)
+    ahead = named(step=15, epoch=1)
     second.open_epoch(ahead, volatile=[ahead])
     unfinished = _write(second, 17)
     if commits:
         _save(second, 16)
     third = RunStore.open(backend, resume="must")
     newest = third.candidates()[0].generation
-    assert newest == (GenerationId(step=16, epoch=2) if commits else GenerationId(step=10, epoch=1))
+    assert newest == (named(step=16, epoch=2) if commits else named(step=10, epoch=1))
     assert third.open_epoch(newest) == 3
     publish(backend, await_markers(backend, unfinished, timeout=NOW), _history(backend))  # late
     fourth = RunStore.open(backend, resume="must")
     assert fourth.candidates()[0].generation == newest
     # A node comes back with what it had in memory.
     assert (fourth.why_dead(ahead) is None) == commits
-    assert fourth.why_dead(GenerationId(step=17, epoch=2)) is not None
-    for dead in (GenerationId(step=17, epoch=2), GenerationId(step=18, epoch=1)):
+    assert fourth.why_dead(named(step=17, epoch=2)) is not None
+    for dead in (named(step=17, epoch=2), named(step=18, epoch=1)):
         with pytest.raises(ValueError, match=r"epoch \d began again from step"):
             fourth.open_epoch(dead, volatile=[ahead, dead])
 
@@ -253,7 +253,7 @@ def test_when_all_memory_is_lost_an_older_commit_is_resumed(backend: Backend, co
 def test_a_crash_while_a_life_begins_from_memory_changes_nothing(backend: Backend, when: str) -> None:
     """Before or after any call to the store: the next start may begin from the same copy, or from storage."""
     _save(_start(backend), 10)
-    ahead, crash_at, done = GenerationId(step=15, epoch=1), 0, False
+    ahead, crash_at, done = named(step=15, epoch=1), 0, False
     while not done:
         dying = CrashingBackend(backend, crash_at=crash_at, when=when)  # type: ignore[arg-type]
         try:
@@ -279,7 +279,7 @@ def test_what_memory_holds_below_the_watermark_is_not_resumed(backend: Backend) 
         _save(first, step)
     store = RunStore.open(backend, resume="must")
     store.candidates()
-    below = GenerationId(step=15, epoch=1)
+    below = named(step=15, epoch=1)
     with pytest.raises(ValueError, match="below the watermark 20"):
         store.open_epoch(below, volatile=[below])
 
@@ -289,14 +289,14 @@ def test_epochs_are_past_those_in_memory(backend: Backend) -> None:
     _save(_start(backend), 10)
     store = RunStore.open(backend, resume="must")
     store.candidates()
-    ahead = GenerationId(step=15, epoch=1)
-    assert store.open_epoch(ahead, volatile=[ahead, GenerationId(step=12, epoch=7)]) == 8
+    ahead = named(step=15, epoch=1)
+    assert store.open_epoch(ahead, volatile=[ahead, named(step=12, epoch=7)]) == 8
 
 
 def test_a_joined_store_reads_and_writes_but_does_not_coordinate(backend: Backend) -> None:
     coordinator = _start(backend)
     rank1 = RunStore.join(backend, run_id=coordinator.run_id)
-    assert backend.get(rank1.put_segment(GenerationId(step=10, epoch=1), 1, 10, memoryview(b"x"))) == b"x"
+    assert backend.get(rank1.put_segment(named(step=10, epoch=1), 1, 10, memoryview(b"x"))) == b"x"
     assert rank1.epoch is None
     for misuse in (rank1.candidates, rank1.promote, lambda: rank1.retain(Retention(last=1))):
         with pytest.raises(ValueError, match="only the coordinator"):
@@ -447,17 +447,17 @@ def _nothing(backend: Backend, store: RunStore) -> None:
 
 def _no_segment(backend: Backend, store: RunStore) -> None:
     _write(store, 10, 1, world_size=2)
-    backend.delete(segment_key(GenerationId(step=10, epoch=1), 1, 10))
+    backend.delete(segment_key(named(step=10, epoch=1), 1, 10))
 
 
 def _short_segment(backend: Backend, store: RunStore) -> None:
     _write(store, 10, 1, world_size=2)
-    backend.put(segment_key(GenerationId(step=10, epoch=1), 1, 10), b"short")
+    backend.put(segment_key(named(step=10, epoch=1), 1, 10), b"short")
 
 
 def _spoilt_marker(backend: Backend, store: RunStore) -> None:
     _write(store, 10, 1, world_size=2)
-    _flip(backend, marker_key(GenerationId(step=10, epoch=1), 1), 50)
+    _flip(backend, marker_key(named(step=10, epoch=1), 1), 50)
 
 
 def _other_plan(backend: Backend, store: RunStore) -> None:
@@ -501,7 +501,7 @@ def test_a_repeated_commit_succeeds_and_another_one_does_not(backend: Backend) -
 
 def test_another_lifes_generation_cannot_be_committed(backend: Backend) -> None:
     store = _start(backend)
-    foreign = dataclasses.replace(_write(store, 10), generation=GenerationId(step=10, epoch=7))
+    foreign = dataclasses.replace(_write(store, 10), generation=named(step=10, epoch=7))
     with pytest.raises(ValueError, match="not of this life"):
         store.commit(foreign, timeout=NOW)
 
@@ -518,7 +518,7 @@ def test_what_a_life_began_from_stays_until_it_has_committed(backend: Backend) -
         assert second.retain(Retention(last=1)) == []
         assert _steps(second) == [10]
     second.commit(marker, timeout=NOW)
-    assert second.retain(Retention(last=1)) == [GenerationId(step=10, epoch=1)]
+    assert second.retain(Retention(last=1)) == [named(step=10, epoch=1)]
     assert _steps(second) == [20]
 
 
@@ -526,7 +526,7 @@ def test_what_is_in_flight_is_never_deleted(backend: Backend) -> None:
     """Segments of a later generation of this life, while an older one is committed and swept."""
     store = _start(backend)
     for step in (10, 20, 30):
-        store.put_segment(GenerationId(step=step + 10, epoch=1), 0, step + 10, memoryview(b"under way"))
+        store.put_segment(named(step=step + 10, epoch=1), 0, step + 10, memoryview(b"under way"))
         _save(store, step, keep=1)
         assert [entry.nbytes for entry in backend.list(f"snap/{step + 10:012d}/")] == [len(b"under way")]
 
@@ -536,7 +536,7 @@ def test_a_manifest_that_cannot_be_read_is_not_deleted_above_the_watermark(backe
     store = _start(backend)
     for step in (10, 20, 30):
         _save(store, step, keep=3)
-    key = commit_key(GenerationId(step=20, epoch=1))
+    key = commit_key(named(step=20, epoch=1))
     data = backend.get(key)
     backend.put(key, b"unreadable for now")
     _save(store, 40, keep=3)
@@ -550,10 +550,10 @@ def test_an_interrupted_deletion_is_finished(backend: Backend) -> None:
     store = _start(backend)
     for step in (10, 20, 30):
         store.commit(_write(store, step), timeout=NOW)
-    victim = segment_key(GenerationId(step=10, epoch=1), 0, 10)
-    assert store.retain(Retention(last=2)) == [GenerationId(step=10, epoch=1)]
+    victim = segment_key(named(step=10, epoch=1), 0, 10)
+    assert store.retain(Retention(last=2)) == [named(step=10, epoch=1)]
     backend.put(victim, b"left over")
-    assert store.retain(Retention(last=2)) == [GenerationId(step=10, epoch=1)]
+    assert store.retain(Retention(last=2)) == [named(step=10, epoch=1)]
     assert backend.list("snap/000000000010/") == []
 
 
@@ -567,10 +567,10 @@ def test_only_failed_saves_of_this_life_can_be_discarded(backend: Backend) -> No
     store = _start(backend)
     committed = _save(store, 10).generation
     _write(store, 20)
-    store.discard(GenerationId(step=20, epoch=1))
-    store.discard(GenerationId(step=30, epoch=1))
+    store.discard(named(step=20, epoch=1))
+    store.discard(named(step=30, epoch=1))
     assert backend.list("snap/000000000020/") == []
-    for generation in (committed, GenerationId(step=20, epoch=2)):
+    for generation in (committed, named(step=20, epoch=2)):
         with pytest.raises(ValueError, match="discard"):
             store.discard(generation)
 
@@ -580,12 +580,12 @@ def test_memory_is_needed_only_of_what_is_newer_than_storage_and_not_left_behind
     store = _start(backend)
     joined = RunStore.join(backend, run_id=store.run_id)
     _save(store, 4)
-    here = [GenerationId(step=step, epoch=1) for step in (3, 4, 5)]
+    here = [named(step=step, epoch=1) for step in (3, 4, 5)]
     assert [joined.may_need(each) for each in here] == [False, False, True]
     _write(store, 5)
     assert joined.may_need(here[2]), "stored, and not committed"
     _start(backend)
     assert not joined.may_need(here[2]), "the run went on from step 4"
-    assert joined.may_need(GenerationId(step=5, epoch=2))
+    assert joined.may_need(named(step=5, epoch=2))
     _start(backend, "never")
-    assert not joined.may_need(GenerationId(step=5, epoch=2)), "another run"
+    assert not joined.may_need(named(step=5, epoch=2)), "another run"

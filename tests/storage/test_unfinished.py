@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from servers._s3 import KEY, SECRET, S3Server, running
+from stored._lives import named
 
 from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.storage import GenerationId, ObjectBackend, RunStore, open_backend
+from lightning_moe_ckpt.storage import ObjectBackend, RunStore, open_backend
 from lightning_moe_ckpt.storage._unfinished import Upload, sign
 
 BIG = 18 * 2**20
@@ -55,7 +56,7 @@ import sys, threading
 from lightning_moe_ckpt.storage import ObjectBackend
 endpoint, key, secret, nbytes, *urls = sys.argv[1:]
 options = {"key": key, "secret": secret, "endpoint_url": endpoint}
-name = "snap/000000000010/e000001/rank00000.000000000010.safetensors"
+name = "snap/000000000010/e000001-00112233aabb/rank00000.000000000010.safetensors"
 for url in urls:
     backend = ObjectBackend(url, storage_options=options, bandwidth=2**20)
     threading.Thread(target=backend.put, args=(name, bytes(int(nbytes)))).start()
@@ -147,7 +148,7 @@ def test_uploads_of_a_generation_go_with_it(server: S3Server) -> None:
     store.candidates()
     epoch = store.open_epoch(None)
     assert epoch is not None
-    generation = GenerationId(step=1, epoch=epoch)
+    generation = named(step=1, epoch=epoch)
     store.put_segment(generation, 0, 0, memoryview(b"x"))
     writing = threading.Thread(target=_fails, args=(slow, f"{generation.prefix}rank00000.000000000001.safetensors"))
     writing.start()

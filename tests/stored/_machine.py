@@ -155,7 +155,7 @@ class Job:
     def capture(self, whole: Sequence[bool]) -> None:
         """The next generation, sealed on some ranks or all."""
         self.step += 1
-        generation = GenerationId(step=self.step, epoch=self.epoch)
+        generation = self.store.name(self.step)
         for rank in RANKS:
             self.own[rank].write(self._marker(generation, rank), whole=whole[rank])
 
@@ -239,7 +239,7 @@ class Job:
             return
         zombie = self.zombies[number % len(self.zombies)]
         assert zombie.epoch is not None
-        late = GenerationId(step=self.step + number, epoch=zombie.epoch)
+        late = zombie.name(self.step + number)
         if late in self.committed:
             return  # it has saved that, and does not do so again
         for rank in RANKS:

@@ -32,7 +32,7 @@ Sources = Mapping[str, GenerationId]
 
 def piece(operator: str, generation: GenerationId, rank: int) -> bytes:
     """What `rank` stores of an operator; different in every generation of every life."""
-    return f"{operator}@{generation.step}/{generation.epoch}/{rank};".encode().ljust(_NBYTES, b".")
+    return f"{operator}@{generation.step}/{generation.epoch}/{generation.life}/{rank};".encode().ljust(_NBYTES, b".")
 
 
 def part(
@@ -95,8 +95,8 @@ def _read_rank(store: RunStore, commit: Commit, rank: int) -> dict[str, Generati
     for file, record in full_records(store.read_marker(commit, rank)):
         out = bytearray(record.nbytes)
         store.read_record(file, record, memoryview(out))
-        step, epoch, _ = out.decode().partition("@")[2].partition(";")[0].split("/")
-        generation = GenerationId(step=int(step), epoch=int(epoch))
+        step, epoch, life, _ = out.decode().partition("@")[2].partition(";")[0].split("/")
+        generation = GenerationId(step=int(step), epoch=int(epoch), life=life)
         assert out == piece(record.operator, generation, rank), "verified, but not what was written"
         assert record.operator not in sources, "an operator comes from two files"
         sources[record.operator] = generation
@@ -134,7 +134,7 @@ class PartialJob:
 
     def write(self, step: int, *experts: str, ranks: int | None = None) -> list[RankMarker]:
         """Files and markers of the first `ranks` ranks, or all; without experts before, all of them."""
-        generation = GenerationId(step=step, epoch=self.epoch)
+        generation = self.store.name(step)
         markers = []
         for rank in range(self.world_size if ranks is None else ranks):
             previous = None if self.previous is None else self.previous[rank]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from lightning_moe_ckpt.storage import Backend, GenerationId, RankMarker, Retention, RunStore, SegmentEntry, digest_of
+from lightning_moe_ckpt.storage import Backend, RankMarker, Retention, RunStore, SegmentEntry, digest_of
 
 
 def begin(backend: Backend, at: int | None = None) -> RunStore:
@@ -17,8 +17,7 @@ def begin(backend: Backend, at: int | None = None) -> RunStore:
 
 def write(store: RunStore, step: int, unix_time: int = 0) -> RankMarker:
     """A generation of one rank, complete but for its commit."""
-    assert store.epoch is not None
-    generation = GenerationId(step=step, epoch=store.epoch)
+    generation = store.name(step)
     data = f"{generation}".encode()
     key = store.put_segment(generation, 0, step, memoryview(data))
     entry = SegmentEntry(step=step, key=key, nbytes=len(data), digest=digest_of(data))

@@ -1,0 +1,20 @@
+"""Lives whose names are known beforehand, for tests that name generations literally."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import _run as run
+
+LIFE = "00112233aabb"
+
+
+def name_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lives of this process have one name."""
+    monkeypatch.setattr(run, "new_life", lambda: LIFE)
+
+
+def named(*, step: int, epoch: int) -> GenerationId:
+    """A generation of one of them."""
+    return GenerationId(step=step, epoch=epoch, life=LIFE)
