@@ -16,6 +16,7 @@ from typing_extensions import Unpack, override
 
 from lightning_moe_ckpt._lightning_files import LightningResume
 from lightning_moe_ckpt._lightning_stops import name_status
+from lightning_moe_ckpt._lightning_tuners import tries_only
 from lightning_moe_ckpt.callbacks._replay import Replay
 from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
@@ -120,6 +121,8 @@ class CheckpointCallback(Checkpoint):
         if stage == "fit" and getattr(trainer, "fast_dev_run", False):
             log.info("no checkpoints are taken or resumed from with `fast_dev_run`")
             return
+        if stage == "fit" and tries_only(trainer):
+            return  # the fit that trains comes later
         if stage == "fit":
             self._lightning_resume = LightningResume(trainer)
         if stage == "fit" and not any(isinstance(c, Replay) for c in callbacks):

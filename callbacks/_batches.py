@@ -20,6 +20,7 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 
 from lightning_moe_ckpt._lightning import BatchTap
+from lightning_moe_ckpt._lightning_tuners import resting
 from lightning_moe_ckpt.callbacks._extras import copied
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session import capture_rng, refusals, restore_rng
@@ -45,7 +46,7 @@ class BatchLog:
         self._mode, self._keep, self._original = mode, keep, original
         self._step: list[dict[str, Any]] = []
         self._accepted = False
-        self._tap = BatchTap(trainer, self._fetched) if mode == "log" else None
+        self._tap = BatchTap(trainer, self._fetched, resting(trainer)) if mode == "log" else None
         if mode == "log":
             log.info("batches='log': a restart replays logged batches; later batches are whatever the pipeline gives")
 

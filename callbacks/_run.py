@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
 from lightning_moe_ckpt._lightning_progress import ProgressNote
+from lightning_moe_ckpt._lightning_tuners import Findings, resting
 from lightning_moe_ckpt.callbacks._batches import Batches, BatchLog, Logged
 from lightning_moe_ckpt.callbacks._layer_state import LayerState
 from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder, Part
@@ -78,11 +79,13 @@ class FitRun:
         self._logs = _lightning_logs.LogFolders(trainer)
         self._batches = BatchLog(trainer, batches, keep=policy.kind == "sparse", original=self._original_batches)
         self._layers = LayerState(module, self.life.layers)
+        self._findings = Findings(trainer, module)
         parts: dict[str, Part] = {
             "files": self._files,
             "logs": self._logs,
             "batches": self._batches,
             "layers": self._layers,
+            "findings": self._findings,
         }
         self._recorder = BoundaryRecorder(trainer, module, own_callbacks, parts, self._trains)
         self._ended = False
@@ -91,7 +94,7 @@ class FitRun:
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
         self._found: float | None = None
-        self._taps = _lightning.FitLoopTaps(trainer, self)
+        self._taps = _lightning.FitLoopTaps(trainer, self, resting(trainer))
         self._stops = Stops(
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.leave_nothing_behind
         )
@@ -126,6 +129,7 @@ class FitRun:
             self._files.remove()
         self._logs.remove()
         self._batches.remove()
+        self._findings.remove()
         self._clip.remove()
         self._taps.remove()
         self._note.remove()

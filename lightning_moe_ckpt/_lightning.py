@@ -61,9 +61,16 @@ class LoopListener(Protocol):
 
 
 class FitLoopTaps:
-    """Calls a listener from inside one trainer's fit loop, until `remove`."""
+    """Calls a listener from inside one trainer's fit loop, until `remove`.
 
-    def __init__(self, trainer: Trainer, listener: LoopListener) -> None:
+    Args:
+        trainer: its loops are tapped.
+        listener: told of every moment.
+        resting: whether nobody is to be told now.
+    """
+
+    def __init__(self, trainer: Trainer, listener: LoopListener, resting: Callable[[], bool]) -> None:
+        self._resting = resting
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._fit_loop, self._epoch_loop, self._val_loop = fit_loop, epoch_loop, epoch_loop.val_loop
         self._restore: list[Callable[[], object]] = []
@@ -83,7 +90,8 @@ class FitLoopTaps:
         original = getattr(owner, name)
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            first()
+            if not self._resting():
+                first()
             return original(*args, **kwargs)
 
         self._set(owner, name, tapped)
@@ -93,7 +101,8 @@ class FitLoopTaps:
 
         def tapped(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            then()
+            if not self._resting():
+                then()
 
         self._set(owner, name, tapped)
 
@@ -165,14 +174,15 @@ class BatchTap:
     Args:
         trainer: its precision plugin is the first to be given a batch.
         fetched: takes a batch and returns the one to train on.
+        resting: whether batches pass as they are.
     """
 
-    def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any]) -> None:
+    def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> None:
         plugin = trainer.precision_plugin
         convert = plugin.convert_input
 
         def tapped(batch: Any) -> Any:
-            return convert(fetched(batch) if trainer.training else batch)
+            return convert(fetched(batch) if trainer.training and not resting() else batch)
 
         plugin.convert_input = tapped  # type: ignore[assignment, method-assign]
         self._plugin = plugin

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from campaign._data import make_loader
 from campaign._training import Module, Setup, make_optimizer, make_scheduler
 from lightning_moe_ckpt.testing._lives import Life
 
@@ -25,6 +27,10 @@ class Habit(Setup):
     trainer: tuple[tuple[str, Any], ...] = ()
     """Arguments of the Trainer, over those that the setup implies."""
     freezes: Freezes | None = None
+    finds: Literal["lr", "batch_size"] | None = None
+    """What a callback of Lightning's looks for by trial steps, before training."""
+    tunes: Literal["lr", "batch_size"] | None = None
+    """What a `Tuner` looks for, before the fit."""
     unfreezes_at: int | None = None
     """The epoch in which a finetuning callback adds experts to the optimizer, as a group of their own."""
 
@@ -34,7 +40,27 @@ class Habit(Setup):
 
     @override
     def callbacks(self, life: Life) -> Sequence[Callback]:
-        return [] if self.unfreezes_at is None else [Unfreezing(self.unfreezes_at)]
+        found: list[Callback] = [] if self.unfreezes_at is None else [Unfreezing(self.unfreezes_at)]
+        if self.finds == "lr":
+            found.append(LearningRateFinder(num_training_steps=6, early_stop_threshold=None))
+        elif self.finds == "batch_size":
+            found.append(BatchSizeFinder(max_trials=1, init_val=4))
+        return found
+
+    @override
+    def loaders(self, life: Life) -> tuple[Any, Any]:
+        by_module = "batch_size" in {self.finds, self.tunes}
+        training, validation = super().loaders(life)
+        return None if by_module else training, validation
+
+    @override
+    def before_fit(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.tunes == "lr":
+            training, _ = super().loaders(module._life)  # type: ignore[arg-type]
+            Tuner(trainer).lr_find(module, training, num_training=6, early_stop_threshold=None)
+        elif self.tunes == "batch_size":
+            _, validation = self.loaders(module._life)  # type: ignore[arg-type]
+            Tuner(trainer).scale_batch_size(module, val_dataloaders=validation, max_trials=1, init_val=4)
 
     @override
     def trainer_options(self, life: Life) -> dict[str, Any]:
@@ -53,7 +79,13 @@ class HabitModule(Module):
 
     def __init__(self, setup: Habit, life: Life) -> None:
         super().__init__(setup, life)
-        self._habit = setup
+        self._habit, self._life = setup, life
+        self.lr, self.batch_size = 3e-3, setup.batch_size
+
+    @override
+    def train_dataloader(self) -> Any:
+        length = self._habit.batches * self._habit.batch_size * 2
+        return make_loader("plain", length=length, batch_size=self.batch_size, workers=0, augment=True)
 
     @override
     def configure_model(self) -> None:
@@ -81,9 +113,9 @@ class HabitModule(Module):
 
     @override
     def configure_optimizers(self) -> Any:
-        if self._habit.unfreezes_at is None:
-            return super().configure_optimizers()
-        optimizer = make_optimizer(self._habit.optimizer, self, only_trained=True)
+        optimizer = make_optimizer(self._habit.optimizer, self, only_trained=self._habit.unfreezes_at is not None)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
         return {"optimizer": optimizer, "lr_scheduler": make_scheduler(self._habit, optimizer)}
 
 

@@ -173,6 +173,9 @@ class Setup:
             **_precision(self),
         }
 
+    def before_fit(self, trainer: Trainer, module: LightningModule) -> None:
+        """What the user's program does between building the Trainer and training."""
+
     def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
         """What else must be equal at the end, besides the state of training; JSON."""
         kept = [each for each in trainer.callbacks if isinstance(each, KeepsWeights)]  # type: ignore[attr-defined]
@@ -368,6 +371,7 @@ def train(setup: Setup, life: Life) -> Mapping[str, Any]:
     own = [] if setup.checkpointing is None else [setup.checkpointing.make(life.url)]
     module = setup.make_module(life)
     trainer = Trainer(callbacks=life.callbacks(*setup.callbacks(life), *own), **setup.trainer_options(life))
+    setup.before_fit(trainer, module)
     trainer.fit(module, *setup.loaders(life))
     return setup.returned(life, trainer)
 

@@ -55,3 +55,19 @@ def test_replay_begins_where_nothing_has_a_gradient(campaigns: Campaigns, algori
         never_routed=True
     )
     campaigns.check(setup, *killed(7))
+
+
+@pytest.mark.parametrize(
+    "tunes",
+    [
+        {"finds": "batch_size"},
+        {"tunes": "lr"},
+        pytest.param({"finds": "lr"}, marks=pytest.mark.soak),
+        pytest.param({"tunes": "batch_size"}, marks=pytest.mark.soak),
+    ],
+)
+def test_trial_steps_are_not_the_runs(campaigns: Campaigns, tunes: Any) -> None:
+    """A run that is killed in its first steps, and later, has the settings that were found once, and its own steps."""
+    setup = Habit(checkpointing=SPARSE, scheduler="none", **tunes)
+    lives = campaigns.check(setup, Kill(phase="forward", step=1), *killed(5, 8))
+    assert lives[1].steps()[0] == 1
