@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_moe_ckpt.storage import (
     full_records,
     open_backend,
 )
+from lightning_moe_ckpt.storage._names import parse_snap_key
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.testing._lives_kill import Kill
@@ -91,23 +92,22 @@ def promise_after(workdir: Path, hit: Collection[str]) -> Promise:
     for marker in markers:
         for file, record in full_records(marker):
             if "/expert." in record.operator:
-                step, epoch = re.findall(r"snap/(\d+)/e(\d+)/", file.key)[0]
-                experts[record.operator] = GenerationId(step=int(step), epoch=int(epoch))
+                place = parse_snap_key(file.key)
+                assert place is not None
+                experts[record.operator] = place[0]
         for each in marker.spares:
             experts |= {record.operator: each.generation for record in each.segment.records if record.operator in hit}
     return Promise(newest, experts)
 
 
 def note(workdir: Path, promise: Promise, hit: Sequence[str]) -> None:
-    rows = {name: [each.step, each.epoch] for name, each in promise.experts.items()}
-    at = promise.generation
-    (workdir / "promise").write_text(json.dumps([[at.step, at.epoch], rows, list(hit)]))
+    rows = {name: astuple(each) for name, each in promise.experts.items()}
+    (workdir / "promise").write_text(json.dumps([astuple(promise.generation), rows, list(hit)]))
 
 
 def noted(workdir: Path) -> tuple[Promise, list[str]]:
-    (step, epoch), rows, hit = json.loads((workdir / "promise").read_text())
-    experts = {name: GenerationId(step=row[0], epoch=row[1]) for name, row in rows.items()}
-    return Promise(GenerationId(step=step, epoch=epoch), experts), hit
+    at, rows, hit = json.loads((workdir / "promise").read_text())
+    return Promise(GenerationId(*at), {name: GenerationId(*row) for name, row in rows.items()}), hit
 
 
 def ruin_one(damage: Callable[[Path, RecordEntry], None], workdir: Path) -> None:
