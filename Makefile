@@ -20,24 +20,31 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One thread per process: a rank is a process here, and two ranks on two cores must not fight over them.
 export OMP_NUM_THREADS := 1
 
+# `callbacks` is checked as lightning_moe_ckpt/callbacks, a link: under both names it would be two modules.
+TYPES := $(BIN)/mypy --strict lightning_moe_ckpt tests examples
+
 library = $$($${CXX:-g++} -print-file-name=$(1))
 SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient.py adam.py replan.py device_check.py)
 SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint soak bench sanitize clean distclean
+.PHONY: demo test lint style soak bench sanitize clean distclean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint $(SERVERS)/.stamp
-	$(BIN)/pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+# mypy takes one core for a minute when its cache is empty, and pytest does not have two to do at every moment: side by side.
+test: style $(SERVERS)/.stamp
+	@mkdir -p build; $(TYPES) >build/types.log 2>&1 & types=$$!; \
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS); status=$$?; \
+	wait $$types || { cat build/types.log; exit 1; }; exit $$status
 
-# `callbacks` is checked as lightning_moe_ckpt/callbacks, a link: under both names it would be two modules.
-lint: $(STAMP)
+lint: style
+	$(TYPES)
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict lightning_moe_ckpt tests examples
 
 soak: $(STAMP) $(SERVERS)/.stamp
 	$(BIN)/pytest -m soak -s $(PYTEST_ARGS)

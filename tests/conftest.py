@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,9 +17,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
-
-torch.set_num_threads(1)
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("shared", deadline=None)
@@ -28,20 +26,31 @@ hypothesis.settings.load_profile("shared")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Rebuild libraries that are older than their sources: tests of a checkout would meet the twins in their place."""
-    is_worker = hasattr(config, "workerinput")  # of several processes, which must not all build
-    if not (is_worker or os.environ.keys() & {"MOE_CKPT_NATIVE", "MOE_CKPT_NATIVE_PATH"}):
+    """One thread where tests run; and up to date libraries, else tests of a checkout would meet the twins in their place.
+
+    What hands tests out to several processes runs none: they start seconds earlier because it imports no torch.
+    """
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)
+    if not (is_worker or os.environ.keys() & {"MOE_CKPT_NATIVE", "MOE_CKPT_NATIVE_PATH"}):  # workers must not all build
         _rebuild_stale()
 
 
 def _rebuild_stale() -> None:
-    from lightning_moe_ckpt.native import _library
-
-    cpu, cuda = (Path(_library.__file__).with_name(f"libmoe_ckpt_{part}.so") for part in ("cpu", "cuda"))
-    digest = _library._source_digest().encode()
+    script = Path(__file__).parents[1] / "ext" / "build_native.py"
+    package = importlib.util.find_spec("lightning_moe_ckpt")
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).resolve().parent
+    if folder.parent != script.parents[1]:
+        return  # what is installed is not built from here
+    cpu, cuda = (folder / "native" / f"libmoe_ckpt_{part}.so" for part in ("cpu", "cuda"))
+    digest = runpy.run_path(str(script))["source_digest"]().encode()
     if any(path.exists() and digest not in path.read_bytes() for path in (cpu, cuda)):
         wanted = os.environ | {"MOE_CKPT_CUDA": "1" if cuda.exists() else "0"}
-        script = Path(__file__).parents[1] / "ext" / "build_native.py"
         subprocess.run([sys.executable, script], env=wanted, check=True)
 
 
@@ -49,11 +58,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what this machine cannot run, with the reason, and campaigns that nobody asked for."""
     _require_stable_names(items)
     _skip(items, "tutel", "Tutel is not installed", missing=lambda: importlib.util.find_spec("tutel") is None)
-    _skip(items, "gpu", "torch sees no CUDA device", missing=lambda: not torch.cuda.is_available())
+    _skip(items, "gpu", "torch sees no CUDA device", missing=_no_gpu)
     if "soak" not in config.option.markexpr:
         campaigns = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=campaigns)
         items[:] = [item for item in items if item not in campaigns]
+
+
+def _no_gpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str, missing: Callable[[], bool]) -> None:
@@ -73,6 +88,8 @@ def _require_stable_names(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_process_group_is_left() -> Iterator[None]:
     """A test that leaves one behind would break those that fork after it, so it is the one that fails."""
+    import torch
+
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,7 +1,8 @@
-"""Processes that have imported everything and run nothing, forked before the first test, from which all lives descend.
+"""Processes that have imported everything and trained next to nothing, forked before any test: all lives descend from them.
 
 The test process itself is no parent for them: earlier tests leave threads, process groups and torch's thread pool
 behind, and a fork would inherit their locks but not their threads. There are as many as campaigns should run at once.
+A short fit without any callback of ours fills the caches of Python, torch and Lightning first, which is a sixth of a life.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ import gc
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from campaign._training import Setup, train
+from lightning_moe_ckpt.testing._lives import Life
 
 Result = TypeVar("Result")
 
@@ -32,7 +40,12 @@ class WarmParents:
             if pid == 0:
                 for other in [ours, *self._parents]:
                     other.close()  # else an open copy here would hide from a sibling that the tests are over
-                _serve(theirs)
+                try:
+                    _rehearse()
+                    _serve(theirs)
+                finally:  # only an error comes here, and a copy of pytest must not go on
+                    traceback.print_exc()
+                    os._exit(1)
             theirs.close()
             self._parents[ours] = pid
 
@@ -87,6 +100,22 @@ class WarmParents:
         for connection, pid in self._parents.items():
             connection.close()
             os.waitpid(pid, 0)
+
+
+def _rehearse() -> None:
+    """Train once, plainly. It must leave no thread, which no fork would have, and nothing that a run can see."""
+    if torch.cuda.is_available():  # then autograd starts threads for its devices
+        return
+    environment = dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        life = Life(index=0, rank=0, world_size=1, seed=0, url="", workdir=Path(folder), kill=None)
+        train(Setup(batches=2, epochs=1), life)
+    os.environ.clear()
+    os.environ.update(environment)
+    left = [Path(task, "comm").read_text(encoding="utf-8").strip() for task in Path("/proc/self/task").iterdir()]
+    assert len(left) == 1, f"forks would lack these threads: {left}"
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(connection: Connection) -> NoReturn:
