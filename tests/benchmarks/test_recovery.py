@@ -85,6 +85,7 @@ def test_distributed_checkpoint_restores_what_it_saved(tmp_path: Path) -> None:
     assert saved_nbytes == pytest.approx(3 * 12 * SIZE.num_params(), rel=0.05)
 
 
+@pytest.mark.soak
 def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
     """Steps and times add up; a `.ckpt` costs the steps since it was written."""
 

@@ -76,7 +76,11 @@ def require_logged(found: Restarts, boosting: Boosting) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "scope"),
-    [(1, "expert"), (3, "expert"), (1, "layer"), pytest.param(3, "layer", marks=pytest.mark.soak)],
+    [
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, "expert"), (3, "layer"))),
+        (3, "expert"),
+        (1, "layer"),
+    ],
 )
 def test_lost_tokens_are_made_up_for_through_a_second_crash(
     campaigns: Campaigns, folder: Path, world_size: int, scope: str

@@ -217,7 +217,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if "4 ranks" in name else []) for name in CASES]
+)
 def test_popularity_is_what_counting_by_hand_gives(warm: WarmParents, tmp_path: Path, name: str) -> None:
     """To the last bit, for every step: kept tokens only, all micro-batches, no validation, no recomputation."""
     case = CASES[name]

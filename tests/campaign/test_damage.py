@@ -103,8 +103,14 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("setup", [DENSE, SPARSE], ids=["dense", "sparse"])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+BY_TURNS = [
+    pytest.param(damage, setup, id=f"{damage.__name__}-{name}", marks=[pytest.mark.soak] if (index + turn) % 2 else [])
+    for turn, (name, setup) in enumerate({"dense": DENSE, "sparse": SPARSE}.items())
+    for index, damage in enumerate(DAMAGES)
+]
+
+
+@pytest.mark.parametrize(("damage", "setup"), BY_TURNS)
 def test_the_next_older_generation_is_taken_and_the_log_says_why(
     campaigns: Campaigns, setup: Setup, damage: Damage
 ) -> None:

@@ -103,10 +103,12 @@ CASES: dict[str, tuple[Setup, tuple[int, ...], dict[str, Any], float]] = {
     "four of six experts leave the node": (selective_setup(3, 1, local=5, remote=4), (0, 1, 2), {}, 0.8),
     "four ranks": (followed_setup(4, 2), (0, 0, 1, 1), {}, 0.6),
 }
+LONG = {"every expert, spread over ranks", "four ranks"}
+"""The first of them is trained with rounded gradients below."""
 
 
 @pytest.mark.parametrize(
-    "name", [name if len(case[1]) == 3 else pytest.param(name, marks=pytest.mark.soak) for name, case in CASES.items()]
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in LONG else []) for name in CASES]
 )
 def test_a_lost_node_comes_back_from_copies_told_by_gradients(campaigns: Campaigns, folder: Path, name: str) -> None:
     """Every operator has the bits it had on the node that is gone: `require` compares with what was recorded there."""

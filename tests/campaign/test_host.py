@@ -45,8 +45,8 @@ def check(campaigns: Campaigns, setup: Setup, *kills: Kill) -> list[LifeResult]:
     ("setup", "everyone"),
     [
         pytest.param(SPARSE, False, id="1"),
-        pytest.param(EXPERTS, True, id="3-all"),
-        pytest.param(REPLICATED, False, id="4-one"),
+        pytest.param(EXPERTS, True, id="3-all", marks=pytest.mark.soak),
+        pytest.param(REPLICATED, False, id="4-one", marks=pytest.mark.soak),
         pytest.param(EXPERTS, False, id="3-one", marks=pytest.mark.soak),
         pytest.param(REPLICATED, True, id="4-all", marks=pytest.mark.soak),
     ],

@@ -89,7 +89,11 @@ def test_killed_anywhere_in_any_loop_the_run_ends_the_same(
 
 @pytest.mark.parametrize(
     ("world_size", "checkpointing", "kills"),
-    [pytest.param(1, DENSE, KILLS, marks=pytest.mark.soak), (1, SPARSE, KILLS[1:]), (3, SPARSE, KILLS[:1])],
+    [
+        pytest.param(1, DENSE, KILLS, marks=pytest.mark.soak),
+        pytest.param(1, SPARSE, KILLS[1:], marks=pytest.mark.soak),
+        (3, SPARSE, KILLS[:1]),
+    ],
 )
 def test_what_is_logged_over_an_epoch_is_that_of_the_whole_epoch(
     campaigns: Campaigns, checkpointing: Checkpointing, world_size: int, kills: list[list[Kill]]

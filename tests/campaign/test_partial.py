@@ -13,7 +13,12 @@ from campaign._states import Taken, in_memory, in_storage, recorded, require_rec
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import Accounting
 
-ROWS = [(1, 1, 3, True), (3, 1, None, False), (3, 3, 3, True), (4, 2, None, True)]
+ROWS = [
+    (1, 1, 3, True),
+    (3, 1, None, False),
+    pytest.param(3, 3, 3, True, marks=pytest.mark.soak),
+    pytest.param(4, 2, None, True, marks=pytest.mark.soak),
+]
 """Ranks, over how many of them experts are spread, K of memory, and whether training waits for storage at each step."""
 NUM_EXPERTS = 6
 

@@ -48,7 +48,9 @@ def two_nodes(policy: Policy) -> Setup:
     )
 
 
-@pytest.mark.parametrize("policy", ["sparse", "dense", "partial"])
+@pytest.mark.parametrize(
+    "policy", ["partial", *(pytest.param(each, marks=pytest.mark.soak) for each in ("sparse", "dense"))]
+)
 def test_a_run_with_copies_ends_the_same_and_leaves_nothing(campaigns: Campaigns, folder: Path, policy: Policy) -> None:
     """Replication beside expert-parallel training: every rank has generations on the other node, no bit differs."""
     setup, nodes = two_nodes(policy), Nodes(folder, (0, 0, 1, 1))
@@ -58,6 +60,7 @@ def test_a_run_with_copies_ends_the_same_and_leaves_nothing(campaigns: Campaigns
     assert nodes.files() == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("policy", ["sparse", "dense"])
 def test_a_node_that_dies_comes_back_from_the_other_one(campaigns: Campaigns, folder: Path, policy: Policy) -> None:
     """Its ranks read copies on the node that lives, which reads its own memory, though storage has nothing but the start.

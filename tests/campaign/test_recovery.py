@@ -144,7 +144,8 @@ def test_after_a_node_is_lost_its_ranks_restore_from_the_other(
     assert told(lives[-1])["from"] > 0
 
 
-@worlds(THREE_DENSE, FOUR_SPARSE)
+@pytest.mark.soak
+@pytest.mark.parametrize(("world_size", "policy"), [THREE_DENSE, FOUR_SPARSE])
 def test_after_all_nodes_are_lost_storage_is_restored(campaigns: Campaigns, world_size: int, policy: str) -> None:
     """With its newest generation."""
     faults = (fail_at(0, STRIKES, kind="rack_loss", settle=20.0),)

@@ -62,7 +62,8 @@ def restarts(campaigns: Campaigns, setup: Setup, machines: Machines, *kills: Kil
 
 
 @pytest.mark.parametrize(
-    ("world_size", "expert_parallel"), [(1, 1), (3, 1), pytest.param(4, 2, marks=pytest.mark.soak)]
+    ("world_size", "expert_parallel"),
+    [(1, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((3, 1), (4, 2)))],
 )
 def test_after_a_kill_every_operator_is_as_old_as_promised(
     campaigns: Campaigns, folder: Path, world_size: int, expert_parallel: int

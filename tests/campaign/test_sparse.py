@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
+from campaign._campaign import Campaigns, kills_by_turns, one_kill_per_step, require_resumed
 from campaign._pairs import Row, name, pairwise
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 
 SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
 
@@ -46,13 +46,28 @@ ROWS = pairwise(FACTORS, allowed=allowed)
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_killed_at_any_step_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
-    """One run per kill; the next life replays and finishes. Neighbouring rows are killed at different steps."""
+    """The next life replays and finishes. Neighbouring rows are killed at different steps."""
+    setup = sparse_setup(row)
+    scripts = [kills_by_turns(setup, ROWS.index(row))]
+    require_resumed(campaigns.check_all(setup, scripts), scripts, after=_first_generation(row["window"]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_killed_at_more_steps_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
+    """One run per kill, at every fourth step."""
     setup = sparse_setup(row)
     scripts = one_kill_per_step(setup, offset=ROWS.index(row), every=4)
     require_resumed(campaigns.check_all(setup, scripts), scripts, after=_first_generation(row["window"]))
 
 
-@pytest.mark.parametrize("model", ["lists", "batch_norm", "stacked", pytest.param("mixtral", marks=pytest.mark.soak)])
+OTHER_MODELS = ("lists", "stacked", "mixtral")
+"""The pairwise rows have them too, killed at one step each."""
+
+
+@pytest.mark.parametrize(
+    "model", ["batch_norm", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHER_MODELS)]
+)
 def test_killed_at_every_step_of_two_epochs_the_run_ends_the_same(campaigns: Campaigns, model: Any) -> None:
     """In the first window, at the epoch boundary, in validation, after the last step."""
     setup = replace(SPARSE, model=model)
@@ -72,11 +87,20 @@ def test_checkpointing_does_not_change_training(campaigns: Campaigns, window: in
     campaigns.check(replace(SPARSE, checkpointing=Checkpointing(policy="sparse", window=window)))
 
 
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_killed_between_micro_batches_the_run_ends_the_same(campaigns: Campaigns, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("accumulate", "steps"),
+    [
+        (3, range(4, 6)),
+        pytest.param(2, range(3, 7), marks=pytest.mark.soak),
+        pytest.param(3, range(3, 7), marks=pytest.mark.soak),
+    ],
+)
+def test_killed_between_micro_batches_the_run_ends_the_same(
+    campaigns: Campaigns, accumulate: int, steps: range
+) -> None:
     """Gradients of a half accumulated step are computed again, from the same batches; the last step of an epoch is short."""
     setup = replace(SPARSE, accumulate=accumulate, epochs=4, workers=0)
-    kills = [Kill(phase="forward", step=step, micro=micro) for step in range(3, 7) for micro in range(accumulate)]
+    kills = [Kill(phase="forward", step=step, micro=micro) for step in steps for micro in range(accumulate)]
     campaigns.check_all(setup, [[kill] for kill in kills if _exists(setup, kill)])
 
 
@@ -88,11 +112,14 @@ def _exists(setup: Setup, kill: Kill) -> bool:
     return (kill.micro or 0) < (setup.batches - (per_epoch - 1) * setup.accumulate if last else setup.accumulate)
 
 
-@pytest.mark.parametrize("phase", ["batch_start", "before_optimizer_step", "batch_end", "after_batch_end"])
-def test_killed_again_in_every_step_of_replay(campaigns: Campaigns, phase: Any) -> None:
-    """A life that dies before it is dense leaves the older generation as good as it was."""
+AGAIN: list[Phase] = ["batch_start", "before_optimizer_step", "batch_end", "after_batch_end"]
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(each, marks=pytest.mark.soak) for each in (1, 2, 3))])
+def test_killed_again_in_every_step_of_replay(campaigns: Campaigns, turn: int) -> None:
+    """A life that dies before it is dense leaves the older generation as good as it was: each phase in another step."""
     first = Kill(phase="after_batch_end", step=7, settle=10.0)
-    scripts = [[first, Kill(phase=phase, batches=batch)] for batch in (1, 2, 3, 4)]
+    scripts = [[first, Kill(phase=phase, batches=(i + turn) % 4 + 1)] for i, phase in enumerate(AGAIN)]
     campaigns.check_all(SPARSE, scripts)
 
 
@@ -108,9 +135,10 @@ SHORT = replace(SPARSE, batches=3, validate_every=None, checkpointing=Checkpoint
 @pytest.mark.parametrize(
     ("before", "operations"),
     [
-        pytest.param((), range(30), id="first"),
-        pytest.param((RESUMED,), range(0, 40, 2), id="second"),
-        pytest.param((RESUMED,), range(1, 40, 2), id="second, the others", marks=pytest.mark.soak),
+        pytest.param((), range(0, 30, 3), id="first"),
+        pytest.param((RESUMED,), range(0, 40, 5), id="second"),
+        pytest.param((), range(30), id="first, all", marks=pytest.mark.soak),
+        pytest.param((RESUMED,), range(40), id="second, all", marks=pytest.mark.soak),
     ],
 )
 def test_killed_at_every_write_to_storage(campaigns: Campaigns, before: tuple[Kill, ...], operations: range) -> None:
@@ -123,11 +151,13 @@ def test_killed_at_every_write_to_storage(campaigns: Campaigns, before: tuple[Ki
 
 def test_killed_at_random_times(campaigns: Campaigns) -> None:
     """Wherever the threads happen to be."""
-    scripts = [[Kill(phase="random_time", seconds=0.01 * k)] for k in range(1, 17)]
+    scripts = [[Kill(phase="random_time", seconds=0.01 * k)] for k in range(2, 17, 3)]
     campaigns.check_all(SPARSE, scripts, must_strike=False)
 
 
-@pytest.mark.parametrize("window", [2, 3, 4])
+@pytest.mark.parametrize(
+    "window", [4, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)]
+)
 def test_a_run_killed_every_window_and_two_steps_still_finishes(campaigns: Campaigns, window: int) -> None:
     """Capture goes on in replay, so that every life that outlives a window gains a step."""
     setup = replace(SPARSE, checkpointing=Checkpointing(policy="sparse", window=window))
@@ -147,4 +177,4 @@ def test_a_generation_survives_a_change_of_loader_workers(campaigns: Campaigns) 
 def test_means_over_an_interrupted_epoch_are_those_of_the_whole_epoch(campaigns: Campaigns) -> None:
     """Replayed steps count once."""
     setup = replace(SPARSE, epoch_metrics=True)
-    campaigns.check_all(setup, one_kill_per_step(setup))
+    campaigns.check_all(setup, one_kill_per_step(setup, offset=1, every=3))

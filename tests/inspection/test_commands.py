@@ -212,6 +212,7 @@ def test_json_is_one_document_whatever_is_damaged(
 
 _COLD = """
 import os, sys
+from lightning_moe_ckpt import inspection  # once for both children
 from lightning_moe_ckpt.cli import main
 children = []
 for more in ([], ["--json"]):

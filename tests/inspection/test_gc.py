@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +100,14 @@ def test_without_rules_only_what_was_given_up_goes(place: tuple[list[str], Backe
     assert stored(backend) == list(range(0, 60, 10))
 
 
-def test_the_program_that_is_installed_does_it(tmp_path: Path) -> None:
-    """In a process of its own."""
+def test_the_program_does_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the function that the program is installed for."""
+    (program,) = entry_points(group="console_scripts", name="moe-ckpt")
+    assert program.load() is main
     run_at(PosixBackend(tmp_path))
-    command = [str(Path(sys.executable).with_name("moe-ckpt")), "gc", str(tmp_path), "--keep-last=1", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert (len(json.loads(done.stdout)["goes"]), done.stderr) == (6, "")
+    assert main(["gc", str(tmp_path), "--keep-last=1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert (len(json.loads(said.out)["goes"]), said.err) == (6, "")
     assert stored(PosixBackend(tmp_path)) == [50]
 
 

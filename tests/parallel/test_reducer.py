@@ -100,7 +100,7 @@ def test_gradients_are_the_mean_in_rank_order(world_size: int) -> None:
         assert same(got, want)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_ordered_bits_do_not_depend_on_the_bucket_size_and_plain_bits_do(world_size: int) -> None:
     """Buckets smaller than a parameter, of a few parameters, and one for all. The plain mode shows the test can see."""
 

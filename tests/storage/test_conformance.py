@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -169,23 +169,28 @@ def test_a_place_that_cannot_be_written_is_said_in_a_line(tmp_path: Path, capsys
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "StorageRefused"
 
 
+def _exit(argv: list[str]) -> None:
+    sys.exit(main(argv))
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGTERM])
 def test_nothing_is_left_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:
     """At a moment when a thousand objects are being written."""
-    code = "import sys; from lightning_moe_ckpt.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "doctor", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = multiprocessing.get_context("fork").Process(target=_exit, args=(["doctor", str(tmp_path / "run")],))
+    process.start()
     try:
         end = time.monotonic() + 120
         while not list((tmp_path / "run").glob("_doctor/*/pages/*")):
             assert time.monotonic() < end
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.01)
-        process.send_signal(number)
-        assert process.wait(120) != 0
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join(120)
+        assert process.exitcode
     finally:
         process.kill()
-        process.wait(30)
+        process.join(30)
     assert not any((tmp_path / "run").iterdir())
 
 

@@ -254,7 +254,7 @@ def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S
 
 
 @choices
-@pytest.mark.parametrize("finished_ranks", [2, 3])
+@pytest.mark.parametrize("finished_ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_crash_of_a_start_from_s3_loses_nothing(finished_ranks: int, choose: Choose, moto: S3Server) -> None:
     """Promotion, the pick, opening the epoch, the sweep; the generation under way is whole or one rank short."""
     undisturbed = _crash_at_start(_bucket(moto), finished_ranks, 10**6, "before").calls

@@ -18,6 +18,7 @@ import pytest
 from servers._s3 import KEY, SECRET, S3Server, running
 from stored._lives import named
 
+import lightning_moe_ckpt
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import ObjectBackend, RunStore, open_backend
 from lightning_moe_ckpt.storage._unfinished import Upload, sign
@@ -52,7 +53,9 @@ def await_upload(backend: ObjectBackend) -> None:
 
 
 _UPLOADER = """
-import sys, threading
+import sys, threading, types
+sys.modules["lightning_moe_ckpt"] = package = types.ModuleType("lightning_moe_ckpt")
+package.__path__ = [sys.argv.pop(1)]  # without what it imports itself, which is Lightning and takes seconds
 from lightning_moe_ckpt.storage import ObjectBackend
 endpoint, key, secret, nbytes, *urls = sys.argv[1:]
 options = {"key": key, "secret": secret, "endpoint_url": endpoint}
@@ -65,7 +68,8 @@ for url in urls:
 
 def start_uploads(server: S3Server, *urls: str) -> subprocess.Popen[bytes]:
     """Another process uploads, slowly."""
-    arguments = [server.endpoint, KEY, SECRET, str(BIG), *urls]
+    folder = str(Path(lightning_moe_ckpt.__file__).parent)
+    arguments = [folder, server.endpoint, KEY, SECRET, str(BIG), *urls]
     return subprocess.Popen([sys.executable, "-c", _UPLOADER, *arguments])
 
 

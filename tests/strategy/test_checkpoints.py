@@ -60,11 +60,11 @@ def test_a_checkpoint_holds_all_experts_and_their_optimizer_state(
 
 
 RESUMES = [
-    ((3, 3), (3, 3), "adamw"),
+    pytest.param((3, 3), (3, 3), "adamw", marks=pytest.mark.soak),
     ((4, 2), (4, 2), "sgd"),
-    ((3, 1), (3, 3), "adamw"),
+    pytest.param((3, 1), (3, 3), "adamw", marks=pytest.mark.soak),
     ((3, 3), (3, 1), "adamw"),
-    ((4, 2), (4, 4), "sgd"),
+    pytest.param((4, 2), (4, 4), "sgd", marks=pytest.mark.soak),
 ]
 
 
