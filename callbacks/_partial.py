@@ -32,6 +32,8 @@ class PartialExpertCheckpoint(CheckpointCallback):
         select: `sequential` takes those first that were saved longest ago, in an order that spreads them over layers
             and ranks; `load_aware` those with most tokens that are not saved yet.
         plt_budget: `k` doubles after a fault until another one like it would leave PLT within this; `None` for never.
+        allow_missing_experts: where no generation can be restored because every copy of some experts is bad, restore all
+            else; these keep the weights that the model starts with, and have no optimizer state. A warning names them.
         **shared: what every checkpoint callback takes, see `CheckpointArguments`.
 
     Raises:
@@ -50,9 +52,11 @@ class PartialExpertCheckpoint(CheckpointCallback):
         snapshot_k: int | None = None,
         select: Literal["sequential", "load_aware"] = "sequential",
         plt_budget: float | None = 0.05,
+        allow_missing_experts: bool = False,
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
+        self.allow_missing_experts = allow_missing_experts
         require_count(self, "every_n_steps", every_n_steps, what="steps")
         require_count(self, "k", k, what="experts per layer")
         require_count(self, "snapshot_k", snapshot_k, what="experts per layer", also=[None])
@@ -76,4 +80,5 @@ class PartialExpertCheckpoint(CheckpointCallback):
             experts=PartialPolicy(k=self.k, snapshot_k=self.snapshot_k, order=self.select),
             dynamic_k=DynamicK(plt_budget=self.plt_budget),
             callback=type(self).__name__,
+            allow_missing_experts=self.allow_missing_experts,
         )

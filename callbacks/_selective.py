@@ -36,6 +36,8 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
             near. Needs `every_n_steps=1` and Adam or AdamW in float32 (`lossless`: plain, on a CPU); else, and
             with `None`, all is sent whole.
         resync_every: generations of rounded gradients until copies are exact again, and their difference is logged.
+        allow_missing_experts: where no generation can be restored because every copy of some experts is bad, restore all
+            else; these keep the weights that the model starts with, and have no optimizer state. A warning names them.
         **shared: what every checkpoint callback takes, see `CheckpointArguments`.
 
     Raises:
@@ -54,9 +56,11 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
         remote_budget: int | Literal["auto"] = "auto",
         delta: Literal["lossless", "bf16"] | None = "lossless",
         resync_every: int = 64,
+        allow_missing_experts: bool = False,
         **shared: Unpack[CheckpointArguments],
     ) -> None:
         super().__init__(url, **shared)
+        self.allow_missing_experts = allow_missing_experts
         require_count(self, "every_n_steps", every_n_steps, what="steps")
         require_choice(self, "delta", delta, ("lossless", "bf16", None))
         require_count(self, "resync_every", resync_every, what="generations")
@@ -78,4 +82,5 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
             budgets=ByteBudgets(local=self.local_budget, remote=self.remote_budget),
             deltas=None if self.delta is None else Deltas(kind=self.delta, resync_every=self.resync_every),
             callback=type(self).__name__,
+            allow_missing_experts=self.allow_missing_experts,
         )

@@ -99,17 +99,23 @@ class Inventory:
     families: Mapping[Version, str] = field(default_factory=dict)
     """Of each lossy version. What memory and storage have of one lossy generation differs, so these are two versions, of
     one family."""
+    lenders: frozenset[Version] = frozenset()
+    """In storage only for what others borrow from them: their own files are there, what they borrowed may not be."""
 
     @classmethod
     def of(
-        cls, stocks: Iterable[object], committed: Iterable[Version], families: Mapping[Version, str] | None = None
+        cls,
+        stocks: Iterable[object],
+        committed: Iterable[Version],
+        families: Mapping[Version, str] | None = None,
+        lenders: Iterable[Version] = (),
     ) -> Inventory:
-        """From what every rank said of its memory in plain values, the commits, and the families of lossy commits."""
+        """From what every rank said of its memory in plain values, the commits, and the families of lossy ones."""
         rows = tuple(Stock.from_plain(stock) for stock in stocks)
         known = dict(families or {})
         for row in rows:
             known |= row.families
-        return cls(rows, frozenset(committed), known)
+        return cls(rows, frozenset(committed), known, frozenset(lenders))
 
     @property
     def world_size(self) -> int:
@@ -124,7 +130,12 @@ class Inventory:
     @property
     def all_versions(self) -> frozenset[Version]:
         """What there is, of whatever rank, wherever."""
-        return self.committed | self.in_memory
+        return self.in_storage | self.in_memory
+
+    @property
+    def in_storage(self) -> frozenset[Version]:
+        """What storage has files of."""
+        return self.committed | self.lenders
 
     def versions(self, owner: int) -> frozenset[Version]:
         """What of one rank is somewhere."""
@@ -141,7 +152,7 @@ class Inventory:
             for (memory, tier), ranks in found.items()
             if memory != own
         ]
-        storage = [Copy("storage", "", STORAGE_TIER, (owner,), version)] if version in self.committed else []
+        storage = [Copy("storage", "", STORAGE_TIER, (owner,), version)] if version in self.in_storage else []
         return [*host, *_rotated(peers, owner), *storage]
 
     def _in_memory(self, version: Version, owner: int) -> dict[tuple[str, str], list[int]]:

@@ -2,10 +2,12 @@
 
 A lossy generation holds some experts only. Every other expert comes from the newest older generation that ranks can
 put it together from, whatever tiers and nodes that takes. Ranks agree on it expert by expert; an expert that turns out
-bad everywhere comes from the next older generation, and the generation is given up when one has no copy left at all.
+bad everywhere comes from the next older generation, and the generation is given up when one has no copy left at all,
+unless it may come back without.
 
 Markers are read as far back as needed: those of every generation in memory, and in storage that of the newest
-commit, which says where older files hold what it lacks.
+commit, which says where older files hold what it lacks, and a second copy of it; then those of older commits, at last
+of those that are only there for what others borrow.
 
 Source: PEC/MoC (2024), Sec. 3.2 (two-level recovery); we differ in agreeing per expert, on what every rank verified.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +40,9 @@ MEMORY, STORAGE, PEER = "memory", "storage", "peer"
 
 _LEVELS = (MEMORY, STORAGE, PEER)
 
+_NAMED = 16
+"""Experts without a copy of which a message says where the last ones were."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -59,6 +64,10 @@ class Chosen:
     """Pieces of each expert over all ranks, in the order of ranks."""
     levels: Mapping[str, frozenset[str]]
     """Levels that hold all of that copy."""
+    bad: Mapping[str, Mapping[GenerationId, bool]] = field(default_factory=dict)
+    """Generations whose copy of an expert turned out bad, newest first, and whether storage had that."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Experts of which there is no good copy, and where those were that turned out bad."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +93,8 @@ class Mosaic:
         inventory: of all ranks.
         offer: what to bring.
         alive: versions that the run's log allows; experts may come from those.
-        digests: what manifests say of this rank's markers, by committed version.
+        digests: what manifests say of this rank's markers, by version in storage.
+        allow_missing: go on without the experts of which there is no good copy.
         chunk_nbytes: most bytes per message.
     """
 
@@ -97,16 +107,22 @@ class Mosaic:
         alive: Collection[Version],
         *,
         digests: Mapping[Version, str],
+        allow_missing: bool = False,
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
         self._transport, self._reader, self._inventory, self.offer = transport, reader, inventory, offer
-        self._digests = digests
+        self._digests, self._allow_missing = digests, allow_missing
+        self.missing: dict[str, str] = {}
+        """Experts of which no good copy was found, and where the bad ones were; the same on all ranks."""
+        self._bad: dict[str, dict[GenerationId, bool]] = {}
+        self._reasons: dict[str, list[str]] = {}
         self._rounds = Rounds(transport)
         self._carriage = Carriage(self._rounds, reader, f"{offer.generation}, family {offer.family[:8]}", chunk_nbytes)
         self._reachable = sorted((each for each in alive if each.generation <= offer.generation), reverse=True)
         in_storage = [each for each in self._reachable if each in inventory.committed]
-        self._deeper = in_storage[1:]
-        """Commits whose markers were not needed yet, newest first."""
+        lenders = [each for each in self._reachable if each in inventory.lenders]
+        self._deeper = [*in_storage[1:], *lenders]
+        """Commits whose markers were not needed yet, newest first; behind them those that are only there for others."""
         self._first = [*in_storage[:1], *(each for each in self._reachable if each in inventory.in_memory)]
         self._markers: dict[Version, RankMarker] = {}
         self._supply = Supply(inventory, transport.rank, ())
@@ -142,7 +158,7 @@ class Mosaic:
             layout = lay_out(chosen)
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
             layout.write_header(buffer)
-            parts, broken = self._assemblies(layout, buffer, {e: origins[e] for e in experts})
+            parts, broken = self._assemblies(layout, buffer, {e: origins[e] for e in experts if e in origins})
             if not self._carriage.carry(list(parts.values()), broken):
                 return None
             if not self._exclude_lost(parts, origins):
@@ -184,7 +200,7 @@ class Mosaic:
 
     def _doubt(self, version: Version) -> tuple[bool, bool]:
         """Manifests vouch for what is committed; copies under a plan of their own may be less exact than what they copy."""
-        return version not in self._inventory.committed, self._level(version) == PEER
+        return version not in self._inventory.in_storage, self._level(version) == PEER
 
     def _level(self, version: Version) -> str:
         marker = self._markers.get(version)
@@ -226,15 +242,21 @@ class Mosaic:
     # -- agreement
 
     def _agree(self, experts: Mapping[str, int]) -> dict[str, Origin] | None:
-        """The newest whole copy of every expert of the model; `None` if one has none."""
+        """The newest whole copy of every expert of the model; `None` if one has none, and must."""
         while True:
             offered, sizes = self._offered(experts)
             chosen, missing = newest_whole(offered, sizes)
             if not missing:
                 return chosen
-            if not self._read_deeper():
-                self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts, first {missing[0]}")
-                return None
+            if self._read_deeper():
+                continue
+            self.missing = {name: ", ".join(self._reasons.get(name, ["nothing has one"])) for name in missing}
+            if self._allow_missing:
+                return chosen
+            told = "; ".join(f"{name} ({why})" for name, why in list(self.missing.items())[:_NAMED])
+            more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts: {told}{more}")
+            return None
 
     def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Origin]], dict[str, int]]:
         """Elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
@@ -257,7 +279,7 @@ class Mosaic:
     def _describe(self, origins: Mapping[str, Origin], experts: Collection[str]) -> Chosen:
         """What all ranks have of the copies that were chosen."""
         own: list[object] = []
-        for name in experts:
+        for name in (each for each in experts if each in origins):
             records = self._supply.expert(name, origins[name])
             tiles = [held.record for held in records.values() if held.record.state_key == PARAM]
             rows = [[each.fqn, each.global_start, each.numel] for each in tiles]
@@ -271,7 +293,8 @@ class Mosaic:
                 levels[name] -= {level for level, held in zip(_LEVELS, there, strict=True) if not held}
         generations = {name: origin.generation for name, origin in origins.items()}
         held = {name: frozenset(each) for name, each in levels.items()}
-        return Chosen(generations=generations, tiles=tiles_of, levels=held)
+        bad = {name: dict(each) for name, each in self._bad.items()}
+        return Chosen(generations=generations, tiles=tiles_of, levels=held, bad=bad, missing=dict(self.missing))
 
     def _all_at(self, records: Collection[Held], level: str) -> bool:
         return all(any(self._place_level(place) == level for place in each.places) for each in records)
@@ -328,12 +351,26 @@ class Mosaic:
         }, ""
 
     def _exclude_lost(self, parts: Mapping[str, RecordAssembly], origins: Mapping[str, Origin]) -> bool:
-        """Note what turned out bad here; whether anything did on any rank."""
+        """Note what turned out bad; whether anything did on any rank."""
         lost = {expert: part.lost for expert, part in parts.items() if part.lost}
         for expert, reason in lost.items():
             self._supply.exclude(expert, origins[expert])
             log.error("%s; an older copy of the expert is used", reason)
-        return any(self._transport.gather_values(bool(lost)))
+        own = [
+            [e, reason, self._all_at(self._supply.expert(e, origins[e]).values(), STORAGE)]
+            for e, reason in lost.items()
+        ]
+        told = self._transport.gather_values(own)
+        for rank, rows in enumerate(told):
+            for expert, reason, stored in _losses(rows):
+                self._reasons.setdefault(expert, []).append(f"rank {rank}: {reason}")
+                self._bad.setdefault(expert, {})[origins[expert].generation] = stored
+        return any(told)
+
+
+def _losses(rows: object) -> list[tuple[str, str, bool]]:
+    assert isinstance(rows, list)
+    return [(expert, reason, stored) for expert, reason, stored in rows]
 
 
 def _integers(row: object) -> list[int]:

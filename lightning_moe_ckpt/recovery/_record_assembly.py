@@ -126,7 +126,10 @@ class RecordAssembly:
         for place in record.places:
             if place.copy not in self._gone and place.copy not in record.bad_in:
                 return place
-        tried = [f"{described(p.copy)} ({self._gone.get(p.copy, 'its digest differs')})" for p in record.places]
+        tried = [
+            f"{described(p.copy)}: {p.entry.key} ({self._gone.get(p.copy, 'its digest differs')})"
+            for p in record.places
+        ]
         raise Exhausted(f"{self.what}: {record.name} is nowhere as it was written: {', '.join(tried) or 'no copy'}")
 
     def _runs(self) -> list[Request]:

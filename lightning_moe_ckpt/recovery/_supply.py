@@ -51,7 +51,7 @@ class Supply:
 
     def __init__(self, inventory: Inventory, rank: int, experts: Collection[str]) -> None:
         self._inventory, self._rank, self._experts = inventory, rank, frozenset(experts)
-        self._lent = {each.generation: each for each in inventory.committed}
+        self._lent = {each.generation: each for each in inventory.in_storage}
         self._held: dict[str, dict[Origin, Records]] = {}
         self._others: dict[Origin, Records] = {}
         self._excluded: set[tuple[str, Origin]] = set()
@@ -69,7 +69,7 @@ class Supply:
             (entry,) = marker.segments
             copies = self._inventory.copies(version, self._rank)
             self._add(self.origin(version), entry, copies)
-        for each in marker.borrowed:
+        for each in (*marker.borrowed, *marker.spares):
             lent = self._lent.get(each.generation, Version(each.generation, ""))
             self._add(self.origin(lent), each.segment, [_in_storage(lent, self._rank)])
 

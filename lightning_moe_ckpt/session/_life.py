@@ -141,7 +141,8 @@ class Life:
         self._runs = Runs(
             self._config.url, self._config.storage_options, self._exchange, groups, bandwidth=self._config.bandwidth
         )
-        job = Job(identity=identity, view=view, groups=groups)
+        may_lack = isinstance(self._policy, LossyWindows) and self._policy.allow_missing_experts
+        job = Job(identity=identity, view=view, groups=groups, may_lack_experts=may_lack)
         self._found = self._runs.open(resume=self._config.resume, job=job)
         self._tiers = self._join_tiers(identity)
         self._capture = CaptureSession(
@@ -209,7 +210,7 @@ class Life:
         tiers = Tiers(workers, watcher=self._planner)
         self._planner.joined(workers)
         if lossy and resumed is not None:
-            build_on_stored(runs.store, self._exchange, tiers, self._storage)
+            build_on_stored(runs.store, self._exchange, tiers, self._storage, self._found)
         return tiers
 
     def _load(self, found: Found) -> Journal:

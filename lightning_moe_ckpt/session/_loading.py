@@ -67,7 +67,10 @@ def load_found(
     if sources is not None:
         outcome = replay.journals[0]["outcome"]
         accounted = account(outcome, sources, view.operators)
-        log_recovery(found.generation, sources, accounted)
+        log_recovery(found.generation, sources, accounted, view.operators)
+        outcome["bad"] = {
+            name: frozenset(each for each, stored in bad.items() if stored) for name, bad in sources.chosen.bad.items()
+        }
         if accounted is not None:
             outcome["accounting"] = accounted[0].to_journal()
             outcome["lost"] = accounted[1]

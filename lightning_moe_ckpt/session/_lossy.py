@@ -33,6 +33,7 @@ from lightning_moe_ckpt.session._journal import JournalCapacity
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy_layout import SlotMeasure, local_experts, lossy_layout
 from lightning_moe_ckpt.session._lossy_plan import lossy_record
+from lightning_moe_ckpt.session._lossy_restore import expert_names
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._peers import PEER as PEER_TIER
 from lightning_moe_ckpt.session._peers import PeerRoom
@@ -97,6 +98,8 @@ class LossyPlanner:
         self._reserve_nbytes = 0
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
+        self.bad_copies: dict[str, frozenset[GenerationId]] = {}
+        """Copies in storage that turned out bad, the newest of an expert among them, until it has another."""
         self._deltas: Deltas | None = None
         self._current: WindowLayout | None = None
         self._next: Background | None = None
@@ -237,6 +240,7 @@ class LossyPlanner:
     def restore(self, outcome: Mapping[str, Any]) -> None:
         """Go on from the accounting of the boundary that this life starts from."""
         stored = outcome.get("accounting")
+        self.bad_copies = {name: each for name, each in outcome.get("bad", {}).items() if each}
         if stored is None:
             log.info("the generation that is resumed from was not counted: tokens are counted from here on")
             return
@@ -326,8 +330,14 @@ class LossyPlanner:
 
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """On every rank a tier has all of a generation."""
-        if tier in self._levels:
-            self.accounting = self.accounting.complete(self._levels[tier], generation.step)
+        if tier not in self._levels:
+            return
+        level = self._levels[tier]
+        if level == STORAGE:
+            names = expert_names(self._view.operators)
+            for place in self.accounting.saved[level].taken_at(generation.step):
+                self.bad_copies.pop(names[place], None)
+        self.accounting = self.accounting.complete(level, generation.step)
 
     def given_up(self, tier: str, generation: GenerationId) -> None:
         """A tier will never have all of a generation that it was given."""

@@ -161,8 +161,14 @@ class CountedChoice(ExpertChoice):
         if share:
             largest = max(accounting.num_experts)
             after = self._dynamic_k.after_fault(before, plt=accounting.plt, last_loss=share, num_experts=largest)
+        budget = self._dynamic_k.plt_budget
+        if share and budget is not None and accounting.plt > budget:
+            log.warning(
+                "PLT is %.4f after a fault, above `plt_budget=%s`: %d of %d tokens are lost",
+                *(accounting.plt, budget, int(accounting.lost.sum()), int(accounting.processed.sum())),
+            )
         if after != before:
-            log.info("PLT is %.4f after a fault: %d experts per layer instead of %d", accounting.plt, after, before)
+            log.warning("PLT is %.4f after a fault: %d experts per layer instead of %d", accounting.plt, after, before)
         return accounting.with_k(after)
 
     @override

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import Copy
 from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.policies import NEVER, Accounting
 from lightning_moe_ckpt.recovery import Chosen, Mosaic, Patchwork, Tile
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
 from lightning_moe_ckpt.session._layout import (
@@ -113,7 +113,15 @@ def _covers(whole: ParamSlice, tile: Tile) -> bool:
 
 
 class LossyLoad(Replay):
-    """Loads a state whose experts are of different ages; dense at once. Arguments as in `Replay`."""
+    """Loads a state whose experts are of different ages; dense at once. Arguments as in `Replay`.
+
+    Experts that it lacks keep the weights that they have, and no optimizer state.
+    """
+
+    @override
+    def load(self, step: int) -> None:
+        self._active.update(self._view.operators.names)
+        super().load(step)
 
     @override
     @torch.no_grad()
@@ -125,6 +133,8 @@ class LossyLoad(Replay):
             schema.drop_state(params[fqn])
             if fqn in scalars:
                 schema.ensure_state(params[fqn])
+        for fqn in self._lacking():
+            schema.drop_state(params[fqn])
         super()._load_records()
         for fqn, values in scalars.items():
             for key, value in values.items():
@@ -146,6 +156,13 @@ class LossyLoad(Replay):
             return []
         live = self._view.live(field)
         return [(value, live)] if live is not None else []
+
+    def _lacking(self) -> set[str]:
+        """Parameters of which nothing is loaded."""
+        layout, _ = self._newest_slot()
+        loaded = {part.operator for parts in layout.parts.values() for part in parts}
+        lacking = [op for op in self._view.operators if op.kind == "expert" and op.name not in loaded]
+        return {piece.fqn for op in lacking for piece in op.slices} - self._shared()
 
     def _shared(self) -> frozenset[str]:
         """Parameters of which several experts have a slice each."""
@@ -169,20 +186,26 @@ def account(outcome: Journal, sources: ExpertSources, operators: OperatorSet) ->
     if stored is None:
         return None
     accounting = Accounting.from_journal(stored)
-    names = [f"{layer.prefix}/expert.{i}" for layer in operators.layers for i in range(layer.num_experts)]
-    generations = [sources.chosen.generations[name] for name in names]
+    generations = [sources.chosen.generations.get(name) for name in expert_names(operators)]
     alive = [_tokens_behind(i, generation, sources, accounting) for i, generation in enumerate(generations)]
-    levels = [sources.chosen.levels[name] for name in names]
+    levels = [sources.chosen.levels.get(name, ()) for name in expert_names(operators)]
     read_from = {level: torch.tensor([level in each for each in levels]) for level in accounting.saved}
-    steps = torch.tensor([generation.step for generation in generations], dtype=torch.int64)
+    steps = torch.tensor([NEVER if each is None else each.step for each in generations], dtype=torch.int64)
     return accounting.restore(torch.tensor(alive, dtype=torch.int64), steps, read_from)
 
 
-def _tokens_behind(expert: int, generation: GenerationId, sources: ExpertSources, accounting: Accounting) -> int:
-    """Tokens in the copy of `expert` (place over all layers) that a generation supplies.
+def expert_names(operators: OperatorSet) -> list[str]:
+    """Names of the operators of all experts of the model, by place over all layers."""
+    return [f"{layer.prefix}/expert.{i}" for layer in operators.layers for i in range(layer.num_experts)]
 
-    Of a generation that retention keeps for its experts alone, nobody finds the journal: the book has what it said.
+
+def _tokens_behind(expert: int, generation: GenerationId | None, sources: ExpertSources, accounting: Accounting) -> int:
+    """Tokens in the copy of `expert` (place over all layers) that a generation supplies; none without a copy.
+
+    Where nobody can read the generation's journal, the book has what it said, if it is of the newest copy.
     """
+    if generation is None:
+        return 0
     told = sources.alive.get(generation)
     if told is not None:
         return int(told[expert])
@@ -190,9 +213,32 @@ def _tokens_behind(expert: int, generation: GenerationId, sources: ExpertSources
     return accounting.tokens_at(expert, generation.step) or 0
 
 
-def log_recovery(generation: GenerationId, sources: ExpertSources, accounted: tuple[Accounting, Tensor] | None) -> None:
-    """One line: how many experts are how old and from where, and what that has cost."""
+def log_recovery(
+    generation: GenerationId,
+    sources: ExpertSources,
+    accounted: tuple[Accounting, Tensor] | None,
+    operators: OperatorSet,
+) -> None:
+    """One line: how many experts are how old and from where, and what that has cost; and one for each that lost a copy."""
     chosen = sources.chosen
+    names = expert_names(operators)
+    lost = {} if accounted is None else dict(zip(names, accounted[1].tolist(), strict=True))
+    for name in [each for each in names if each in chosen.bad and each in chosen.generations]:
+        log.warning(
+            "%s: its copy of %s is bad, %s is taken; tokens lost: %s",
+            *(
+                name,
+                " and of ".join(map(str, chosen.bad[name])),
+                chosen.generations[name],
+                lost.get(name, "not counted"),
+            ),
+        )
+    for name, why in chosen.missing.items():
+        log.warning(
+            "%s is lost: it begins anew, with the weights that the model starts with and without optimizer state; tokens "
+            "lost: %s; its copies: %s",
+            *(name, lost.get(name, "not counted"), why),
+        )
     ages = Counter(generation.step - each.step for each in chosen.generations.values())
     places = Counter(
         "memory" if "memory" in each else "/".join(sorted(each)) or "several" for each in chosen.levels.values()

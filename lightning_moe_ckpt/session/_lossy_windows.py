@@ -28,6 +28,8 @@ class LossyWindows:
     """What may be taken, where that is not counted."""
     deltas: Deltas | None = None
     """Whether and how gradients may stand for experts that stay chosen, on their way to other nodes."""
+    allow_missing_experts: bool = False
+    """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
     callback: str = "PartialExpertCheckpoint"
     """What the user calls it."""
 

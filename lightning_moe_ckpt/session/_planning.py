@@ -38,7 +38,7 @@ from lightning_moe_ckpt.session._popularity import PopularityMeter, sum_in_order
 from lightning_moe_ckpt.session._reordering import Reordering
 from lightning_moe_ckpt.session._windows import DenseWindows, PlannedWindows, SparseWindows
 from lightning_moe_ckpt.session._worker import TierWorker
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
 log = logging.getLogger(__name__)
 
@@ -276,6 +276,11 @@ class Planner:
 
     def lost(self, tier: str) -> None:
         """Plans do not depend on it."""
+
+    @property
+    def bad_copies(self) -> BadCopies:
+        """None: nothing is borrowed."""
+        return {}
 
     def close(self) -> None:
         """Stop probing and measuring."""

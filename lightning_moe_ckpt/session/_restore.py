@@ -6,7 +6,7 @@ has started meanwhile or an earlier one still commits, and the search begins aga
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -69,7 +69,7 @@ class Runs:
                 search = Search(self.store, self._exchange, [memory], job)
                 found = search.run()
                 if found is None and (search.reasons or resume == "must"):
-                    raise NoUsableGeneration(self._no_generation(resume, search.reasons))
+                    raise NoUsableGeneration(self._no_generation(resume, search))
                 if self._open_epoch(None if found is None else found.generation, search.volatile):
                     if found is not None and self._exchange.is_coordinator:
                         warn_of_other_versions(found.policy, found.generation, job.identity.versions)
@@ -98,16 +98,22 @@ class Runs:
         self._epoch = epoch or 0
         return epoch is not None
 
-    def _no_generation(self, resume: Resume, reasons: Sequence[str]) -> str:
-        if not reasons:
+    def _no_generation(self, resume: Resume, search: Search) -> str:
+        if not search.reasons:
             return (
                 f"`resume={resume!r}`: {self._backend.url} holds no committed generation. "
                 "Use resume='auto' to start a new run there."
             )
-        lines = "\n".join(f"  - {reason}" for reason in reasons)
+        lines = "\n".join(f"  - {reason}" for reason in search.reasons)
+        instead = ""
+        if search.missing:
+            instead = (
+                f" With `allow_missing_experts=True` everything else is restored, and {', '.join(sorted(search.missing))} "
+                "begin anew, with the weights that the model starts with."
+            )
         return (
             f"{self._backend.url} holds generations, but none can be restored:\n{lines}\n"
-            "Repair one of them, or start anew with resume='never'."
+            f"Repair one of them, or start anew with resume='never'.{instead}"
         )
 
 

@@ -59,6 +59,8 @@ class Job:
     identity: Identity
     view: StateView
     groups: ParallelGroups
+    may_lack_experts: bool = False
+    """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
 
     @property
     def operators(self) -> OperatorSet:
@@ -89,6 +91,9 @@ class Search:
         """Generations of which some rank has something in memory."""
         self.committed: frozenset[Version] = frozenset()
         """What storage has."""
+        self.missing: Mapping[str, str] = {}
+        """Experts without which the newest generation could be restored, and why it has no good copy of them."""
+        self._lenders: dict[Version, Commit] = {}
 
     def run(self) -> Found | None:
         """The newest generation that all ranks have now, with this rank's part of it.
@@ -97,23 +102,34 @@ class Search:
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
         commits = self._commits()
-        reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(commits.values())))
+        in_storage = {**commits, **self._lenders}
+        reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(in_storage.values())))
         stocks = self._exchange.gather_values(reader.stock(memory_of(shared_directory())).plain())
-        families = {version: family for version, each in commits.items() if (family := family_of(each.policy))}
-        inventory = Inventory.of(stocks, commits, families)
+        families = {version: family for version, each in in_storage.items() if (family := family_of(each.policy))}
+        inventory = Inventory.of(stocks, commits, families, self._lenders)
         self.committed = inventory.committed
         self.volatile = frozenset(version.generation for version in inventory.in_memory)
         alive = self._alive(inventory)
-        for offer in usable_offers(inventory, alive):
-            for commit in (commits[version] for version in offer.versions if version in commits):
-                self._check_identity(commit)
-            if offer.family:
-                found = self._bring_lossy(offer, alive, inventory, reader, commits)
-            else:
-                found = self._bring(offer.versions[0], inventory, reader, commits)
-            if found is not None:
-                return found
-        return None
+        offers = usable_offers(inventory, alive)
+
+        def first_of(offers: Sequence[Offer], *, may_lack: bool) -> Found | None:
+            for offer in offers:
+                for commit in (commits[version] for version in offer.versions if version in commits):
+                    self._check_identity(commit)
+                if offer.family:
+                    found = self._bring_lossy(offer, alive, inventory, reader, commits, may_lack=may_lack)
+                else:
+                    found = self._bring(offer.versions[0], inventory, reader, commits)
+                if found is not None:
+                    return found
+            return None
+
+        found = first_of(offers, may_lack=False)
+        if found is None and self.missing and self._job.may_lack_experts:
+            found = first_of([offer for offer in offers if offer.family], may_lack=True)
+        if found is not None and found.generation < offers[0].generation and self._exchange.is_coordinator:
+            self._warn_of_older(offers[0].generation, found.generation)
+        return found
 
     # -- private
 
@@ -121,14 +137,16 @@ class Search:
         """What may be restored from storage, newest first."""
         listed = self._exchange.told(self._list)
         assert isinstance(listed, list)
-        stored, self.reasons = listed
-        commits = [Commit.from_bytes(each, "commit of the coordinator") for each in stored]
+        *stored, self.reasons = listed
+        commits, lenders = ([Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored)
+        self._lenders = {Version(commit.generation, commit.plan_hash): commit for commit in lenders}
         return {Version(commit.generation, commit.plan_hash): commit for commit in commits}
 
     def _list(self) -> object:
         self._store.promote()
         commits = [commit.to_bytes() for commit in self._store.candidates()]
-        return [commits, [f"{where}: {why}" for where, why in self._store.unreadable]]
+        lenders = [commit.to_bytes() for commit in self._store.lenders]
+        return [commits, lenders, [f"{where}: {why}" for where, why in self._store.unreadable]]
 
     def _alive(self, inventory: Inventory) -> list[Version]:
         """Versions that may be restored from; the coordinator knows what the log allows."""
@@ -162,14 +180,18 @@ class Search:
         inventory: Inventory,
         reader: Reader,
         commits: Mapping[Version, Commit],
+        *,
+        may_lack: bool,
     ) -> Found | None:
-        digests = {version: commit.markers[self._exchange.rank] for version, commit in commits.items()}
-        attempt = Mosaic(self._exchange, reader, inventory, offer, alive, digests=digests)
+        in_storage = {**commits, **self._lenders}
+        digests = {version: commit.markers[self._exchange.rank] for version, commit in in_storage.items()}
+        attempt = Mosaic(self._exchange, reader, inventory, offer, alive, digests=digests, allow_missing=may_lack)
         marker = attempt.marker()
         if marker is not None and not any(version in commits for version in offer.versions):
             self._check_identity(marker)
         part = None if marker is None else attempt.bring(marker, self._job.experts, self._places(marker))
         if part is None:
+            self.missing = self.missing or attempt.missing
             self._give_up(offer.generation, attempt.reasons)
             return None
         self._log_sources(f"{offer.generation}, family {offer.family[:8]}", part.nbytes)
@@ -192,6 +214,13 @@ class Search:
         for reason in reasons:
             log.error("cannot resume from %s, %s; trying an older generation", generation, reason)
         self.reasons += [f"{generation}, {reason}" for reason in reasons]
+
+    def _warn_of_older(self, newest: GenerationId, taken: GenerationId) -> None:
+        log.warning(
+            "%s is resumed from, an older generation, since newer ones cannot be restored; the newest, %s, is %d steps "
+            "ahead, which are trained again. Why: %s",
+            *(taken, newest, newest.step - taken.step, "; ".join(self.reasons)),
+        )
 
     def _log_sources(self, what: str, read: Mapping[Copy, int]) -> None:
         """Each rank says where its bytes came from; the coordinator says it of all."""

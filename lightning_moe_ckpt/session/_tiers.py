@@ -31,7 +31,7 @@ from lightning_moe_ckpt.session._layout import WindowLayout
 from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._worker import Announced, Base, Failure, TierWorker
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import BadCopies, GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,10 @@ class TierWatcher(Protocol):
 
     def lost(self, tier: str) -> None:
         """Some rank has lost all that a tier held."""
+
+    @property
+    def bad_copies(self) -> BadCopies:
+        """Copies of operators in storage that turned out bad; the same on all ranks."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -351,7 +355,8 @@ class Tiers:
         lane.take(window.generation)
         window.ring.pin(window.generation)
         plan, borrows = layout.at(worker.level), worker.level == "storage" and layout.borrows
-        base = Base(generation=lane.base, lacking=layout.lacking) if borrows else None
+        bad = {} if self._watcher is None else self._watcher.bad_copies
+        base = Base(generation=lane.base, lacking=layout.lacking, bad=dict(bad)) if borrows else None
         worker.begin(
             Announced(
                 generation=window.generation,

@@ -19,7 +19,7 @@ from campaign._states import Key
 from lightning_moe_ckpt.policies import Accounting
 from lightning_moe_ckpt.session import decode_journal
 from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend, segment_key
 from lightning_moe_ckpt.testing._lives import LifeResult
 
 State = dict[Key, tuple[int, Tensor]]
@@ -237,6 +237,12 @@ class Restarts:
         processed = torch.stack([tokens for _, tokens in steps]).sum(0)
         return Tally(processed, lost, tuple(number for _, number in self._layers))
 
+    def lost_by(self, life: int) -> dict[str, int]:
+        """Tokens that the restart at the beginning of a life has lost, by expert."""
+        at, before = self.tally(restarts=life), self.tally(restarts=life - 1) if life > 1 else None
+        lost = at.lost if before is None else at.lost - before.lost
+        return dict(zip(self.sizes, lost.tolist(), strict=True))
+
     @cached_property
     def accountings(self) -> dict[GenerationId, Accounting]:
         """What every generation in storage says, oldest first."""
@@ -244,6 +250,8 @@ class Restarts:
         store = RunStore.open(backend, resume="must")
         found = {}
         for commit in reversed(store.candidates()):
+            if not (checkpoints(self.workdir) / segment_key(commit.generation, 0, commit.generation.step)).exists():
+                continue  # somebody deleted it
             (segment,) = store.read_marker(commit, 0).segments
             (record,) = (record for record in segment.records if record.kind == "journal")
             buffer = torch.empty(record.nbytes, dtype=torch.uint8)

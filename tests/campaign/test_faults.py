@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -233,6 +234,7 @@ def test_a_bit_flipped_in_storage_is_found_where_memory_is_lost(campaigns: Campa
     (damaged,), second = _flip_and_die(campaigns, (FLIP,), "node_loss")
     assert f"step {damaged} (epoch 1)" in second.log()
     assert second.steps()[0] <= damaged, second.log()
+    assert re.search(r"WARNING:.* is resumed from, an older generation, since newer ones cannot", second.log())
 
 
 def test_a_record_that_is_bad_everywhere_costs_its_generation_only(campaigns: Campaigns) -> None:

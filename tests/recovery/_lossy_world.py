@@ -36,6 +36,7 @@ from lightning_moe_ckpt.storage import (
     SegmentLayout,
     TensorSpec,
     carry_forward,
+    carry_spares,
     digest_of,
     segment_key,
 )
@@ -133,6 +134,8 @@ class LossyWorld(World):
     def __init__(self, storage: Path, nodes: Sequence[Path], taken: Mapping[int, Taken], *, borrows: bool) -> None:
         super().__init__(storage, nodes)
         self.taken, self._borrows = dict(taken), borrows
+        self.spares = self.allow_missing = False
+        """Whether generations name older copies, and whether experts may be lost."""
         self._committed: list[dict[int, RankMarker]] = []
 
     def lossy_part(self, step: int, rank: int, level: Level) -> tuple[RankMarker, bytes]:
@@ -182,7 +185,12 @@ class LossyWorld(World):
             marker, data = self.lossy_part(step, rank, level)
             if level == "storage" and self._borrows and self._committed:
                 lacking = set(EXPERTS).difference(self.taken[step].storage)
-                marker = replace(marker, borrowed=carry_forward(self._committed[-1][rank], lacking))
+                previous, stored = self._committed[-1][rank], self.taken[step].storage
+                marker = replace(
+                    marker,
+                    borrowed=carry_forward(previous, lacking),
+                    spares=carry_spares(previous, lacking, stored) if self.spares else (),
+                )
             self.store.put_segment(marker.generation, rank, step, memoryview(data))
             self.store.put_marker(marker)
             markers[rank] = marker
@@ -193,6 +201,14 @@ class LossyWorld(World):
         """The file in storage."""
         level: Level = "dense" if self.taken[step].dense else "storage"
         return self.file_in_storage(self.lossy_part(step, rank, level)[0].segments[0])
+
+    def marker_in_storage(self, step: int, rank: int) -> Path:
+        """The marker of a rank in storage."""
+        return self.stored(step, rank).with_name(f"rank{rank:05}.done")
+
+    def forget(self, step: int) -> None:
+        """Storage loses the manifest of a generation."""
+        self.stored(step, 0).with_name("_COMMITTED").unlink()
 
     def span(self, step: int, rank: int, level: Level, what: str) -> int:
         """Where a record lies in the file of a level: `dense`, `journal`, or an expert's name."""
@@ -235,6 +251,12 @@ class LossyWorld(World):
             tier.close()
         return told
 
+    def lenders(self) -> list[Commit]:
+        """Commits that are only there for others."""
+        store = RunStore.open(self.backend, resume="must")
+        store.candidates()
+        return store.lenders
+
     def lossy_life(
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int] = ()
     ) -> tuple[Restored | None, list[str]]:
@@ -251,15 +273,27 @@ class LossyWorld(World):
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int]
     ) -> Iterator[Mosaic]:
         node = self.nodes[transport.rank]
-        reader = Reader(run_id, [self.tiers[node]], ObjectTier(RunStore.join(self.backend, run_id=run_id), commits))
+        joined = RunStore.join(self.backend, run_id=run_id)
+        reader = Reader(run_id, [self.tiers[node]], ObjectTier(joined, [*commits, *self.lenders()]))
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
-        by_version = {Version(c.generation, c.plan_hash): c for c in commits}
+        lenders = self.lenders()
+        by_version = {Version(c.generation, c.plan_hash): c for c in (*commits, *lenders)}
         families = {version: family for version, c in by_version.items() if (family := family_of(c.policy))}
-        inventory = Inventory.of(stocks, by_version, families)
+        offered = [version for version, c in by_version.items() if c not in lenders]
+        inventory = Inventory.of(stocks, offered, families, set(by_version).difference(offered))
         alive = [each for each in inventory.all_versions if each.generation.step not in dead]
         digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}
         for offer in usable_offers(inventory, alive):
-            yield Mosaic(transport, reader, inventory, offer, alive, digests=digests, chunk_nbytes=300)
+            yield Mosaic(
+                transport,
+                reader,
+                inventory,
+                offer,
+                alive,
+                digests=digests,
+                allow_missing=self.allow_missing,
+                chunk_nbytes=300,
+            )
 
 
 def _attempt(attempt: Mosaic, rank: int) -> Patchwork | None:
@@ -279,7 +313,8 @@ def experts_found(world: LossyWorld, found: Sequence[Restored | None]) -> tuple[
     first = next(each for each in found if each is not None)
     step = first[0].step
     sources = {expert: generation.step for expert, generation in first[1].chosen.generations.items()}
-    state = {expert: torch.full((NUMEL,), torch.nan) for expert in EXPERTS}
+    assert sources.keys() | first[1].chosen.missing.keys() == set(EXPERTS)
+    state = {expert: torch.full((NUMEL,), torch.nan) for expert in sources}
     for rank, each in enumerate(found):
         assert each is not None
         generation, part = each

@@ -221,20 +221,25 @@ def test_tokens_of_all_ranks_are_counted_and_survive_a_journal() -> None:
     assert other.loss_figures() == figures
 
 
-def test_k_doubles_when_a_fault_costs_too_much() -> None:
-    """And the next life reserves memory, and keeps generations, for that K."""
+def test_k_doubles_when_a_fault_costs_too_much(caplog: pytest.LogCaptureFixture) -> None:
+    """And the next life reserves memory, and keeps generations, for that K. Both are said in warnings."""
     here = planner(k=1)
     run = Run(here, random.Random(0), 1)
     for _ in range(4):
         run.window([10] * (2 * NUM_EXPERTS))
     lost_E = torch.full((2 * NUM_EXPERTS,), 2, dtype=torch.int64)
+    lost_E[0] += 1
     before = here.accounting
     after, _ = before.restore(before.alive - lost_E, torch.full_like(lost_E, 4))
     later = planner(k=1)
     kept = later.generations_kept
     later.restore({"step": 4, "accounting": after.to_journal(), "lost": lost_E})
     figures = later.loss_figures()
-    assert figures.plt == pytest.approx(0.05)
+    assert 0.05 < figures.plt < 0.06
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warned) == 2
+    assert "above `plt_budget=0.05`: 49 of 960 tokens are lost" in warned[0]
+    assert f"{NUM_EXPERTS} experts per layer instead of 1" in warned[1]
     assert figures.k == NUM_EXPERTS
     assert later.generations_kept < kept
     first = later.first_layout()

@@ -1,0 +1,252 @@
+"""Two copies of every expert in storage: a run that has lost one of a file's, or the file, goes on from the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import astuple, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from campaign._campaign import Campaigns, checkpoints
+from campaign._lossy import Machines, train_lossy
+from campaign._promises import Promise, Restarts
+from campaign._training import Module, Setup
+from campaign.test_lossy_recovery import lossy_setup, restarts
+from campaign.test_selective import selective_setup
+from lightning_moe_ckpt.errors import NoUsableGeneration
+from lightning_moe_ckpt.storage import (
+    Commit,
+    GenerationId,
+    RankMarker,
+    RecordEntry,
+    RunStore,
+    SegmentEntry,
+    full_records,
+    open_backend,
+)
+from lightning_moe_ckpt.storage._names import parse_snap_key
+from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+KILL = Kill(phase="forward", step=15)
+"""When every expert of six has come twice, and what the second copies lie in has borrowed from what is gone."""
+
+Ruin = Callable[[Path], None]
+
+
+def short_of_space(setup: Setup) -> Setup:
+    """The two newest generations stay, and what they need."""
+    assert setup.checkpointing is not None
+    return replace(setup, batches=18, checkpointing=replace(setup.checkpointing, keep=2))
+
+
+def stored(workdir: Path) -> dict[GenerationId, tuple[Commit, list[RankMarker]]]:
+    """Manifests and markers of all that the log allows, whether a restart would begin from it or not; newest first."""
+    with closing(open_backend(checkpoints(workdir).as_uri())) as backend:
+        store = RunStore.open(backend, resume="must")
+        store.promote()  # as the next life will, where there is one
+        commits = [*store.candidates(), *store.lenders]
+        return {c.generation: (c, [store.read_marker(c, rank) for rank in range(c.world_size)]) for c in commits}
+
+
+def flip(path: Path, record: RecordEntry) -> None:
+    """Turn a bit of a record."""
+    path.chmod(0o600)
+    descriptor = os.open(path, os.O_RDWR)
+    at = record.offset + record.nbytes // 2
+    os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 16]), at)
+    os.close(descriptor)
+
+
+def truncate(path: Path, record: RecordEntry) -> None:
+    """The file ends within a record."""
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[: record.offset + 1])
+
+
+def delete(path: Path, record: RecordEntry) -> None:
+    path.unlink()
+
+
+def lose_manifest(path: Path, record: RecordEntry) -> None:
+    """A bit of a record, and one of the manifest of what is borrowed from."""
+    flip(path, record)
+    manifest = path.parent / "_COMMITTED"
+    manifest.chmod(0o600)
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+
+
+def promise_after(workdir: Path, hit: Collection[str]) -> Promise:
+    """The newest generation, with the spares of the experts in `hit`."""
+    newest, (_, markers) = next(iter(stored(workdir).items()))
+    experts: dict[str, GenerationId] = {}
+    for marker in markers:
+        for file, record in full_records(marker):
+            if "/expert." in record.operator:
+                place = parse_snap_key(file.key)
+                assert place is not None
+                experts[record.operator] = place[0]
+        for each in marker.spares:
+            experts |= {record.operator: each.generation for record in each.segment.records if record.operator in hit}
+    return Promise(newest, experts)
+
+
+def note(workdir: Path, promise: Promise, hit: Sequence[str]) -> None:
+    rows = {name: astuple(each) for name, each in promise.experts.items()}
+    (workdir / "promise").write_text(json.dumps([astuple(promise.generation), rows, list(hit)]))
+
+
+def noted(workdir: Path) -> tuple[Promise, list[str]]:
+    at, rows, hit = json.loads((workdir / "promise").read_text())
+    return Promise(GenerationId(*at), {name: GenerationId(*row) for name, row in rows.items()}), hit
+
+
+def ruin_one(damage: Callable[[Path, RecordEntry], None], workdir: Path) -> None:
+    """Damage the file of the newest copy of an expert that the newest generation borrows, of whatever rank has it."""
+    _, markers = next(iter(stored(workdir).values()))
+    entry = max((each for marker in markers for each in marker.borrowed), key=lambda each: each.generation)
+    record = entry.segment.records[0]
+    whole = [] if damage in {flip, lose_manifest} else [each.operator for each in entry.segment.records]
+    hit = sorted({record.operator, *whole})
+    note(workdir, promise_after(workdir, hit), hit)
+    damage(checkpoints(workdir) / entry.segment.key, record)
+
+
+def files_of(workdir: Path, expert: str) -> list[tuple[SegmentEntry, RecordEntry]]:
+    """Every record of an expert in every file."""
+    segments = [s for _, markers in stored(workdir).values() for marker in markers for s in marker.segments]
+    return [(segment, record) for segment in segments for record in segment.records if record.operator == expert]
+
+
+def ruin_all(workdir: Path) -> None:
+    """Turn a bit in every copy of an expert that the newest generation borrows."""
+    _, markers = next(iter(stored(workdir).values()))
+    expert = next(marker.borrowed[-1].segment.records[0].operator for marker in markers if marker.borrowed)
+    promise = promise_after(workdir, [])
+    note(workdir, promise, [expert])
+    for segment, record in files_of(workdir, expert):
+        flip(checkpoints(workdir) / segment.key, record)
+
+
+def train_ruined(setup: Setup, machines: Machines, ruin: Ruin, life: Life) -> Mapping[str, Any]:
+    """Memory is lost between two lives, and `ruin` comes over storage."""
+    if life.index == 1 and life.rank == 0:
+        ruin(life.workdir)
+    return train_lossy(setup, machines, life)
+
+
+def logs(found: Restarts) -> str:
+    return "".join(found.lives[1].log(rank) for rank in found.ranks)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expert_parallel", "policy", "damage"),
+    [
+        (1, 1, "partial", flip),
+        (3, 1, "partial", delete),
+        pytest.param(3, 3, "partial", flip, marks=pytest.mark.soak),
+        pytest.param(1, 1, "partial", truncate, marks=pytest.mark.soak),
+        pytest.param(1, 1, "partial", lose_manifest),
+        pytest.param(1, 1, "selective", flip, marks=pytest.mark.soak),
+        pytest.param(3, 1, "selective", truncate, marks=pytest.mark.soak),
+    ],
+)
+def test_a_bad_file_costs_its_experts_one_turn(
+    campaigns: Campaigns,
+    folder: Path,
+    *,
+    world_size: int,
+    expert_parallel: int,
+    policy: str,
+    damage: Callable[[Path, RecordEntry], None],
+) -> None:
+    """All that is kept borrows from it. Its experts come from the copy before, in what is there only for that; bit for bit."""
+    machines = Machines(folder, (0,) * world_size, lost=((0,),))
+    make = lossy_setup if policy == "partial" else selective_setup
+    setup = short_of_space(make(world_size, expert_parallel))
+    found = restarts(
+        campaigns, setup, machines, KILL, fit=partial(train_ruined, setup, machines, partial(ruin_one, damage))
+    )
+    promise, hit = noted(found.workdir)
+    found._promises[1, True, True] = promise
+    found.require(1)
+    found.require_accounting()
+    lost = found.lost_by(1)
+    for name in hit:
+        said = re.search(
+            rf"{re.escape(name)}: its copy of .* is bad, (step \d+ .*?) is taken; tokens lost: (\d+)", logs(found)
+        )
+        assert said is not None, logs(found)
+        assert said[1] == str(promise.experts[name])
+        assert int(said[2]) == lost[name]
+    after = {at: markers for at, (_, markers) in stored(found.workdir).items() if at.epoch > 1}
+    assert after
+    for markers in after.values():
+        kept = [e.generation for m in markers for e in m.borrowed for r in e.segment.records if r.operator in hit]
+        assert all(each in {promise.experts[name] for name in hit} or each.epoch > 1 for each in kept)
+
+
+@pytest.mark.parametrize(("world_size", "model"), [(1, "lists"), pytest.param(3, "stacked", marks=pytest.mark.soak)])
+def test_without_any_copy_of_an_expert_the_others_come_back_if_that_is_allowed(
+    campaigns: Campaigns, folder: Path, world_size: int, model: str
+) -> None:
+    """It begins anew; else the error names it, its files, and what would help."""
+    machines = Machines(folder, (0,) * world_size, lost=((0,),))
+    base = short_of_space(replace(lossy_setup(world_size, 1), model=model))  # type: ignore[arg-type]
+    assert base.checkpointing is not None
+    setup = replace(base, checkpointing=replace(base.checkpointing, arguments=(("allow_missing_experts", True),)))
+    found = restarts(campaigns, setup, machines, KILL, fit=partial(train_refused_first, base, setup, machines))
+    promise, (expert,) = noted(found.workdir)
+    assert promise.generation.step == found.began_at(1)
+    given = {**promise.experts, expert: promise.generation}
+    for rank in found.ranks:
+        restored, fresh = found.load(1, rank, "restored"), found.load(1, rank, "fresh")
+        for key, (start, value) in found.state(rank, promise.generation).items():
+            shared = model == "stacked" and value.numel() == 1
+            if key[0] != expert or shared:
+                aged = key[0] in given and not shared
+                then = found.state(rank, given[key[0]]) if aged else {key: (start, value)}
+                assert torch.equal(restored[key][1], then[key][1]), key
+            elif key[2] == "param":
+                begins = fresh[key[1]].flatten()[start : start + value.numel()]
+                assert torch.equal(restored[key][1], begins), key
+            else:
+                assert model == "stacked" or key not in restored, "it has no optimizer state"
+                assert key not in restored or not restored[key][1].any(), key
+    said = re.search(
+        rf"{re.escape(expert)} is lost: it begins anew.*tokens lost: (\d+); its copies: .*snap/", logs(found)
+    )
+    assert said is not None, logs(found)
+    assert int(said[1]) > 0
+    if world_size == 1:
+        refused = (found.workdir / "refused").read_text()
+        assert re.search(rf"no whole copy is left of 1 experts: {re.escape(expert)} \(.*snap/.*\.safetensors", refused)
+        assert "allow_missing_experts=True" in refused
+
+
+def train_refused_first(strict: Setup, setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
+    """The second life loses all copies of an expert; on one rank it is tried without first."""
+    if life.index == 1 and life.rank == 0:
+        ruin_all(life.workdir)
+    if life.index == 1 and strict.world_size == 1:
+        with pytest.raises(NoUsableGeneration) as refused:
+            train_lossy(strict, machines, life)
+        (life.workdir / "refused").write_text(str(refused.value))
+    configure = Module.configure_optimizers
+
+    def with_weights_kept(module: Module) -> Any:
+        begins = {name: param.detach() for name, param in module.named_parameters()}
+        torch.save(begins, life.workdir / f"lossy.{life.index}.{life.rank}.fresh")
+        return configure(module)
+
+    Seam(module="campaign._training", attribute="Module.configure_optimizers", replacement=with_weights_kept).apply()
+    return train_lossy(setup, machines, life)
