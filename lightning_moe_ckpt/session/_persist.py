@@ -183,7 +183,9 @@ class PersistWorker(TierWorker):
             self._commit(job, marker)
             self._retain(job.generation)
         self._bases[job.generation] = marker
-        for oldest in sorted(self._bases)[:-_BASES]:
+        # What all ranks have may be older than many that are whole on this one: others may have failed at those.
+        agreed = {self._agreed, None if job.announced.base is None else job.announced.base.generation}
+        for oldest in sorted(self._bases.keys() - agreed)[:-_BASES]:
             del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)
         log.info("%s is durable: %.1f MiB, read and written in %.2f s", job.generation, nbytes / 2**20, job.seconds)

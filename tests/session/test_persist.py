@@ -22,7 +22,7 @@ from lightning_moe_ckpt.native import CpuCopyEngine
 from lightning_moe_ckpt.session import _worker
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.session._worker import Announced, Released
+from lightning_moe_ckpt.session._worker import Announced, Base, Released
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -182,6 +182,40 @@ def test_only_the_coordinator_commits_and_deletes(bench: Bench) -> None:
     bench.save(1)
     assert bench.sink.calls == ["segment 1", "release 1", "marker 1"]
     assert bench.durable == [1]
+
+
+def test_what_is_built_on_stays_known_however_many_fail_on_other_ranks(bench: Bench) -> None:
+    """This rank stores its part of each, none of which is committed: all of them lack what the first one has."""
+    bench.worker = bench.make(rank=1)
+    bench.save(1)
+    base = Base(generation=generation(1), lacking=frozenset({"op"}))
+    for step in range(2, 12):
+        bench.worker.begin(replace(announced(generation(step), 1), base=base))
+        bench.worker.add(generation(step), segment(step))
+        assert bench.worker.drain(30)
+    assert bench.failures() == []
+    assert {entry.generation.step for marker in bench.sink.markers[1:] for entry in marker.borrowed} == {1}
+
+
+def test_a_generation_that_another_rank_has_given_up_is_not_waited_for(bench: Bench) -> None:
+    """The commit that waits for markers of all ranks ends, and the next generation can be taken."""
+    waiting = threading.Event()
+
+    def commit(own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> None:
+        waiting.set()
+        deadline = time.monotonic() + 30
+        while not cancelled():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        raise StorageError("cancelled")
+
+    bench.sink.commit = commit  # type: ignore[method-assign]
+    bench.worker.add(bench.begin(1, 1), segment(1))
+    assert waiting.wait(30)
+    bench.worker.give_up(generation(1))
+    assert bench.worker.drain(30)
+    assert bench.worker.gave_up(generation(1))
+    assert bench.failures() == ["step 1 (epoch 1): not stored: cancelled"]
 
 
 def test_the_marker_says_what_was_stored(bench: Bench) -> None:
