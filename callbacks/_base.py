@@ -54,6 +54,7 @@ class CheckpointCallback(Checkpoint):
         self.storage_options, self.bandwidth = whole["storage_options"], whole["bandwidth"]
         self.replicas, self.max_chunk = whole["replicas"], whole["max_chunk"]
         self.failure_domains = whole["failure_domains"]
+        self.deterministic_dataset = whole["deterministic_dataset"]
         self._run: FitRun | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
@@ -179,7 +180,14 @@ class CheckpointCallback(Checkpoint):
         )
         own = (CheckpointCallback, Replay)
         self._run = FitRun(
-            config, self._policy(), trainer, module, own_callbacks=own, stop_grace=self.stop_grace, batches=self.batches
+            config,
+            self._policy(),
+            trainer,
+            module,
+            own_callbacks=own,
+            stop_grace=self.stop_grace,
+            batches=self.batches,
+            deterministic_dataset=self.deterministic_dataset,
         )
         resumed = self._run.begin()
         if self._lightning_resume is not None:

@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 
 from lightning_moe_ckpt._lightning import BatchTap
 from lightning_moe_ckpt._lightning_tuners import resting
+from lightning_moe_ckpt.callbacks._digests import digest_of
 from lightning_moe_ckpt.callbacks._extras import copied
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session import capture_rng, refusals, restore_rng
@@ -33,20 +34,30 @@ Logged = Sequence[dict[str, Any]]
 
 
 class BatchLog:
-    """Logs the batches of the step under way, and in replay gives those of the original one.
+    """Logs the batches of the step under way, and in replay gives those of the original one; digests the others.
 
     Args:
         trainer: its batches are seen.
         mode: `log`, or `reposition`, which logs nothing.
         keep: whether replay will need batches at all; a snapshot of everything needs none.
         original: the batches that the step under way was trained on, in a replay; `None` outside of one.
+        compared: whether the batch that was fetched is compared, now or by a later life.
     """
 
-    def __init__(self, trainer: Trainer, mode: Batches, *, keep: bool, original: Callable[[], Logged | None]) -> None:
-        self._mode, self._keep, self._original = mode, keep, original
+    def __init__(
+        self,
+        trainer: Trainer,
+        mode: Batches,
+        *,
+        keep: bool,
+        original: Callable[[], Logged | None],
+        compared: Callable[[], bool],
+    ) -> None:
+        self._mode, self._keep, self._original, self._compared = mode, keep, original, compared
+        self._digest: str | None = None
         self._step: list[dict[str, Any]] = []
         self._accepted = False
-        self._tap = BatchTap(trainer, self._fetched, resting(trainer)) if mode == "log" else None
+        self._tap = BatchTap(trainer, self._logged if mode == "log" else self._digested, resting(trainer))
         if mode == "log":
             log.info("batches='log': a restart replays logged batches; later batches are whatever the pipeline gives")
 
@@ -75,14 +86,22 @@ class BatchLog:
         batches, self._step = self._step, []
         return batches
 
+    def take_digest(self) -> str | None:
+        """Of the batch that was fetched last, if it is compared."""
+        digest, self._digest = self._digest, None
+        return digest
+
     def remove(self) -> None:
         """Give the trainer its own method back."""
-        if self._tap is not None:
-            self._tap.remove()
+        self._tap.remove()
 
     # -- private
 
-    def _fetched(self, batch: Any) -> Any:
+    def _digested(self, batch: Any) -> Any:
+        self._digest = digest_of(batch) if self._compared() else None
+        return batch
+
+    def _logged(self, batch: Any) -> Any:
         logged = self._original()
         if logged is not None:
             entry = logged[len(self._step)]

@@ -13,17 +13,21 @@ In a resumed process the same moments come by again, and each is given the state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from lightning_moe_ckpt import _lightning, _lightning_files, _lightning_metrics
+from lightning_moe_ckpt import _lightning, _lightning_data, _lightning_files, _lightning_held, _lightning_metrics
 from lightning_moe_ckpt.callbacks._extras import Extras, copied, require_storable
+from lightning_moe_ckpt.callbacks._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.callbacks._trained import Trained
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 from lightning_moe_ckpt.session import RngState, capture_rng, differs, restore_rng
+
+log = logging.getLogger(__name__)
 
 Start = dict[str, Any]
 
@@ -50,6 +54,7 @@ class BoundaryRecorder:
         skip_callbacks: callbacks whose state is not part of the journal (our own).
         parts: what else belongs to a boundary, by a name of its own.
         trained: what the user lets train.
+        deterministic_dataset: whether fetching an item draws nothing.
     """
 
     def __init__(
@@ -59,7 +64,10 @@ class BoundaryRecorder:
         skip_callbacks: tuple[type[Callback], ...],
         parts: Mapping[str, Part],
         trained: Trained,
+        *,
+        deterministic_dataset: bool = False,
     ) -> None:
+        self._deterministic = deterministic_dataset
         self._parts, self._trained = parts, trained
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
@@ -69,11 +77,16 @@ class BoundaryRecorder:
         self._awaiting_first_fetch = True
         self._fetch: RngState | None = None
         self._last_fetch: RngState | None = None
+        self._fetches = FetchLog()
+        self._held = _lightning_held.HeldGenerators(trainer, module, skip_callbacks)
+        self._not_held: list[str] = []
         self._start: Start | None = None
         self._wanted = True
         self._before_epoch_only = False
         """Whether an epoch is about to begin, and nothing of it has happened."""
         self._resume: Start | None = None
+        self._batch: str | None = None
+        """Digest of the batch with which the original run went on from here."""
         self._original: Start | None = None
         self._mid_epoch = False
         self._extras = Extras()
@@ -90,14 +103,26 @@ class BoundaryRecorder:
         """
         self._wanted, self._start, self._original = True, None, original
 
-    def complete_start(self) -> Start | None:
-        """At the top of `on_train_batch_start`: the finished start half, if one was wanted."""
+    @property
+    def compares_batch(self) -> bool:
+        """Whether the next batch is one by which a life can tell that it goes on with the data of the original run."""
+        return self._start is not None or self._batch is not None
+
+    def complete_start(self, batch: str | None) -> Start | None:
+        """At the top of `on_train_batch_start`: the finished start half, if one was wanted.
+
+        Args:
+            batch: digest of the batch, if it is compared and has one.
+        """
         start, self._start = self._start, None
+        self._compare(batch)
         if self._resume is not None:
             self._restore_random(self._resume["random"]["after_fetch"])
             self._resume = None
+            self._say_what_is_gone()
         if start is None:
             return None
+        start["batch"] = batch
         start["random"] = {
             "epoch": self._epoch,
             "iter": self._iter,
@@ -151,6 +176,7 @@ class BoundaryRecorder:
 
     def before_epoch(self) -> None:
         """Between two epochs: `on_train_epoch_start` has not run."""
+        self._held.look()
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
         if self._resume is not None:
@@ -163,12 +189,14 @@ class BoundaryRecorder:
 
     def before_iter(self) -> None:
         """Samplers and workers are about to draw their seeds."""
+        self._held.look()
         if self._mid_epoch:
             return  # `_position` makes the iterator that counts
         if self._resume is not None:
             self._restore_random(self._resume["random"]["iter"])
         self._iter = self._take_random()
         self._awaiting_first_fetch = True
+        self._fetches.begin()
 
     def before_fetch(self) -> None:
         """Between two batches: everything that follows the last optimizer step has run."""
@@ -180,22 +208,62 @@ class BoundaryRecorder:
         if self._wanted:
             self._begin_start(between_epochs=False)
 
+    def after_fetch(self) -> None:
+        """A batch was fetched; nothing has seen it."""
+        assert self._fetch is not None
+        self._fetches.fetched(
+            self._fetch,
+            self._take_random,
+            restarted=_lightning_data.restarted_loaders(self._trainer),
+            carries=self._carries,
+        )
+
+    @property
+    def room(self) -> int:
+        """Bytes by which a journal may grow within an epoch."""
+        return self._fetches.room(
+            num_loaders=len(_lightning_data.loaders_of(self._trainer)),
+            num_batches=self._trainer.num_training_batches,
+            carries=self._carries,
+        )
+
+    @property
+    def _carries(self) -> bool:
+        return any(map(_lightning_data.draws_as_it_goes, _lightning_data.loaders_of(self._trainer)))
+
     # -- start half
 
     def _begin_start(self, *, between_epochs: bool) -> None:
         original, self._original = self._original, None
         if original is not None:
             self._follow(original, self._take(between_epochs=between_epochs))
+            self._batch = original.get("batch")
         self._start, self._wanted = self._take(between_epochs=between_epochs), False
         if original is not None:
             self._start["trained"] = copied(original["trained"])  # not what is frozen here
 
     def _take_random(self) -> RngState:
-        return capture_rng(_lightning.loader_generators(self._trainer))
+        return capture_rng(_lightning_data.loader_generators(self._trainer), self._held.now())
 
     def _restore_random(self, state: RngState | None) -> None:
         if state is not None:
-            restore_rng(state, _lightning.loader_generators(self._trainer))
+            self._not_held = restore_rng(state, _lightning_data.loader_generators(self._trainer), self._held.now())
+
+    def _compare(self, batch: str | None) -> None:
+        original, self._batch = self._batch, None
+        if None not in (original, batch) and original != batch:
+            log.error(
+                "the batch that follows step %d is not the one of the original run: this restart is not bit-exact. Look for "
+                "data that changed or cannot be repositioned, or is said to be deterministic and is not.",
+                self._trainer.global_step,
+            )
+
+    def _say_what_is_gone(self) -> None:
+        if self._not_held:
+            log.warning(
+                "this restart is not exact: the run before had generators %s, which this one does not have",
+                self._not_held,
+            )
 
     def _take(self, *, between_epochs: bool) -> Start:
         trainer = self._trainer
@@ -203,6 +271,7 @@ class BoundaryRecorder:
             "between_epochs": between_epochs,
             "loops": _lightning.take_loop_state(trainer),
             "batches_done": _lightning.batches_done(trainer),
+            "fetches": self._fetches.take(),
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
             "trained": self._trained.take(),
@@ -225,7 +294,7 @@ class BoundaryRecorder:
     def resume(self, start: Start) -> None:
         """Continue from a start half; call in `on_fit_start`, before any other callback's."""
         trainer = self._trainer
-        self._resume, self._wanted = start, False
+        self._resume, self._wanted, self._batch = start, False, start.get("batch")
         _lightning.restore_seed(start["seed"])
         self._restore_rates(start)
         if start["precision"]:
@@ -294,15 +363,19 @@ class BoundaryRecorder:
         random = self._resume["random"]
         self._epoch, self._iter, self._first_fetch = random["epoch"], random["iter"], random["first_fetch"]
         self._fetch, self._awaiting_first_fetch = random["last_fetch"], False
-        _lightning.skip_batches(
+        # What is logged is replayed from the log; what follows cannot be reached by fetching either.
+        num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
+        fetches = self._resume.get("fetches", NO_FETCHES)
+        states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
+        self._held.look()
+        _lightning_data.skip_batches(
             self._trainer,
-            # What is logged is replayed from the log; what follows cannot be reached by fetching either.
-            0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"],
-            before_iter=self._restoring(random["iter"]),
-            before_fetch=self._restoring(random["first_fetch"]),
-            before_last_fetch=self._restoring(random["last_fetch"]),
+            num_batches,
+            before_iter=lambda: self._restore_random(random["iter"]),
+            before_fetch=lambda index: self._restore_random(states.get(index)),
+            restarts=fetches["restarts"]
+            if self._deterministic and _lightning_data.can_advance(self._trainer)
+            else None,
         )
+        self._fetches.restore(fetches, num_fetched=num_batches)
         self._mid_epoch = False
-
-    def _restoring(self, state: RngState | None) -> Callable[[], None]:
-        return lambda: self._restore_random(state)

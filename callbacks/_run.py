@@ -42,6 +42,7 @@ class FitRun:
         own_callbacks: classes whose state is not part of the journal.
         stop_grace: how long a stop by SIGTERM may take.
         batches: whether loaders fetch again what is replayed, or batches are stored with the journal.
+        deterministic_dataset: whether fetching an item draws nothing.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class FitRun:
         own_callbacks: tuple[type[Callback], ...],
         stop_grace: timedelta,
         batches: Batches = "reposition",
+        deterministic_dataset: bool = False,
     ) -> None:
         _refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
@@ -77,7 +79,13 @@ class FitRun:
         self._files = _lightning_files.CheckpointFiles(trainer)
         _warn_if_short(trainer, self.life.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
-        self._batches = BatchLog(trainer, batches, keep=policy.kind == "sparse", original=self._original_batches)
+        self._batches = BatchLog(
+            trainer,
+            batches,
+            keep=policy.kind == "sparse",
+            original=self._original_batches,
+            compared=lambda: self._recorder.compares_batch,
+        )
         self._layers = LayerState(module, self.life.layers)
         self._findings = Findings(trainer, module)
         parts: dict[str, Part] = {
@@ -87,7 +95,9 @@ class FitRun:
             "layers": self._layers,
             "findings": self._findings,
         }
-        self._recorder = BoundaryRecorder(trainer, module, own_callbacks, parts, self._trains)
+        self._recorder = BoundaryRecorder(
+            trainer, module, own_callbacks, parts, self._trains, deterministic_dataset=deterministic_dataset
+        )
         self._ended = False
         self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
@@ -161,6 +171,11 @@ class FitRun:
         self._stop_if_agreed()
 
     @clocked
+    def after_fetch(self) -> None:
+        """It was fetched; no hook has seen it."""
+        self._recorder.after_fetch()
+
+    @clocked
     def before_epoch_end(self) -> None:
         """Out of steps in mid-epoch: more steps go on here, so that hooks of the epoch's end must not count."""
         if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
@@ -232,11 +247,11 @@ class FitRun:
             self._say_what_is_inexact()
         self._trained = True
         self._stops.batch_begins()
-        start = self._recorder.complete_start()
+        start = self._recorder.complete_start(self._batches.take_digest())
         validated, self._validated = self._validated, False
         self.life.settle(disturbed=validated)
         if start is not None:
-            self.life.seal(start, step=self._step, disturbed=validated)
+            self.life.seal(start, step=self._step, disturbed=validated, room=self._recorder.room)
         outcome = self.life.replay_outcome(self._step + 1)
         self._clip.override = None if outcome is None else outcome["grad_norm"]
         self.life.forward_begins()

@@ -41,6 +41,9 @@ class CheckpointArguments(TypedDict, total=False):
         batches: `reposition` lets the loaders fetch again what a resumed run has to train on again, or go on from there.
             `log` is for data that cannot be read twice: the batches of a window are stored with it, and an exact
             restart is so up to the step at which the state is dense, not beyond.
+        deterministic_dataset: what the data set gives for an index depends on the index alone: it draws from no random
+            generator, or from one that it seeds anew for every item. A restart then goes to its place in a map-style
+            data set by the sampler, without fetching what the epoch has consumed.
         stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
             a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
             launcher: torchrun and SLURM kill after 30 s.
@@ -58,6 +61,7 @@ class CheckpointArguments(TypedDict, total=False):
     max_chunk: int
     failure_domains: Sequence[FailureDomain] | None
     batches: Batches
+    deterministic_dataset: bool
     stop_grace: timedelta
     freeze_heap: bool
 
@@ -72,6 +76,7 @@ DEFAULTS: CheckpointArguments = {
     "max_chunk": DEFAULT_MAX_CHUNK,
     "failure_domains": None,
     "batches": "reposition",
+    "deterministic_dataset": False,
     # Within the 30 s that launchers commonly give, with time left for the rest of the script.
     "stop_grace": timedelta(seconds=25),
     "freeze_heap": True,

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.loop import _Loop
@@ -46,6 +44,9 @@ class LoopListener(Protocol):
 
     def before_fetch(self) -> None:
         """The next batch is about to be fetched; everything that follows the last one has run."""
+
+    def after_fetch(self) -> None:
+        """It was fetched; no hook has seen it."""
 
     def before_epoch_end(self) -> None:
         """The last batch that is trained on in this epoch has run, with all that follows it; epoch-end hooks have not."""
@@ -77,14 +78,34 @@ class FitLoopTaps:
         self._before(fit_loop, "on_advance_start", listener.before_epoch)
         # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
         self._before(fit_loop, "_load_combined_loader_states", listener.before_iter)
-        # ... and those of later epochs in here.
-        self._before(epoch_loop, "on_run_start", lambda: listener.before_iter() if _makes_iterator(trainer) else None)
-        self._before(epoch_loop, "_on_before_fetch", listener.before_fetch)
+        # ... and those of later epochs in here. Loaders without a length are fetched from right then, by the fetcher of
+        # the epoch before, whose taps are in place: making an iterator ahead is one moment, as in the first epoch.
+        self._making_iterator = False
+        self._set(epoch_loop, "on_run_start", self._run_start(trainer, listener.before_iter))
+        self._before(epoch_loop, "_on_before_fetch", self._unless_ahead(listener.before_fetch))
+        self._after(epoch_loop, "_on_after_fetch", self._unless_ahead(listener.after_fetch))
         self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
         self._after(fit_loop, "on_run_end", listener.after_run)
         self._before(epoch_loop, "on_advance_end", listener.after_batch)
         self._after(epoch_loop, "on_advance_end", listener.after_hooks)
         self._after(fit_loop, "on_advance_end", listener.after_hooks)
+
+    def _run_start(self, trainer: Trainer, before_iter: Callable[[], None]) -> Callable[[Any], None]:
+        original = self._epoch_loop.on_run_start
+
+        def run_start(data_fetcher: Any) -> None:
+            if _makes_iterator(trainer):
+                before_iter()
+                self._making_iterator = True
+            try:
+                original(data_fetcher)
+            finally:
+                self._making_iterator = False
+
+        return run_start
+
+    def _unless_ahead(self, call: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None if self._making_iterator else call()
 
     def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
         original = getattr(owner, name)
@@ -347,62 +368,6 @@ def _with_children(loop: _Loop) -> Iterator[_Loop]:
     for each in vars(loop).values():
         if isinstance(each, _Loop):
             yield from _with_children(each)
-
-
-def skip_batches(
-    trainer: Trainer,
-    num_batches: int,
-    *,
-    before_iter: Callable[[], None],
-    before_fetch: Callable[[], None],
-    before_last_fetch: Callable[[], None],
-) -> None:
-    """Make the fetcher's iterator anew, in the state it had at the start of this epoch, and drop what was consumed.
-
-    Batches are fetched and thrown away, not skipped by index: only so does the random state inside loader workers
-    (augmentation) come out right. An unsized loader is fetched one batch ahead, so the last fetch already draws what
-    the next batch needs.
-    """
-    fit_loop = trainer.fit_loop
-    fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
-    assert fetcher is not None
-    assert loader is not None
-    for each in loader.flattened:
-        _set_sampler_epoch(each, fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
-    before_iter()
-    iter(fetcher)
-    before_fetch()
-    for index in range(num_batches):
-        if index == num_batches - 1:
-            before_last_fetch()
-        next(fetcher)
-    fetcher.fetched = 0  # the epoch loop adds the consumed batches itself
-
-
-def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
-    """Generators that the user gave to loaders or samplers, by a stable name."""
-    loader = trainer.fit_loop._combined_loader
-    found: dict[str, torch.Generator] = {}
-    for index, each in enumerate(loader.flattened if loader is not None else []):
-        for name, owner in _owners(each):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[f"loader{index}.{name}"] = generator
-    return found
-
-
-def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    yield "loader", loader
-    yield "batch_sampler", batch_sampler
-    for name, sampler in (
-        ("sampler", getattr(loader, "sampler", None)),
-        ("batch_sampler.sampler", getattr(batch_sampler, "sampler", None)),
-    ):
-        yield name, sampler
-        if isinstance(sampler, DistributedSamplerWrapper):
-            # Lightning shards a sampler that is not torch's own by wrapping it: torchdata's draws from a generator.
-            yield f"{name}.wrapped", sampler.dataset._sampler  # type: ignore[attr-defined]
 
 
 def take_seed() -> str | None:

@@ -16,6 +16,7 @@ from lightning_moe_ckpt.session._lossy_windows import LossyWindows as LossyWindo
 from lightning_moe_ckpt.session._planners import WindowPolicy as WindowPolicy
 from lightning_moe_ckpt.session._report import LossFigures as LossFigures
 from lightning_moe_ckpt.session._report import Report as Report
+from lightning_moe_ckpt.session._rng import HeldGenerator as HeldGenerator
 from lightning_moe_ckpt.session._rng import RngState as RngState
 from lightning_moe_ckpt.session._rng import capture_rng as capture_rng
 from lightning_moe_ckpt.session._rng import restore_rng as restore_rng

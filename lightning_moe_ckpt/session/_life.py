@@ -346,20 +346,21 @@ class Life:
             return False  # another plan could ask for the full state of an operator that is still frozen
         return self._policy.due(step, self._last_window, self._planner.interval_steps)
 
-    def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
+    def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: int = 0) -> None:
         """The next batch begins: complete what boundary `step` took. Boundary 0 of a fresh run is taken here.
 
         Args:
             start: the journal's start half.
             step: the boundary.
             disturbed: whether parameters may have changed, or been away, since it was taken without a trace.
+            room: bytes by which later journals may be larger.
         """
         capture = made(self._capture)
         fresh = self._found is None and self._began is None
         self._began = self._began or (time.perf_counter(), self.clock.seconds)
         if self._steps < 2:
             outcome = {**self._outcome, **self._planner.state()}
-            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})))
+            self._planner.journal_needs(len(encode({"outcome": outcome, "start": start})) + room)
         if fresh:
             self._write_dense(step, start, timeout=self._config.commit_timeout.total_seconds())
         elif capture.whole_at == step:

@@ -1,11 +1,14 @@
 """Random state of a process: torch on CPU and on every CUDA device, Python, numpy, and generators named by the caller.
 
+Generators that loaders were given must be there again. Those that other objects hold may come and go with these objects.
+
 `capture_rng` gives values the journal's codec takes. `restore_rng` puts them back so that every generator continues
 with the same draws. Generators of data loader workers are not here; they follow from the state at the epoch's start.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,19 +21,24 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import IdentityMismatch
 
 RngState: TypeAlias = dict[str, Any]
+HeldGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
-def capture_rng(generators: Mapping[str, torch.Generator] | None = None) -> RngState:
+def capture_rng(
+    generators: Mapping[str, torch.Generator] | None = None, held: Mapping[str, HeldGenerator] | None = None
+) -> RngState:
     """State of all generators of this process, as copies.
 
     Args:
-        generators: those the user made, by a name that is the same in every life of the run.
+        generators: those that loaders were given, by a name that is the same in every life of the run.
+        held: those that other objects hold, by such a name.
     """
     state: RngState = {
         "torch": torch.get_rng_state(),
         "python": _python_state(*random.getstate()),
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  # the global state is what user code draws from
         "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
+        "held": {name: _held_state(generator) for name, generator in (held or {}).items()},
     }
     # A process that has not touched CUDA has drawn nothing there; asking would create contexts on every device.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -39,7 +47,17 @@ def capture_rng(generators: Mapping[str, torch.Generator] | None = None) -> RngS
     return state
 
 
-@lru_cache(maxsize=1)
+def _held_state(generator: HeldGenerator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)  # a counter-based one gives its own array
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _python_state(*generator.getstate())
+
+
+@lru_cache(maxsize=4)
 def _python_state(version: int, words: tuple[int, ...], gauss: float | None) -> tuple[Any, ...]:
     """As one array: 625 integers would cost the journal more than everything else in it.
 
@@ -50,28 +68,63 @@ def _python_state(version: int, words: tuple[int, ...], gauss: float | None) -> 
     return (version, array, gauss)
 
 
-def restore_rng(state: RngState, generators: Mapping[str, torch.Generator] | None = None) -> None:
-    """Continue every generator from where `capture_rng` saw it.
+def restore_rng(
+    state: RngState,
+    generators: Mapping[str, torch.Generator] | None = None,
+    held: Mapping[str, HeldGenerator] | None = None,
+) -> list[str]:
+    """Continue every generator from where `capture_rng` saw it, or those of which `state` has a part.
 
     A rank that moved to another local device takes the state of its old device along.
 
+    Returns:
+        Names in `held` that were captured and are not there now, or are of another kind.
+
     Raises:
-        IdentityMismatch: the named generators are not those that were captured.
+        IdentityMismatch: the generators of loaders are not those that were captured.
     """
     generators = generators or {}
-    if set(generators) != set(state["generators"]):
+    if "generators" in state and set(generators) != set(state["generators"]):
         raise IdentityMismatch(
             f"The checkpoint holds generators {sorted(state['generators'])}, this run registered {sorted(generators)}. "
             "Register the same names as the run that wrote it."
         )
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    np.random.set_state(state["numpy"])  # noqa: NPY002  # as in `capture_rng`
-    torch.set_rng_state(state["torch"])
-    for name, generator in generators.items():
-        generator.set_state(state["generators"][name])
+    if "python" in state:
+        random.setstate(_python_words(*state["python"]))
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])  # noqa: NPY002  # as in `capture_rng`
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    for name, each in state.get("generators", {}).items():
+        generators[name].set_state(each)
     if "cuda" in state and torch.cuda.is_available():
         _restore_cuda(state["cuda"], state["cuda_current"])
+    held = held or {}
+    # Of journals before generators were looked for, there is none.
+    return [name for name, each in state.get("held", {}).items() if not _restore_held(held.get(name), each)]
+
+
+def _restore_held(generator: HeldGenerator | None, state: Any) -> bool:
+    """Whether it is there to be restored."""
+    if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator) and _kind(state) == type(generator.bit_generator).__name__:
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState) and _kind(state) == "MT19937":
+        generator.set_state(state)
+    elif isinstance(generator, random.Random) and isinstance(state, tuple):
+        generator.setstate(_python_words(*state))
+    else:
+        return False
+    return True
+
+
+def _kind(state: Any) -> object:
+    return state.get("bit_generator") if isinstance(state, dict) else None
+
+
+def _python_words(version: int, words: Any, gauss: float | None) -> tuple[Any, ...]:
+    return (version, tuple(words.tolist()), gauss)
 
 
 def _restore_cuda(states: list[Tensor], current: int) -> None:

@@ -119,7 +119,7 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
         yield torch.empty(0)
     elif isinstance(batch, str):
         yield torch.tensor(list(batch.encode()), dtype=torch.uint8)
-    else:
+    elif batch is not None:  # what a combined loader gives for one that is exhausted
         yield torch.tensor(batch)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.session._codec import decode, encode
-from lightning_moe_ckpt.session._rng import capture_rng, restore_rng
+from lightning_moe_ckpt.session._rng import HeldGenerator, capture_rng, restore_rng
 
 
 def draws(*generators: torch.Generator) -> list[float]:
@@ -69,3 +69,38 @@ def test_cuda_generators_continue_with_the_same_draws() -> None:
     torch.cuda.manual_seed_all(7)
     restore_rng(state)
     assert torch.equal(torch.rand(4, device="cuda"), wanted)
+
+
+def held_draws(held: dict[str, HeldGenerator]) -> list[object]:
+    """Of every kind that objects may hold."""
+    return [
+        torch.rand((), generator=held["torch"]).item(),  # type: ignore[arg-type]
+        held["pcg"].standard_normal(),  # type: ignore[union-attr]
+        held["philox"].integers(9, dtype="uint32"),  # type: ignore[union-attr]
+        held["legacy"].standard_normal(),  # type: ignore[union-attr]
+        held["python"].gauss(0, 1),  # type: ignore[union-attr]
+    ]
+
+
+def held_generators(seed: int) -> dict[str, HeldGenerator]:
+    return {
+        "torch": torch.Generator().manual_seed(seed),
+        "pcg": np.random.default_rng(seed),
+        "philox": np.random.Generator(np.random.Philox(seed)),
+        "legacy": np.random.RandomState(seed),
+        "python": random.Random(seed),
+    }
+
+
+def test_held_generators_continue_with_the_same_draws() -> None:
+    """Half-used words and cached gaussians included; one that is gone or of another kind is named, the others go on."""
+    held = held_generators(1)
+    held_draws(held)
+    data = encode(capture_rng(held=held))
+    wanted = [held_draws(held) for _ in range(3)]
+    others = held_generators(2)
+    assert restore_rng(decode(data), held=others) == []
+    assert [held_draws(others) for _ in range(3)] == wanted
+    changed: dict[str, HeldGenerator] = {**others, "pcg": others["philox"]}
+    del changed["legacy"]
+    assert sorted(restore_rng(decode(data), held=changed)) == ["legacy", "pcg"]

@@ -1,0 +1,205 @@
+"""Where a run stands in its data, and bringing new loaders there.
+
+Like `_lightning`, it touches what Lightning and torch have no public name for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, IterableDataset
+
+_KNOWN_SAMPLERS = ("torch", "torchdata", "lightning")
+"""Packages whose samplers draw where their iterator is made or first asked, and from nothing shared after that."""
+
+
+def skip_batches(
+    trainer: Trainer,
+    num_batches: int,
+    *,
+    before_iter: Callable[[], None],
+    before_fetch: Callable[[int], None],
+    restarts: Mapping[int, int] | None = None,
+) -> None:
+    """Make the fetcher's iterator anew, in the state it had at the start of this epoch, and drop what was consumed.
+
+    Unless items are known to draw nothing, batches are fetched and thrown away, not skipped by index: only so does the
+    random state inside loader workers (augmentation) come out right. An unsized loader is fetched one batch ahead, so
+    the last fetch already draws what the next batch needs.
+
+    Args:
+        trainer: its loaders are positioned.
+        num_batches: fetched and completed in this epoch.
+        before_iter: called when samplers and workers are about to draw their seeds.
+        before_fetch: called before each fetch, with its number in the epoch, and once if there is none.
+        restarts: the newest fetch in which each loader that started over has done so, by its place among the loaders,
+            if all `can_advance` and nothing is to be fetched.
+    """
+    fit_loop = trainer.fit_loop
+    fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
+    assert fetcher is not None
+    assert loader is not None
+    epoch: int = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+    for each in loader.flattened:
+        _set_sampler_epoch(each, epoch)
+    if epoch == 0:
+        # Persistent workers are made, and draw a seed, in the first epoch only. The one of this process was made already.
+        loader.reset()
+    before_iter()
+    if restarts is not None:
+        with ExitStack() as places:
+            for index, each in enumerate(loader.flattened):
+                places.enter_context(_beginning_at(each, 0 if index in restarts else num_batches))
+            iter(fetcher)
+        before_fetch(0)
+        _advance(loader, num_batches, restarts, before_fetch)
+    else:
+        iter(fetcher)
+        before_fetch(0)
+        for index in range(num_batches):
+            if index:
+                before_fetch(index)
+            next(fetcher)
+    fetcher.fetched = 0  # the epoch loop adds the consumed batches itself
+
+
+def can_advance(trainer: Trainer) -> bool:
+    """Whether every loader can be brought to a place by its sampler alone, where items draw nothing."""
+    return all(map(_can_advance, loaders_of(trainer)))
+
+
+def _can_advance(loader: Any) -> bool:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or draws_as_it_goes(loader):
+        return False
+    # A loader with state of its own counts what its workers give.
+    return type(loader).__iter__ is DataLoader.__iter__ or loader.num_workers == 0
+
+
+def _advance(combined: Any, num_batches: int, restarts: Mapping[int, int], before_fetch: Callable[[int], None]) -> None:
+    """Bring fresh iterators of a combined loader behind `num_batches`; samplers draw in the order of the original run."""
+    mode = combined._iterator
+    for index, iterator in enumerate(mode.iterators):
+        # Of what a loader gave before it started over, nothing is left but what its sampler drew.
+        _pass_over(iterator, min(1, num_batches) if index in restarts else num_batches)
+    for at in sorted({*restarts.values()}):
+        before_fetch(at)
+        for index in sorted(index for index, place in restarts.items() if place == at):
+            with _beginning_at(mode.iterables[index], num_batches - at):
+                mode.iterators[index] = iter(mode.iterables[index])
+            _pass_over(mode.iterators[index], num_batches - at)
+            mode._consumed[index] = True
+    mode._idx = num_batches
+
+
+def _pass_over(iterator: Any, num_batches: int) -> None:
+    if iterator._num_workers == 0:
+        with suppress(StopIteration):  # a shorter one of several
+            for _ in range(num_batches):
+                iterator._next_index()
+    iterator._num_yielded += num_batches
+
+
+@contextmanager
+def _beginning_at(loader: Any, num_batches: int) -> Iterator[None]:
+    """Let iterators that are made in this context begin behind `num_batches`, if workers fetch for them.
+
+    Workers are sent what they are to fetch first while the iterator is being made, so the sampler has to be there by then.
+    """
+    if loader.num_workers == 0:
+        yield
+        return
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = getattr(loader, name)
+    behind = _Behind(sampler, num_batches)
+    object.__setattr__(loader, name, behind)  # a loader guards its attributes
+    if loader._iterator is not None:  # of persistent workers
+        loader._iterator._index_sampler = behind
+    try:
+        yield
+    finally:
+        object.__setattr__(loader, name, sampler)
+        behind.num_batches = 0
+
+
+class _Behind:
+    """A sampler that begins behind what was consumed, as long as it is told to."""
+
+    def __init__(self, sampler: Any, num_batches: int) -> None:
+        self._sampler, self.num_batches = sampler, num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._sampler), self.num_batches, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def loaders_of(trainer: Trainer) -> list[Any]:
+    """The training loaders; more than one if they are combined."""
+    loader = trainer.fit_loop._combined_loader
+    return list(loader.flattened) if loader is not None else []
+
+
+def restarted_loaders(trainer: Trainer) -> list[int]:
+    """Loaders that began anew in the fetch that ended now: their samplers and workers have drawn seeds."""
+    loader = trainer.fit_loop._combined_loader
+    if loader is None or len(loader.flattened) < 2:
+        return []  # where it is exhausted, the epoch ends
+    iterators = getattr(getattr(loader, "_iterator", None), "iterators", [])
+    return [index for index, each in enumerate(iterators) if getattr(each, "_num_yielded", 0) == 1]
+
+
+def draws_as_it_goes(loader: Any) -> bool:
+    """Whether later batches may depend on what earlier fetches have drawn from the generators of this process.
+
+    An item of a map-style data set depends on its own draws at most. Not so a shuffle buffer, nor a sampler of the
+    user's own.
+    """
+    if not isinstance(loader, DataLoader):
+        return True
+    if isinstance(loader.dataset, IterableDataset):
+        return loader.num_workers == 0
+    samplers = (loader.sampler, loader.batch_sampler)
+    return any(type(each).__module__.split(".")[0] not in _KNOWN_SAMPLERS for each in samplers if each is not None)
+
+
+def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
+    """Generators that the user gave to loaders or samplers, by a stable name."""
+    found: dict[str, torch.Generator] = {}
+    for index, each in enumerate(loaders_of(trainer)):
+        for name, owner in _owners(each):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[f"loader{index}.{name}"] = generator
+    return found
+
+
+def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
+    """What the user gave to the loaders and generators may be found in, by a stable name."""
+    for index, each in enumerate(loaders_of(trainer)):
+        for name in ("dataset", "collate_fn", "worker_init_fn"):
+            yield f"loader{index}.{name}", getattr(each, name, None)
+        for name, owner in _owners(each):
+            if not isinstance(owner, DataLoader):
+                yield f"loader{index}.{name}", owner
+
+
+def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    yield "loader", loader
+    yield "batch_sampler", batch_sampler
+    for name, sampler in (
+        ("sampler", getattr(loader, "sampler", None)),
+        ("batch_sampler.sampler", getattr(batch_sampler, "sampler", None)),
+    ):
+        yield name, sampler
+        if isinstance(sampler, DistributedSamplerWrapper):
+            # Lightning shards a sampler that is not torch's own by wrapping it: torchdata's draws from a generator.
+            yield f"{name}.wrapped", sampler.dataset._sampler  # type: ignore[attr-defined]

@@ -1,0 +1,119 @@
+"""Random generators that the objects of a run hold as attributes, found by looking.
+
+A data set with a numpy `Generator`, a transform with a `random.Random`, a module or callback with a `torch.Generator`: what
+they draw is part of the run, and nothing but their attributes leads to them. The look is bounded: attributes, and what
+small lists, tuples and dicts among them hold, a few levels deep.
+
+Invariant: a generator has the same name in every life, as long as the code is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_moe_ckpt import _lightning, _lightning_data
+from lightning_moe_ckpt.session import HeldGenerator
+
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEPTH = 6
+"""A subset of a data set that holds a transform, which holds a list of transforms, of which one holds a generator."""
+_MOST_ITEMS = 100
+"""Longer lists hold data."""
+_MOST_OBJECTS = 200_000
+_OPAQUE = (
+    *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, Tensor, np.ndarray),
+    *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader, Optimizer),
+)
+"""What is not looked into, since it holds no generator, or is looked into under a name of its own."""
+
+
+class HeldGenerators:
+    """The generators of one run.
+
+    Args:
+        trainer: its callbacks, data module and loaders are looked at.
+        module: what it trains.
+        skip: callbacks that are not the user's.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> None:
+        self._trainer, self._module, self._skip = trainer, module, skip
+        self._places: dict[str, tuple[Any, Any]] = {}
+
+    def look(self) -> None:
+        """Find them; again when loaders were made."""
+        seen = {id(each) for each in _lightning_data.loader_generators(self._trainer).values()}
+        self._places = {}
+        for name, root in self._roots():
+            self._places.update(_places(name, root, seen, _DEPTH))
+
+    def now(self) -> dict[str, HeldGenerator]:
+        """Those that are in their places, by name."""
+        found = {}
+        for name, (namespace, key) in self._places.items():
+            value = _get(namespace, key)
+            if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
+                found[name] = value
+        return found
+
+    def _roots(self) -> Iterator[tuple[str, object]]:
+        for fqn, module in self._module.named_modules():
+            yield f"module.{fqn}" if fqn else "module", module
+        datamodule = _lightning.datamodule_of(self._trainer)
+        if datamodule is not None:
+            yield "datamodule", datamodule
+        count: dict[str, int] = {}
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
+            if not isinstance(callback, self._skip):
+                name = f"callback.{type(callback).__qualname__}"
+                count[name] = count.get(name, 0) + 1
+                yield name if count[name] == 1 else f"{name}#{count[name]}", callback
+        yield from _lightning_data.loader_objects(self._trainer)
+
+
+def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if id(owner) in seen or len(seen) > _MOST_OBJECTS:
+        return
+    seen.add(id(owner))
+    namespace, keys = _inside(owner)
+    for key in keys:
+        value = _get(namespace, key)
+        if isinstance(value, _KINDS):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield f"{name}.{key}", (namespace, key)
+        elif depth and not isinstance(value, _OPAQUE):
+            yield from _places(f"{name}.{key}", value, seen, depth - 1)
+
+
+def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
+    """What an object consists of, and the keys to it."""
+    if isinstance(owner, types.MethodType):
+        return [owner.__self__], [0]
+    if isinstance(owner, functools.partial):
+        return {"func": owner.func, "args": owner.args, "keywords": owner.keywords}, ["func", "args", "keywords"]
+    if isinstance(owner, dict):
+        return owner, [key for key in owner if isinstance(key, str | int)] if len(owner) <= _MOST_ITEMS else []
+    if isinstance(owner, list | tuple):
+        return owner, range(len(owner)) if len(owner) <= _MOST_ITEMS else []
+    namespace = getattr(owner, "__dict__", {})
+    return namespace, list(namespace)
+
+
+def _get(namespace: Any, key: Any) -> object:
+    try:
+        value: object = namespace[key]
+    except LookupError:
+        return None  # it was there when looked for
+    return value

@@ -1,0 +1,190 @@
+"""Loaders and data sets that draw where others do not: a restart gives the batches of the fault-free run all the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from typing_extensions import override
+
+from campaign._campaign import Campaigns
+from campaign._data import SEQUENCE, VOCABULARY, Tokens, make_validation_loader
+from campaign._training import Checkpointing, Module
+from campaign._variants import Item, Variant, VariantModule
+from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives_kill import Kill
+
+SPARSE = Checkpointing(policy="sparse", window=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fed(Variant):
+    """A run on one of `FEEDS`, eight steps per epoch."""
+
+    feed: str
+    batches: int = 8
+    validate_every: int | None = 3
+
+    @override
+    def make_module(self, life: Life) -> Module:
+        return Drawing(self, life)
+
+    @override
+    def callbacks(self, life: Life) -> Sequence[Callback]:
+        return [Smudging()] if self.feed == "held" else []
+
+    @override
+    def loaders(self, life: Life) -> tuple[Any, Any]:
+        return FEEDS[self.feed](self), make_validation_loader(self.batch_size)
+
+
+class Drawing(VariantModule):
+    """Draws in every step, so that what fetches draw is not what they would draw one after the other."""
+
+    def __init__(self, setup: Fed, life: Life) -> None:
+        super().__init__(setup, life)
+        self.noise = {"loss": [torch.Generator().manual_seed(5)]}
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        torch.rand(3)
+        random.random()
+        if isinstance(batch, dict):
+            batch = {name: part for name, part in batch.items() if part is not None}
+        scale = 1 + torch.rand((), generator=self.noise["loss"][0])
+        return super().training_step(batch, batch_idx) * scale
+
+
+class Smudging(Callback):
+    """Changes batches by a generator of its own."""
+
+    def __init__(self) -> None:
+        self._legacy = np.random.RandomState(7)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        batch[0][0, 0] = self._legacy.randint(VOCABULARY)
+
+
+class Noisy(Tokens):
+    """Augments by generators of its own, one of them in a transform."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length, augment=False)
+        self._numpy = np.random.default_rng(3)
+        self.transforms = [partial(_replace_one, drawing=random.Random(5))]
+
+    @override
+    def __getitem__(self, index: int) -> Item:
+        item = super().__getitem__(index)
+        item[0][int(self._numpy.integers(SEQUENCE))] = 1
+        for transform in self.transforms:
+            item = transform(item)
+        return item
+
+
+def _replace_one(item: Item, *, drawing: random.Random) -> Item:
+    item[0][drawing.randrange(SEQUENCE)] = drawing.randrange(VOCABULARY)
+    return item
+
+
+class Shuffled(IterableDataset[Item]):
+    """A stream through a shuffle buffer: what a fetch gives depends on what all before it have drawn."""
+
+    def __init__(self, length: int, draw: Callable[[int], int]) -> None:
+        self._items, self._draw = Tokens(length, augment=True), draw
+
+    @override
+    def __iter__(self) -> Iterator[Item]:
+        buffer: list[Item] = []
+        for index in range(len(self._items)):
+            buffer.append(self._items[index])
+            if len(buffer) > 5:
+                yield buffer.pop(self._draw(len(buffer)))
+        while buffer:
+            yield buffer.pop(self._draw(len(buffer)))
+
+
+def _by_torch(bound: int) -> int:
+    return int(torch.randint(bound, ()))
+
+
+def _tokens(setup: Fed, *, part: float = 1.0) -> Tokens:
+    return Tokens(int(setup.batches * setup.batch_size * part), augment=setup.augment)
+
+
+def _loader(setup: Fed, dataset: Dataset[Any], **options: Any) -> Any:
+    return DataLoader(dataset, batch_size=setup.batch_size, num_workers=setup.workers, **options)
+
+
+def _shuffle_buffer(draw: Callable[[int], int]) -> Callable[[Fed], Any]:
+    return lambda setup: _loader(setup, Shuffled(setup.batches * setup.batch_size, draw))
+
+
+def _combined(mode: Any, *parts: float) -> Callable[[Fed], Any]:
+    def make(setup: Fed) -> Any:
+        loaders = {f"{part}": _loader(setup, _tokens(setup, part=part), shuffle=True) for part in parts}
+        return CombinedLoader(loaders, mode)
+
+    return make
+
+
+FEEDS: dict[str, Callable[[Fed], Any]] = {
+    "cycle": _combined("max_size_cycle", 1.0, 0.5, 0.25),
+    "min_size": _combined("min_size", 1.0, 2.0),
+    "max_size": _combined("max_size", 1.0, 0.5),
+    "buffer_torch": _shuffle_buffer(_by_torch),
+    "buffer_python": _shuffle_buffer(random.randrange),
+    "held": lambda setup: _loader(setup, Subset(Noisy(40), range(32)), shuffle=True),
+    "persistent": lambda setup: _loader(setup, _tokens(setup), shuffle=True, persistent_workers=True),
+}
+
+
+KILLS = [Kill(phase="after_batch_end", step=step, settle=10.0) for step in (8, 15)]
+"""In each of two epochs, behind fetches in which a loader starts over."""
+
+
+CASES = {
+    "cycle": Fed(feed="cycle"),
+    "cycle_workers": Fed(feed="cycle", workers=1),
+    "min_size": Fed(feed="min_size"),
+    "max_size": Fed(feed="max_size"),
+    "buffer_torch": Fed(feed="buffer_torch"),
+    "buffer_python": Fed(feed="buffer_python"),
+    "buffer_workers": Fed(feed="buffer_torch", workers=1),
+    "held": Fed(feed="held"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_in_any_feed_the_run_ends_the_same(campaigns: Campaigns, name: str) -> None:
+    """Batches go on as if nothing had happened."""
+    campaigns.check(replace(CASES[name], checkpointing=SPARSE), *KILLS)
+
+
+DETERMINISTIC = replace(SPARSE, arguments=(("deterministic_dataset", True),))
+
+
+@pytest.mark.parametrize(
+    "case", [Fed(feed="cycle", workers=1), Fed(feed="persistent", workers=2)], ids=["cycle", "persistent"]
+)
+def test_killed_on_data_that_draws_nothing_the_run_ends_the_same(campaigns: Campaigns, case: Fed) -> None:
+    """Loaders go to their places without fetching."""
+    campaigns.check(replace(case, augment=False, checkpointing=DETERMINISTIC), *KILLS)
+
+
+def test_data_that_is_said_to_draw_nothing_and_does_is_noticed(campaigns: Campaigns) -> None:
+    """By the digest of the batch with which the original run went on."""
+    setup = Fed(feed="held", checkpointing=replace(DETERMINISTIC, policy="dense", every_n_steps=2))
+    _, second = campaigns.run(setup, KILLS[0])
+    assert "is not the one of the original run" in second.log()
