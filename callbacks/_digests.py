@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
-_WHOLE_NBYTES = 2**20
-"""A tensor up to this size counts with all its bytes; digesting takes about 0.1 ms per MiB."""
-_BLOCKS, _BLOCK_NBYTES = 64, 2**13
+_WHOLE_NBYTES = 2**18
+"""A tensor up to this size counts with all its bytes, so that digesting one takes less than 0.1 ms."""
+_BLOCKS, _BLOCK_NBYTES = 64, 2**12
 """Of a larger one, so many blocks of so many bytes, evenly spread."""
 
 

@@ -184,7 +184,7 @@ def test_killed_on_data_that_draws_nothing_the_run_ends_the_same(campaigns: Camp
 
 
 def test_data_that_is_said_to_draw_nothing_and_does_is_noticed(campaigns: Campaigns) -> None:
-    """By the digest of the batch with which the original run went on."""
-    setup = Fed(feed="held", checkpointing=replace(DETERMINISTIC, policy="dense", every_n_steps=2))
+    """By the digest of the batch with which the original run went on, where no step is replayed."""
+    setup = Fed(feed="persistent", workers=2, checkpointing=replace(DETERMINISTIC, policy="dense", every_n_steps=2))
     _, second = campaigns.run(setup, KILLS[0])
     assert "is not the one of the original run" in second.log()
