@@ -79,13 +79,7 @@ class FitRun:
         self._files = _lightning_files.CheckpointFiles(trainer)
         _warn_if_short(trainer, self.life.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
-        self._batches = BatchLog(
-            trainer,
-            batches,
-            keep=policy.kind == "sparse",
-            original=self._original_batches,
-            compared=lambda: self._recorder.compares_batch,
-        )
+        self._batches = self._batch_log(batches, keep=policy.kind == "sparse")
         self._layers = LayerState(module, self.life.layers)
         self._findings = Findings(trainer, module)
         parts: dict[str, Part] = {
@@ -111,6 +105,15 @@ class FitRun:
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._validated = self._trained = self._told_to_stop = False
         self._replays = policy.kind == "sparse"
+
+    def _batch_log(self, mode: Batches, *, keep: bool) -> BatchLog:
+        return BatchLog(
+            self._trainer,
+            mode,
+            keep=keep,
+            original=self._original_batches,
+            compared=lambda: self._recorder.compares_batch,
+        )
 
     @property
     def clock(self) -> HookClock:

@@ -94,7 +94,7 @@ class FitLoopTaps:
         original = self._epoch_loop.on_run_start
 
         def run_start(data_fetcher: Any) -> None:
-            if _makes_iterator(trainer):
+            if _makes_iterator(trainer) and not self._resting():
                 before_iter()
                 self._making_iterator = True
             try:
