@@ -87,6 +87,11 @@ class CheckpointCallback(Checkpoint):
         return self._run.life.run_id if self._run is not None else None
 
     @property
+    def memory_tag(self) -> str | None:
+        """What names of this run's shared memory have in common, while training."""
+        return self._run.life.memory_tag if self._run is not None else None
+
+    @property
     def replaying(self) -> bool:
         """Whether a resumed fit is still re-running steps that the run before it had taken."""
         return self._run is not None and self._run.life.replaying

@@ -29,7 +29,8 @@ class CheckpointArguments(TypedDict, total=False):
         retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
             are durable and none that stays needs them.
         resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
-            `never` starts anew beside what is there.
+            `never` starts anew beside what is there. `memory`, for one start, is `auto` that takes what memory of the nodes
+            has although storage was put back to an older state: a WARNING of the start before has said so.
         storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
         bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
             training; `None` for no cap. What does not fit skips generations.
@@ -122,7 +123,7 @@ def complete(owner: object, shared: CheckpointArguments) -> CheckpointArguments:
 
 
 def _check_rest(owner: object, whole: CheckpointArguments) -> None:
-    require_choice(owner, "resume", whole["resume"], ("auto", "must", "never"))
+    require_choice(owner, "resume", whole["resume"], ("auto", "must", "never", "memory"))
     if not isinstance(whole["storage_options"], dict | None):
         raise ConfigurationError(
             f"`{_name(owner)}(storage_options={whole['storage_options']!r})` must be a dict: arguments of the file "

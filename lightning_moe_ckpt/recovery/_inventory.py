@@ -56,11 +56,17 @@ class Stock:
     items: tuple[Item, ...]
     families: Mapping[Version, str] = field(default_factory=dict)
     """Of the lossy versions among them, see `Inventory`."""
+    seen: Mapping[Version, GenerationId] = field(default_factory=dict)
+    """The newest commit that was known when a version was taken."""
 
     def plain(self) -> list[object]:
         """As plain values, for an exchange."""
         rows = [
-            [*plain_version(each.version), each.owner, each.tier, self.families.get(each.version, "")]
+            [
+                *plain_version(each.version),
+                *(each.owner, each.tier, self.families.get(each.version, "")),
+                [] if each.version not in self.seen else plain_version(Version(self.seen[each.version], "")),
+            ]
             for each in self.items
         ]
         return [self.memory, *rows]
@@ -70,7 +76,9 @@ class Stock:
         """The inverse of `plain`."""
         assert isinstance(value, list)
         items = tuple(Item(version_of(row[:4]), row[4], row[5]) for row in value[1:])
-        return cls(value[0], items, {version_of(row[:4]): row[6] for row in value[1:] if row[6]})
+        families = {version_of(row[:4]): row[6] for row in value[1:] if row[6]}
+        seen = {version_of(row[:4]): version_of(row[7]).generation for row in value[1:] if row[7]}
+        return cls(value[0], items, families, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,15 @@ class Inventory:
     def world_size(self) -> int:
         """Ranks that take part."""
         return len(self.stocks)
+
+    @property
+    def seen(self) -> dict[Version, GenerationId]:
+        """Of versions in memory, the newest commit that any rank knew of when it took its part."""
+        found: dict[Version, GenerationId] = {}
+        for stock in self.stocks:
+            for version, commit in stock.seen.items():
+                found[version] = max(commit, found.get(version, commit))
+        return found
 
     @property
     def in_memory(self) -> frozenset[Version]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
 from lightning_moe_ckpt.recovery._inventory import Item, Stock, Version, family_of
-from lightning_moe_ckpt.storage import RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Holding, Tier
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,12 @@ class Reader:
     def stock(self, memory: str) -> Stock:
         """What there is in memory, which `memory` names."""
         items = tuple(item for item in self._holdings if item.tier != self._storage)
-        return Stock(memory, items, {item.version: family for item in items if (family := self._family(item))})
+        families = {item.version: family for item in items if (family := self._family(item))}
+        seen: dict[Version, GenerationId] = {}
+        for item in items:
+            if (commit := self._holdings[item].seen) is not None:
+                seen[item.version] = max(commit, seen.get(item.version, commit))
+        return Stock(memory, items, families, seen)
 
     def _family(self, item: Item) -> str:
         try:

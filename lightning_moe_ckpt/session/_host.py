@@ -16,8 +16,15 @@ from typing_extensions import override
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced, Job, TierWorker
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, SegmentEntry
-from lightning_moe_ckpt.tiers import RankMemory, SegmentRing, expect_room, shared_directory, slots_needed
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers import (
+    MemoryClaim,
+    RankMemory,
+    SegmentRing,
+    expect_room,
+    shared_directory,
+    slots_needed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +45,13 @@ _LAST_SECONDS = 2.0
 
 
 def claim_memory(
-    store: RunStore, markers: Markers, resumed: GenerationId | None, *, dense_nbytes: int, keep: int = 1
+    claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, keep: int = 1
 ) -> RankMemory:
     """This rank's shared memory, with what earlier lives left in it of the generation that is resumed from.
 
     Args:
-        store: of the run.
-        markers: of this rank.
+        claim: of this life.
+        rank: this one.
         resumed: `None` for a fresh start.
         dense_nbytes: bytes of a snapshot of everything on this rank.
         keep: generations that memory keeps.
@@ -52,8 +59,9 @@ def claim_memory(
     Raises:
         ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
     """
-    memory = RankMemory(store.run_id, markers.rank, url=store.url)
-    memory.claim(resumed, older=keep > 1)
+    memory = RankMemory(claim.tag, rank, url=claim.url)
+    memory.claim(resumed, older=keep > 1, offered=claim.offered)
+    memory.saw(claim.seen)
     # How large a ring must be exactly is known with the first plan.
     expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)
     return memory
@@ -132,6 +140,10 @@ class HostWorker(TierWorker):
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:
         self._memory.complete_everywhere(generation)
+
+    @override
+    def stored(self, generation: GenerationId) -> None:
+        self._memory.saw(generation)
 
     @override
     def give_up(self, generation: GenerationId) -> None:

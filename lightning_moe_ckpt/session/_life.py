@@ -183,10 +183,11 @@ class Life:
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.together():
             keep = self._planner.generations_kept
-            self._memory = claim_memory(runs.store, markers, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
+            self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
         self._rings = Rings(self._memory, self._engine)
         lossy = isinstance(self._policy, LossyWindows)
-        self._storage = join_storage(runs.store, markers, self._config, self._operators if lossy else ())
+        in_turns = self._operators if lossy else ()
+        self._storage = join_storage(runs.store, markers, self._config, in_turns, on_commit=self._memory.saw)
         self._dense = DenseCapture(
             name=runs.name,
             view=self._view,
@@ -198,10 +199,7 @@ class Life:
             journal=self._planner,
         )
         peers = join_peers(
-            self._config,
-            markers,
-            self._exchange,
-            self._groups,
+            *(self._config, runs.claim, markers, self._exchange, self._groups),
             dense_nbytes=self._dense_nbytes,
             resumed=resumed,
             plan=self._planner,
@@ -235,6 +233,11 @@ class Life:
     def run_id(self) -> str | None:
         """Name of the run, once it is open."""
         return self._runs.run_id if self._runs is not None else None
+
+    @property
+    def memory_tag(self) -> str | None:
+        """By which its shared memory is found, once it is open."""
+        return self._runs.claim.tag if self._runs else None
 
     # -- replay
 

@@ -34,6 +34,7 @@ from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import (
     COPIES,
     FailureDomain,
+    MemoryClaim,
     NotReplicated,
     Placement,
     Replication,
@@ -197,6 +198,10 @@ class PeerWorker(TierWorker):
         self._replication.pacer.wake()
 
     @override
+    def stored(self, generation: GenerationId) -> None:
+        self._replication.saw(generation)
+
+    @override
     def complete_everywhere(self, generation: GenerationId) -> None:
         self._keep = generation  # holders hear of it with the next generation, which is when they need the room
         self._give_back(lambda held: held < generation)
@@ -308,6 +313,7 @@ class PeerWorker(TierWorker):
 
 def join_peers(
     config: LifeConfig,
+    claim: MemoryClaim,
     markers: Markers,
     exchange: Exchange,
     groups: ParallelGroups,
@@ -320,6 +326,7 @@ def join_peers(
 
     Args:
         config: says how many copies there are.
+        claim: of this life on memory.
         markers: makes this rank's markers.
         exchange: between the ranks.
         groups: this rank's place.
@@ -346,14 +353,17 @@ def join_peers(
     replication = Replication(
         group,
         run_id=markers.run_id,
-        url=config.url,
+        tag=claim.tag,
+        url=claim.url,
         resumed=resumed,
+        offered=claim.offered,
         keep=plan.generations_kept,
         holders=placement.sent_to[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
         ahead=deltas is not None,
     )
+    replication.saw(claim.seen)
     keep, room = plan.generations_kept, plan.peer_room
     worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room, deltas=deltas)
     worker.level = plan.peer_level

@@ -62,7 +62,12 @@ class GenerationSink(Protocol):
 
 
 def join_storage(
-    store: GenerationSink, markers: Markers, config: LifeConfig, in_turns: Iterable[Operator]
+    store: GenerationSink,
+    markers: Markers,
+    config: LifeConfig,
+    in_turns: Iterable[Operator],
+    *,
+    on_commit: Callable[[GenerationId], None],
 ) -> PersistWorker:
     """The worker of one life.
 
@@ -71,6 +76,7 @@ def join_storage(
         markers: makes this rank's markers.
         config: what stays, and how long a commit may take.
         in_turns: operators of this rank that generations take in turns, if any.
+        on_commit: called with each generation that this rank, the coordinator, has committed.
     """
     return PersistWorker(
         store,
@@ -78,6 +84,7 @@ def join_storage(
         retention=config.retention,
         commit_timeout=config.commit_timeout,
         twofold=[operator.name for operator in in_turns if operator.kind == "expert"],
+        on_complete=(lambda generation, *_: on_commit(generation)) if markers.rank == 0 else None,
     )
 
 

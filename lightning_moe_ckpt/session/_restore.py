@@ -17,7 +17,7 @@ from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._search import Job, Search
 from lightning_moe_ckpt.session._versions import warn_of_other_versions
 from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, open_backend
-from lightning_moe_ckpt.tiers import HostTier
+from lightning_moe_ckpt.tiers import HostTier, MemoryClaim
 
 
 class Runs:
@@ -46,6 +46,9 @@ class Runs:
             _refuse_process_memory(self._backend.url, groups.world_size)
         self.store: RunStore
         self._epoch, self._life = 0, ""
+        self._tag = ""
+        self.claim: MemoryClaim
+        """On its memory, once it is open."""
 
     @property
     def run_id(self) -> str:
@@ -64,13 +67,22 @@ class Runs:
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
         self._open_store(resume)
-        with closing(HostTier(self.run_id)) as memory:
+        any_memory = resume == "memory"
+        with closing(HostTier(self._tag)) as memory:
             while True:
-                search = Search(self.store, self._exchange, [memory], job)
+                search = Search(self.store, self._exchange, [memory], job, any_memory=any_memory)
                 found = search.run()
                 if found is None and (search.reasons or resume == "must"):
                     raise NoUsableGeneration(self._no_generation(resume, search))
-                if self._open_epoch(None if found is None else found.generation, search.volatile):
+                resumed = None if found is None else found.generation
+                if self._open_epoch(resumed, search.volatile, foreign=any_memory):
+                    stored = [version.generation for version in search.committed]
+                    self.claim = MemoryClaim(
+                        tag=self._tag,
+                        url=self.store.place,
+                        offered=search.foreign,
+                        seen=max((each for each in stored if resumed is None or each <= resumed), default=None),
+                    )
                     if found is not None and self._exchange.is_coordinator:
                         warn_of_other_versions(found.policy, found.generation, job.identity.versions)
                     return found
@@ -82,19 +94,26 @@ class Runs:
     # -- private
 
     def _open_store(self, resume: Resume) -> None:
-        identity = self._exchange.told(lambda: self._open_as_coordinator(resume))
+        told = self._exchange.told(lambda: self._open_as_coordinator(resume))
+        assert isinstance(told, list)
+        run_id, self._tag = told
         if not self._exchange.is_coordinator:
-            self.store = RunStore.join(self._backend, run_id=str(identity))
+            self.store = RunStore.join(self._backend, run_id=run_id)
 
-    def _open_as_coordinator(self, resume: Resume) -> str:
+    def _open_as_coordinator(self, resume: Resume) -> object:
         self.store = RunStore.open(self._backend, resume=resume)
-        return self.store.run_id
+        return [self.store.run_id, self.store.memory_tag]
 
-    def _open_epoch(self, resumed: GenerationId | None, volatile: Collection[GenerationId]) -> bool:
+    def _open_epoch(self, resumed: GenerationId | None, volatile: Collection[GenerationId], *, foreign: bool) -> bool:
         """Whether the epoch was opened; if not, the log moved meanwhile and the pick has to be made again."""
-        opened = self._exchange.told(lambda: [self.store.open_epoch(resumed, volatile=volatile), self.store.life])
+
+        def open_epoch() -> object:
+            epoch = self.store.open_epoch(resumed, volatile=volatile, foreign=foreign)
+            return [epoch, self.store.life, self.store.memory_tag]
+
+        opened = self._exchange.told(open_epoch)
         assert isinstance(opened, list)
-        epoch, self._life = opened
+        epoch, self._life, self._tag = opened
         self._epoch = epoch or 0
         return epoch is not None
 

@@ -81,10 +81,14 @@ class Search:
         exchange: control exchange between ranks.
         memory: tiers in memory of this rank's node.
         job: what is to be resumed.
+        any_memory: whether what is in memory may be taken whatever the log says of it.
     """
 
-    def __init__(self, store: RunStore, exchange: Exchange, memory: Sequence[Tier], job: Job) -> None:
+    def __init__(
+        self, store: RunStore, exchange: Exchange, memory: Sequence[Tier], job: Job, *, any_memory: bool = False
+    ) -> None:
         self._store, self._exchange, self._memory, self._job = store, exchange, memory, job
+        self._any_memory = any_memory
         self.reasons: list[str] = []
         """What was there and could not be restored, and why; the same on all ranks after `run`."""
         self.volatile: frozenset[GenerationId] = frozenset()
@@ -94,6 +98,8 @@ class Search:
         self.missing: Mapping[str, str] = {}
         """Experts without which the newest generation could be restored, and why it has no good copy of them."""
         self._lenders: dict[Version, Commit] = {}
+        self.foreign: frozenset[GenerationId] = frozenset()
+        """Generations in memory that are of another past than storage as it stands, and are not taken."""
 
     def run(self) -> Found | None:
         """The newest generation that all ranks have now, with this rank's part of it.
@@ -150,13 +156,35 @@ class Search:
 
     def _alive(self, inventory: Inventory) -> list[Version]:
         """Versions that may be restored from; the coordinator knows what the log allows."""
-
-        def allowed() -> object:
-            return plain_versions(v for v in inventory.all_versions if self._store.why_dead(v.generation) is None)
-
-        rows = self._exchange.told(allowed)
-        assert isinstance(rows, list)
+        told = self._exchange.told(lambda: self._judged(inventory))
+        assert isinstance(told, list)
+        rows, foreign, reasons = told
+        self.foreign = frozenset(version_of(row).generation for row in foreign)
+        self.reasons = [*self.reasons, *reasons]
         return [version_of(row) for row in rows]
+
+    def _judged(self, inventory: Inventory) -> object:
+        """What may be restored from, what of memory is of another past, and what that means if nothing else is there."""
+        seen, store = inventory.seen, self._store
+        whys = {v: store.why_foreign(v.generation, seen.get(v)) for v in inventory.in_memory if not self._any_memory}
+        foreign = {version: why for version, why in whys.items() if why is not None}
+        may = inventory.in_memory if self._any_memory else frozenset[Version]()
+        alive = [
+            v for v in inventory.all_versions if v in may or (v not in foreign and store.why_dead(v.generation) is None)
+        ]
+        newest = max(alive, default=None)
+        if not foreign or (newest is not None and newest > max(foreign)):
+            return [plain_versions(alive), [], []]
+        offer = max(foreign)
+        said = (
+            f"memory has {offer.generation}, but it is of another past than {store.url} as it stands: {foreign[offer]}. "
+            f"The newest there is {newest.generation if newest else 'nothing'}, and that is followed. To go on from memory "
+            "instead, stop this job and start it with resume='memory'; until its next start or its end what memory has "
+            "stays, as long as there is room"
+        )
+        if newest is not None:
+            log.warning("%s", said)
+        return [plain_versions(alive), plain_versions(foreign), [] if newest is not None else [said]]
 
     def _bring(
         self, version: Version, inventory: Inventory, reader: Reader, commits: Mapping[Version, Commit]

@@ -28,6 +28,7 @@ from typing import Protocol
 from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import WindowLayout
+from lightning_moe_ckpt.session._persist import STORAGE
 from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._worker import Announced, Base, Failure, TierWorker
@@ -201,6 +202,8 @@ class Tiers:
         for lane in self._lanes:
             if lane.worker.name == tier:
                 lane.complete(generation)
+            if tier == STORAGE:
+                lane.worker.stored(generation)
 
     def memory_lost(self, *, here: bool) -> None:
         """Some rank has lost all that it held in the tier that takes every generation, this one if it is `here`. On all ranks."""

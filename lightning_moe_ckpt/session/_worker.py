@@ -228,6 +228,9 @@ class TierWorker(ABC):
     def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # storage has other means
         """All ranks hold `generation` here: what is older is not needed any more. Called once per generation."""
 
+    def stored(self, generation: GenerationId) -> None:  # noqa: B027  # of interest to memory
+        """Storage has a generation of all ranks. From any thread."""
+
     def give_up(self, generation: GenerationId) -> None:  # noqa: B027  # most tiers end what they do by themselves
         """Some rank has given `generation` up: it will never be complete here on all ranks. Called once per generation."""
 

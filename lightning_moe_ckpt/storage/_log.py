@@ -92,6 +92,10 @@ class History:
         cuts = (*self.cuts, *lost, Cut(epoch, resumed.step, life))
         return replace(after, cuts=_deciding(cuts, self.watermark))
 
+    def adopted(self, generation: GenerationId) -> History:
+        """The history in which a generation of another past may be restored, by its name."""
+        return replace(self, kept=self.kept | {generation})
+
     def advanced(self, step: int, kept: Iterable[GenerationId] = ()) -> History:
         """The history after the watermark moved up to `step`, below which only `kept` stay."""
         return replace(self, watermark=step, kept=frozenset(kept), cuts=_deciding(self.cuts, step))

@@ -1,8 +1,8 @@
 """Documents of the memory tiers: what a ring says of itself, and what stands beside it for each whole generation.
 
 ```text
-<name>.ring                       one page of header, then equal slots
-<name>.ring.<step>.e<epoch>.done  a line that says in which slots the segments lie, then the rank's marker
+<name>.ring                              one page of header, then equal slots
+<name>.ring.<step>.e<epoch>-<life>.done  a line that says in which slots the segments lie, then the rank's marker
 ```
 
 The ring's nonce is in both, so a marker is never taken for a ring that was made later under the same name.
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._entries import generation_body, read_generation
 from lightning_moe_ckpt.storage._json import Fields, decode, encode
+from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._records import RankMarker
 
 RING_HEADER_NBYTES = 4096
@@ -66,12 +68,15 @@ class MemoryMarker:
     slots: Mapping[int, int]
     """Slot of each segment, by the segment's step."""
     marker: RankMarker
+    seen: GenerationId | None = None
+    """The newest commit of the run that its process knew of. Storage that lacks it has another past."""
 
     def to_bytes(self) -> bytes:
         """The file: one document, then the marker byte for byte as it is stored."""
         data = self.marker.to_bytes()
         slots = [{"step": step, "slot": self.slots[step]} for step in sorted(self.slots)]
-        return encode("memory", {"ring": self.ring, "slots": slots, "marker": digest_of(data)}) + data
+        seen = None if self.seen is None else generation_body(self.seen)
+        return encode("memory", {"ring": self.ring, "slots": slots, "marker": digest_of(data), "seen": seen}) + data
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> MemoryMarker:
@@ -80,13 +85,14 @@ class MemoryMarker:
         body = decode(data[:end], kind="memory", where=where)
         ring, digest = body.text("ring"), body.text("marker")
         slots = dict(body.rows("slots", _read_slot))
+        seen = body.optional("seen", read_generation)
         body.end()
         if digest_of(data[end:]) != digest:
             raise Corrupt(f"{where}: the marker in it is not the one that was written. Another copy may be good.")
         marker = RankMarker.from_bytes(data[end:], where)
         if tuple(slots) != marker.steps or len(set(slots.values())) != len(slots):
             raise Corrupt(f"{where}: its slots are not those of its segments. Another copy may be good.")
-        return cls(ring=ring, slots=slots, marker=marker)
+        return cls(ring=ring, slots=slots, marker=marker, seen=seen)
 
 
 def _read_slot(value: object, where: str) -> tuple[int, int]:

@@ -55,10 +55,11 @@ from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
 from lightning_moe_ckpt.storage._scrub import read_record
 from lightning_moe_ckpt.storage._survey import Survey
+from lightning_moe_ckpt.storage._url import memory_tag, place_of
 
 log = logging.getLogger(__name__)
 
-Resume = Literal["auto", "must", "never"]
+Resume = Literal["auto", "must", "never", "memory"]
 
 
 class RunStore:
@@ -81,8 +82,8 @@ class RunStore:
 
         Args:
             backend: from `open_backend`; written to once, to see that it can be and refuses existing keys.
-            resume: `auto` continues the newest run or begins the first; `must` continues or raises; `never` begins
-                another run, beside which the older one stays until the new one has more than it keeps.
+            resume: `auto` and `memory` continue the newest run or begin the first; `must` continues or raises; `never`
+                begins another run, beside which the older one stays until the new one has more than it keeps.
 
         Raises:
             ConfigurationError: the URL cannot be written.
@@ -121,6 +122,16 @@ class RunStore:
     def life(self) -> str:
         """Name of this life; empty before `open_epoch`, and on ranks that joined."""
         return self._coordination.history.life if self._coordination is not None and self.epoch is not None else ""
+
+    @property
+    def place(self) -> str:
+        """The URL by which all processes know where the run is stored."""
+        return place_of(self.url)
+
+    @property
+    def memory_tag(self) -> str:
+        """By which shared memory of the run at this place is found. Coordinator only; for good after `open_epoch`."""
+        return memory_tag(self._coordinator().history.key, self.url)
 
     def name(self, step: int) -> GenerationId:
         """A generation of this life, after `open_epoch`."""
@@ -222,7 +233,9 @@ class RunStore:
         """
         coordination = self._coordinator()
         coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_epoch` refuse
-        survey = Survey.take(self._backend, coordination.history, read_catalog(self._backend))
+        catalog = read_catalog(self._backend)
+        coordination.committed = frozenset(g for g, contents in catalog.items() if contents.committed)
+        survey = Survey.take(self._backend, coordination.history, catalog)
         passed_over = [each for each in survey.passed_over if not each.may_be_restored]
         self.rejected = [(str(each.generation), each.reason) for each in passed_over]
         self.unreadable = [(str(each.generation), each.reason) for each in passed_over if each.is_loss]
@@ -238,6 +251,23 @@ class RunStore:
     def why_dead(self, generation: GenerationId) -> str | None:
         """Why a generation must not be restored, wherever its bytes are; `None` if it may. As of the last `candidates`."""
         return self._coordinator().history.why_dead(generation)
+
+    def why_foreign(self, generation: GenerationId, seen: GenerationId | None) -> str | None:
+        """Why a generation in memory is of another past than storage as it stands; `None` if it is of this one, or dead.
+
+        Args:
+            generation: in memory.
+            seen: the newest commit that was known when memory took it.
+        """
+        coordination = self._coordinator()
+        history = coordination.history
+        if generation in coordination.committed or history.why_left_behind(generation) is not None:
+            return None
+        if (unknown := history.why_unknown(generation)) is not None:
+            return unknown
+        if seen is None or seen in coordination.committed or history.why_left_behind(seen) is not None:
+            return None
+        return f"when it was taken storage had {seen}, which is not there now"
 
     def may_need(self, generation: GenerationId, has_more: Callable[[Commit], bool] = lambda _: False) -> bool:
         """Whether a later start may restore a copy of `generation` that is in memory. On any rank; reads the medium.
@@ -257,12 +287,15 @@ class RunStore:
         survey = Survey.take(self._backend, history, read_catalog(self._backend))
         return all(commit.generation < generation or has_more(commit) for commit in survey.usable)
 
-    def open_epoch(self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = ()) -> int | None:
+    def open_epoch(
+        self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = (), foreign: bool = False
+    ) -> int | None:
         """Begin this life from one of the last `candidates`, from a copy in memory, or from nothing.
 
         Args:
             resumed: what all ranks have.
             volatile: generations of this run that ranks have in memory, committed or not.
+            foreign: whether `resumed` may be of a past that the log does not know; it becomes part of this run's.
 
         Returns:
             The new epoch, past all that are stored or in memory; `None` if another process wrote to the log since
@@ -274,7 +307,7 @@ class RunStore:
         coordination = self._coordinator()
         if resumed is not None and resumed not in coordination.offered:
             dead = coordination.history.why_dead(resumed) if resumed in volatile else "not one of the candidates"
-            if dead is not None:
+            if dead is not None and not (foreign and resumed in volatile):
                 raise ValueError(f"`open_epoch({resumed})`: {dead}. Resume from what `candidates` and memory offer.")
         if not coordination.open(resumed, [*read_catalog(self._backend), *volatile]):
             return None
@@ -392,6 +425,8 @@ class _Coordination:
     history: History
     epoch: int | None = None
     offered: frozenset[GenerationId] = frozenset()
+    committed: frozenset[GenerationId] = frozenset()
+    """What has a manifest, readable or not, as of the last listing."""
 
     def refresh(self) -> None:
         """See what others wrote; once we have an epoch of our own, that can only be a fence."""
@@ -407,6 +442,8 @@ class _Coordination:
         epoch = _next_epoch(self.history, self.log, known)
         # A run of an older release has no key yet.
         keyed = replace(self.history, key=self.history.key or uuid.uuid4().hex)
+        if resumed is not None and keyed.why_dead(resumed) is not None:
+            keyed = keyed.adopted(resumed)
         history = keyed.opened(epoch, resumed, new_life())
         volatile = resumed is not None and resumed not in self.offered
         if not self.log.append(open_event(epoch, resumed, volatile=volatile), history):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 
@@ -17,6 +18,24 @@ def scheme_of(url: str) -> str:
     """The scheme in lower case; `file` for a path."""
     match = _SCHEME.match(url)
     return match[1].lower() if match else "file"
+
+
+def place_of(url: str) -> str:
+    """The URL by which all processes know a place: a path without links on the way."""
+    return f"file://{os.path.realpath(url[len('file://') :])}" if url.startswith("file://") else url
+
+
+def memory_tag(key: str, url: str) -> str:
+    """What names of a run's shared memory have in common: 32 hexadecimal digits.
+
+    Nobody can guess it who cannot read the log. A copy of the run's directory has another one: it is another place, and
+    what is in memory belongs to the job that goes on at the first.
+
+    Args:
+        key: secret of the run, from its log.
+        url: of the run.
+    """
+    return hashlib.blake2b(place_of(url).encode(), key=bytes.fromhex(key), digest_size=16).hexdigest()
 
 
 def checked_url(url: object) -> str:

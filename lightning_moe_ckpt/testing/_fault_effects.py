@@ -53,10 +53,10 @@ class Effects:
 
     def _own_files(self) -> list[str]:
         """Patterns of what the run keeps in this node's shared memory: this rank's rings, and replicas for others."""
-        run_id = None if self._checkpoints is None else self._checkpoints.run_id
-        if run_id is None:
+        tag = None if self._checkpoints is None else self._checkpoints.memory_tag
+        if tag is None:
             return []
-        prefix = shared_name(run_id, 0).removesuffix("0.ring")
+        prefix = shared_name(tag, 0).removesuffix("0.ring")
         return [
             str(shared_directory() / pattern) for pattern in (f"{prefix}{self._record.rank}.*", f"{prefix}*.replica*")
         ]
@@ -96,8 +96,8 @@ class Effects:
             return "nothing is stored: there is no checkpoint callback"
         if fault.at_rest == "storage":
             return flip_stored_bit(self._checkpoints.url, self._checkpoints.storage_options, rank, draws)
-        run_id = self._checkpoints.run_id or ""
-        return flip_memory_bit(shared_directory(), run_id, fault.at_rest, rank, draws)
+        tag = self._checkpoints.memory_tag or ""
+        return flip_memory_bit(shared_directory(), tag, fault.at_rest, rank, draws)
 
     def _lost(self, fault: Fault) -> Sequence[Member]:
         everybody = members(self._record)

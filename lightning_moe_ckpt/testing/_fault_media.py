@@ -43,12 +43,12 @@ def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank
         backend.close()
 
 
-def flip_memory_bit(directory: Path, run_id: str, kind: Kind, rank: int, draws: random.Random) -> str:
+def flip_memory_bit(directory: Path, tag: str, kind: Kind, rank: int, draws: random.Random) -> str:
     """Turn a bit of the newest whole generation in a memory file.
 
     Args:
         directory: shared memory of this node.
-        run_id: of the run.
+        tag: of the run at its place.
         kind: `ring`: what `rank` captured itself; `replica`: what this node keeps for any other.
         rank: of this process.
         draws: decides about the file and the bit.
@@ -56,7 +56,7 @@ def flip_memory_bit(directory: Path, run_id: str, kind: Kind, rank: int, draws: 
     Returns:
         What was done, for the log; also if there is nothing to damage yet.
     """
-    copies = [copy for copy in _copies(directory, run_id) if copy[1].kind == kind]
+    copies = [copy for copy in _copies(directory, tag) if copy[1].kind == kind]
     if kind == "ring":
         copies = [copy for copy in copies if copy[1].owner == rank]
     if not copies:
@@ -76,9 +76,9 @@ def flip_memory_bit(directory: Path, run_id: str, kind: Kind, rank: int, draws: 
     return f"bit {bit % 8} of byte {bit // 8} of {segment.key} in {path}, in {newest}"
 
 
-def _copies(directory: Path, run_id: str) -> Iterator[tuple[Path, MemoryName, MemoryMarker]]:
+def _copies(directory: Path, tag: str) -> Iterator[tuple[Path, MemoryName, MemoryMarker]]:
     for path, name in memory_files(directory):
-        if name.run_id == run_id:
+        if name.tag == tag:
             for marker in marker_paths(path):
                 with contextlib.suppress(Corrupt, FileNotFoundError):
                     yield path, name, MemoryMarker.from_bytes(marker.read_bytes(), str(marker))

@@ -7,7 +7,7 @@ other, and one bad record can be taken from elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
@@ -23,6 +23,8 @@ class Holding:
     """Rank whose segments these are."""
     nbytes: int
     """Of all its segments together."""
+    seen: GenerationId | None = field(default=None, compare=False)
+    """In memory: the newest commit that was known when it was taken."""
 
 
 class Tier(Protocol):

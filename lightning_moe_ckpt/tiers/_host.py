@@ -17,7 +17,7 @@ from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, RankMar
 from lightning_moe_ckpt.tiers._contract import Holding
 from lightning_moe_ckpt.tiers._names import MemoryName, marker_paths, memory_files
 from lightning_moe_ckpt.tiers._ring import read_header
-from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, shared_directory
+from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, read_shared, shared_directory
 
 HOST = "host"
 """Name of the tier."""
@@ -42,14 +42,14 @@ class HostTier:
     """Every ring and replica of one run in this node's shared memory, whoever owns it.
 
     Args:
-        run_id: other runs are not looked at.
+        tag: of the run at its place; other memory is not looked at.
         directory: of shared memory; default as in `shared_directory`.
     """
 
     name = HOST
 
-    def __init__(self, run_id: str, directory: Path | None = None) -> None:
-        self._run_id = run_id
+    def __init__(self, tag: str, directory: Path | None = None) -> None:
+        self._tag = tag
         self._directory = directory if directory is not None else shared_directory()
         self._places: dict[Holding, list[_Place]] = {}
         self._descriptors: dict[Path, int] = {}
@@ -59,7 +59,7 @@ class HostTier:
         """Every whole copy, newest first; what is torn, or of another run, is left out."""
         self.close()  # files may have been replaced since the last call
         for path, name in memory_files(self._directory):
-            if name.run_id == self._run_id:
+            if name.tag == self._tag:
                 self._list(path, name)
         return sorted(self._places, reverse=True)
 
@@ -138,7 +138,7 @@ def _slots(place: _Place) -> Mapping[int, int]:
 
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:
     """A marker beside a ring. Raises `Corrupt`, also if it is of another ring."""
-    marker = MemoryMarker.from_bytes(path.read_bytes(), str(path))
+    marker = MemoryMarker.from_bytes(read_shared(path), str(path))
     if marker.ring != header.nonce or any(slot >= header.num_slots for slot in marker.slots.values()):
         raise Corrupt(f"{path}: speaks of a ring that is not there any more.")
     return marker
@@ -146,13 +146,14 @@ def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:
 
 def _holding(file: MemoryMarker, name: MemoryName) -> Holding:
     marker = file.marker
-    if (marker.run_id, marker.rank) != (name.run_id, name.owner):
-        raise Corrupt(f"{name}: holds rank {marker.rank} of run {marker.run_id}. Another copy may be good.")
+    if marker.rank != name.owner:
+        raise Corrupt(f"{name}: holds rank {marker.rank}. Another copy may be good.")
     return Holding(
         generation=marker.generation,
         plan_hash=marker.plan_hash,
         owner=marker.rank,
         nbytes=sum(segment.nbytes for segment in marker.segments),
+        seen=file.seen,
     )
 
 

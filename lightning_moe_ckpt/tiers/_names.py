@@ -1,12 +1,15 @@
 """Names of the memory files of a run, and their way back to what they name.
 
 ```text
-moe-ckpt-<uid>-<run>-<rank>.ring             what the rank captured itself
-moe-ckpt-<uid>-<run>-<rank>.<turn>.ring      the same, while an earlier ring of the rank is still needed
-moe-ckpt-<uid>-<run>-<rank>.replica          kept for a rank of another node
+moe-ckpt-<uid>-<tag>-<rank>.ring             what the rank captured itself
+moe-ckpt-<uid>-<tag>-<rank>.<turn>.ring      the same, while an earlier ring of the rank is still needed
+moe-ckpt-<uid>-<tag>-<rank>.replica          kept for a rank of another node
 <any of these>.<step>.e<epoch>-<life>.done   a whole generation in it
 <any of these>.<step>.e<epoch>-<life>.tmp    the same while it is written; says nothing, whatever is in it
 ```
+
+The tag is of a run at a place, see `memory_tag` of the storage package. Files of other users are passed over, whatever
+they are called.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers._shm import is_own_file
 
 Kind = Literal["ring", "replica"]
 
-_RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_TAG = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(r"moe-ckpt-(\d+)-([A-Za-z0-9_.-]{1,100})-(\d+)(?:\.(\d+))?\.(ring|replica)")
 _MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)(?:-[0-9a-f]{12})?\.(done|tmp)")
 
@@ -31,7 +35,8 @@ _MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)(?:-[0-9a-f]{12})?\.
 class MemoryName:
     """What a memory file is called by."""
 
-    run_id: str
+    tag: str
+    """Of the run at its place."""
     owner: int
     """Rank whose segments are in it."""
     kind: Kind
@@ -45,22 +50,28 @@ class MemoryName:
         if match is None or int(match[1]) != os.getuid():
             return None
         kind: Kind = "ring" if match[5] == "ring" else "replica"
-        return cls(run_id=match[2], owner=int(match[3]), turn=int(match[4] or 0), kind=kind)
+        return cls(tag=match[2], owner=int(match[3]), turn=int(match[4] or 0), kind=kind)
 
     def __str__(self) -> str:
         turn = f".{self.turn}" if self.turn else ""
-        return f"moe-ckpt-{os.getuid()}-{self.run_id}-{self.owner}{turn}.{self.kind}"
+        return f"moe-ckpt-{os.getuid()}-{self.tag}-{self.owner}{turn}.{self.kind}"
 
 
-def shared_name(run_id: str, rank: int, kind: Kind = "ring", *, turn: int = 0) -> str:
+def shared_name(tag: str, rank: int, kind: Kind = "ring", *, turn: int = 0) -> str:
     """File name for memory that holds segments of one rank of one run of this user.
 
+    Args:
+        tag: of the run at its place.
+        rank: whose segments they are.
+        kind: whether the rank itself keeps them.
+        turn: tells files of one rank apart.
+
     Raises:
-        ValueError: `run_id` has characters that a file name should not have.
+        ValueError: `tag` has characters that a file name should not have.
     """
-    if not _RUN_ID.fullmatch(run_id):
-        raise ValueError(f"`shared_name(run_id={run_id!r})` must be 1 to 100 of the characters A-Z a-z 0-9 _ . -")
-    return str(MemoryName(run_id=run_id, owner=rank, kind=kind, turn=turn))
+    if not _TAG.fullmatch(tag):
+        raise ValueError(f"`shared_name(tag={tag!r})` must be 1 to 100 of the characters A-Z a-z 0-9 _ . -")
+    return str(MemoryName(tag=tag, owner=rank, kind=kind, turn=turn))
 
 
 def marker_path(memory: Path, generation: GenerationId) -> Path:
@@ -87,7 +98,7 @@ def marker_files(memory: Path) -> list[Path]:
 def memory_files(directory: Path) -> list[tuple[Path, MemoryName]]:
     """Every memory file of this user."""
     named = [(path, MemoryName.parse(path.name)) for path in directory.iterdir()]
-    return [(path, name) for path, name in named if name is not None]
+    return [(path, name) for path, name in named if name is not None and is_own_file(path)]
 
 
 def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
@@ -100,5 +111,5 @@ def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
 def _marker_files(directory: Path) -> Iterator[tuple[Path, str]]:
     for path in directory.iterdir():
         match = _MARKER.fullmatch(path.name)
-        if match is not None:
+        if match is not None and is_own_file(path):
             yield path, match[1]

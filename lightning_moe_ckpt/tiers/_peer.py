@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class Replication:
     Args:
         group: gloo over all ranks, used for nothing else; see `Wire`.
         run_id: of the run.
+        tag: of its memory at its place.
         holders: ranks that keep copies of this rank's segments; may be none.
         owners: ranks of which this rank keeps copies; may be none.
         max_chunk: bytes of one message, the same on all ranks.
@@ -41,6 +42,7 @@ class Replication:
         resumed: the generation that this life goes on from; see `ReplicaStore`.
         keep: generations that holders keep.
         ahead: whether a generation is sent before all ranks know of the one before, so that it may be told by deltas.
+        offered: see `RankMemory.claim`.
         directory: where copies are kept; default `shared_directory()`.
     """
 
@@ -49,6 +51,7 @@ class Replication:
         group: dist.ProcessGroup,
         *,
         run_id: str,
+        tag: str,
         url: str,
         holders: Sequence[int],
         owners: Sequence[int],
@@ -56,6 +59,7 @@ class Replication:
         resumed: GenerationId | None = None,
         keep: int = 1,
         ahead: bool = False,
+        offered: Collection[GenerationId] = (),
         directory: Path | None = None,
     ) -> None:
         self._group, self.started, self.ahead = group, False, ahead
@@ -63,10 +67,11 @@ class Replication:
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
         self.stores = {
             owner: ReplicaStore(
-                RankMemory(run_id, owner, url=url, directory=directory, kind="replica"),
+                RankMemory(tag, owner, url=url, directory=directory, kind="replica"),
                 resumed,
                 keep=keep,
                 ahead=ahead,
+                offered=offered,
             )
             for owner in owners
         }
@@ -96,6 +101,11 @@ class Replication:
         self.started = True
         for receiver in self.receivers:
             receiver.start()
+
+    def saw(self, committed: GenerationId | None) -> None:
+        """See `RankMemory.saw`."""
+        for store in self.stores.values():
+            store.saw(committed)
 
     def unlink(self) -> None:
         """Leave no name of a copy behind; from any thread, right before the process is ended."""

@@ -14,6 +14,8 @@ Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
@@ -33,13 +35,20 @@ class ReplicaStore:
         resumed: the generation that this life goes on from; a copy that an earlier life left of it stays.
         keep: generations that are kept besides the one that is received.
         ahead: whether a generation may come before all ranks know of the one before.
+        offered: see `RankMemory.claim`.
     """
 
     def __init__(
-        self, memory: RankMemory, resumed: GenerationId | None = None, *, keep: int = 1, ahead: bool = False
+        self,
+        memory: RankMemory,
+        resumed: GenerationId | None = None,
+        *,
+        keep: int = 1,
+        ahead: bool = False,
+        offered: Collection[GenerationId] = (),
     ) -> None:
         self._memory, self._keep, self._room = memory, keep, 1 + keep + ahead
-        memory.claim(resumed, older=keep > 1)
+        memory.claim(resumed, older=keep > 1, offered=offered)
         self._slot: Slot | None = None
         self._generation: GenerationId | None = None
 
@@ -131,6 +140,10 @@ class ReplicaStore:
     def nbytes(self) -> int:
         """Reserved."""
         return self._memory.nbytes
+
+    def saw(self, committed: GenerationId | None) -> None:
+        """See `RankMemory.saw`."""
+        self._memory.saw(committed)
 
     def unlink(self) -> None:
         """Remove all names without a word: for the last moment of a process, from any thread."""

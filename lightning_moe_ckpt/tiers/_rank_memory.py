@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -46,23 +47,40 @@ _WASTE = 1.25
 """A claimed ring is used again if it has at most so many times the bytes that are needed."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryClaim:
+    """How memory of a run is found by one life of it, and what the life knows of storage when it begins."""
+
+    tag: str
+    """Of the run at its place."""
+    url: str
+    """Of the run, as `RunStore.place` has it."""
+    offered: frozenset[GenerationId] = frozenset()
+    """Generations in memory of another past than storage's, which users may ask for with the next start."""
+    seen: GenerationId | None = None
+    """The newest commit."""
+
+
 class RankMemory:
     """What one rank of a run has in this node's shared memory.
 
     Args:
-        run_id: of the run in storage.
+        tag: of the run at its place.
         rank: whose segments it holds.
         url: of the run; what replaced runs left is found by it.
         directory: of shared memory; default as in `shared_directory`.
         kind: `ring` for what the rank captures itself, `replica` for what this process keeps for it.
     """
 
-    def __init__(self, run_id: str, rank: int, *, url: str, directory: Path | None = None, kind: Kind = "ring") -> None:
-        self._run_id, self._rank, self._kind = run_id, rank, kind
+    def __init__(self, tag: str, rank: int, *, url: str, directory: Path | None = None, kind: Kind = "ring") -> None:
+        self._tag, self._rank, self._kind = tag, rank, kind
         self._origin = digest_of(url.encode())
         self._directory = directory if directory is not None else shared_directory()
         self._ring: SegmentRing | None = None
         self._kept: list[SegmentRing] = []
+        self._offered: list[SegmentRing] = []
+        """With what storage has another past than; nothing of it is used, and it is kept as long as there is room."""
+        self._seen: GenerationId | None = None
         self._foreign: list[tuple[Path, FileId]] = []
         """Of processes that live: names, and which files they led to."""
         self._moved_are_removed = False
@@ -91,22 +109,31 @@ class RankMemory:
     @property
     def nbytes(self) -> int:
         """Of all rings that this process owns."""
-        return sum(ring.nbytes for ring in self._all())
+        return sum(ring.nbytes for ring in (*self._all(), *self._offered))
+
+    def saw(self, committed: GenerationId | None) -> None:
+        """Storage has a generation: what is published from here on says that it was known. From any thread."""
+        self._seen = committed
+        for ring in self._all():
+            ring.seen = committed
 
     # -- start
 
-    def claim(self, resumed: GenerationId | None, *, older: bool = False) -> None:
+    def claim(
+        self, resumed: GenerationId | None, *, older: bool = False, offered: Collection[GenerationId] = ()
+    ) -> None:
         """Take over what earlier lives of this rank left, once it is known what this life resumes from.
 
         Args:
             resumed: kept until something newer is complete; everything else goes, all of it for `None`.
             older: whether generations before that are kept too, since it has not all of the state.
+            offered: generations of another past that users may still ask for; a ring with one is left as it is.
         """
         self._remove_replaced_runs()
         for path, name in memory_files(self._directory):
             if self._is_own(name):
                 with contextlib.suppress(FileNotFoundError):
-                    self._claim(path, resumed, older=older)
+                    self._claim(path, resumed, older=older, offered=offered)
         for path, name in orphaned_markers(self._directory):
             if self._is_own(name):
                 path.unlink(missing_ok=True)
@@ -136,7 +163,7 @@ class RankMemory:
             # Its memory may have been given up for a second attempt: then it has no name, and `renew` makes it again.
             self._kept, self._ring = [ring for ring in self._kept if ring is not before], before
             raise
-        self._ring.keep = keep
+        self._ring.keep, self._ring.seen = keep, self._seen
         return self._ring
 
     def renew(self) -> SegmentRing:
@@ -155,7 +182,7 @@ class RankMemory:
         self._close([ring for ring in self._kept if not ring.is_named])
         self._expect_no_successor()
         self._ring = self._create(lost.slot_nbytes, lost.num_slots)
-        self._ring.keep = lost.keep
+        self._ring.keep, self._ring.seen = lost.keep, self._seen
         log.warning(
             "the name of ring %s was removed by something else; %s takes its place. Keep what tidies up %s, and logouts "
             "(`RemoveIPC=yes`), away from `moe-ckpt-*`",
@@ -193,7 +220,8 @@ class RankMemory:
         Args:
             unlink: whether the names go too; else they stay where a later life could restore something.
         """
-        rings, self._kept, self._ring = self._all(), [], None
+        rings, self._kept, self._ring = [*self._all(), *self._offered], [], None
+        self._offered = []
         for ring in rings:
             nothing = not ring.published
             ring.close(unlink=unlink or nothing)
@@ -214,9 +242,11 @@ class RankMemory:
         return [*self._kept, *([self._ring] if self._ring is not None else [])]
 
     def _is_own(self, name: MemoryName) -> bool:
-        return (name.run_id, name.owner, name.kind) == (self._run_id, self._rank, self._kind)
+        return (name.tag, name.owner, name.kind) == (self._tag, self._rank, self._kind)
 
-    def _claim(self, path: Path, resumed: GenerationId | None, *, older: bool) -> None:
+    def _claim(
+        self, path: Path, resumed: GenerationId | None, *, older: bool, offered: Collection[GenerationId]
+    ) -> None:
         """Take a file over. Raises `FileNotFoundError` if it is gone meanwhile."""
         found = file_id(path)
         try:
@@ -227,6 +257,9 @@ class RankMemory:
         if ring is None:
             log.warning("ring %s belongs to a process that still lives; this one makes another", path)
             self._foreign.append((path, found))
+            return
+        if any(generation in offered for generation in ring.published):
+            self._offered.append(ring)
             return
         for generation in ring.published:
             if resumed is None or generation > resumed or (generation < resumed and not older):
@@ -246,17 +279,19 @@ class RankMemory:
         try:
             return self._create_beside(slot_nbytes, num_slots)
         except ConfigurationError:
-            if not self._kept and not self._foreign:
+            if not self._kept and not self._foreign and not self._offered:
                 raise
         log.warning("no room for a new ring beside what an earlier one holds, which is given up")
         self._forget_others()
+        offered, self._offered = self._offered, []
+        self._close(offered)
         return self._create_beside(slot_nbytes, num_slots)
 
     def _create_beside(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
         """A ring under a name that nothing has which is still needed."""
-        taken = {path for path, _ in memory_files(self._directory)}
-        names = (shared_name(self._run_id, self._rank, self._kind, turn=turn) for turn in range(len(taken) + 1))
-        name = next(name for name in names if self._directory / name not in taken)
+        taken = {path.name for path in self._directory.iterdir()}  # whoever has made it
+        names = (shared_name(self._tag, self._rank, self._kind, turn=turn) for turn in range(len(taken) + 1))
+        name = next(name for name in names if name not in taken)
         return SegmentRing.create(name, slot_nbytes, num_slots, self._directory, origin=self._origin)
 
     def _close(self, rings: list[SegmentRing]) -> None:
@@ -292,14 +327,14 @@ class RankMemory:
             return
         self._moved_are_removed = True
         for path, name in memory_files(self._directory):
-            if name.run_id == self._run_id and name.kind == self._kind and name.owner != self._rank:
+            if name.tag == self._tag and name.kind == self._kind and name.owner != self._rank:
                 _remove_if_older(path, generation)
 
     def _remove_replaced_runs(self) -> None:
         """What dead processes left of other runs under the same URL, which nobody can resume any more."""
         for path, name in memory_files(self._directory):
-            if name.run_id != self._run_id and _origin(path) == self._origin:
-                _remove_if_dead(path, name)
+            if name.tag != self._tag and _origin(path) == self._origin:
+                _remove_if_dead(path)
 
 
 def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int) -> bool:
@@ -330,10 +365,10 @@ def _remove_if_older(path: Path, generation: GenerationId) -> None:
     ring.close(unlink=older)
 
 
-def _remove_if_dead(path: Path, name: MemoryName) -> None:
+def _remove_if_dead(path: Path) -> None:
     ring = _adopted(path)
     if ring is not None:
-        log.info("%s belongs to run %s, which another one under this URL has replaced", path, name.run_id)
+        log.info("%s belongs to a run which another one under this URL has replaced", path)
         ring.close(unlink=True)
 
 

@@ -48,7 +48,7 @@ from lightning_moe_ckpt.storage import (
     RingHeader,
 )
 from lightning_moe_ckpt.tiers._names import marker_files, marker_path, marker_paths, unfinished_path
-from lightning_moe_ckpt.tiers._shm import SharedFile, shared_directory
+from lightning_moe_ckpt.tiers._shm import SharedFile, read_shared, shared_directory, write_shared
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,8 @@ class SegmentRing:
         self._generations: dict[Hashable, _Generation] = {}  # in the order in which their windows began
         self.keep = 1
         """Generations that stay once they are complete on all ranks: the newest ones."""
+        self.seen: GenerationId | None = None
+        """The newest commit that is known; stated with what is published."""
 
     @classmethod
     def create(
@@ -288,10 +290,10 @@ class SegmentRing:
             entry = self._published_entry(generation)
             slots = {segment.step: entry.steps[segment.step] for segment in marker.segments}
             assert all(entry.slots[index] is SlotState.SEALED for index in slots.values()), "a segment is not sealed"
-        data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker).to_bytes()
+        data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker, seen=self.seen).to_bytes()
         temporary = unfinished_path(path)
         try:
-            temporary.write_bytes(data)
+            write_shared(temporary, data)
             with self._lock:
                 entry = self._published_entry(generation)
                 temporary.rename(path)
@@ -477,5 +479,5 @@ def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
 def _read_marker(path: Path) -> MemoryMarker | None:
     """What a file beside a ring says; `None` if it is not whole."""
     with contextlib.suppress(Corrupt, FileNotFoundError):
-        return MemoryMarker.from_bytes(path.read_bytes(), str(path))
+        return MemoryMarker.from_bytes(read_shared(path), str(path))
     return None

@@ -1,6 +1,7 @@
 """Named shared memory that outlives its process: a raw file in `/dev/shm`, mapped into a tensor.
 
-The name follows from user, run and rank, not from the process, so a restarted rank finds the file of its last life.
+The name follows from user, run, place and rank, not from the process, so a restarted rank finds the file of its last
+life. It cannot be guessed by whoever cannot read the run's log, and what others put under such a name is passed over.
 Memory is reserved when the file is made. A tmpfs without room then gives an error that says how much is missing,
 where a sparse file would give a SIGBUS in the middle of a copy.
 
@@ -18,6 +19,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -156,12 +158,45 @@ class SharedFile:
 
 
 def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a file of this user; close it with `close_shared`. Raises `FileNotFoundError`."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if os.fstat(descriptor).st_uid != os.geteuid():
+    """A descriptor of a file of this user; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
+    if not is_own_file(path):
+        raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not _is_own(os.fstat(descriptor)):  # replaced meanwhile
         close_shared(descriptor)
-        raise FileNotFoundError(errno.ENOENT, "belongs to another user", str(path))
+        raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
     return descriptor
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a name leads to a file of this user: anybody may make names in shared memory."""
+    try:
+        return _is_own(path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def read_shared(path: Path) -> bytes:
+    """All of a small file of this user. Raises `FileNotFoundError` for anything else."""
+    descriptor = open_shared(path)
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        close_shared(descriptor)
+
+
+def write_shared(path: Path, data: bytes) -> None:
+    """Make a small private file. Raises `FileExistsError` if there is one that is not ours to replace."""
+    if is_own_file(path):
+        path.unlink()
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        file.write(data)
 
 
 def close_shared(descriptor: int) -> None:

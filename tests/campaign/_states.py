@@ -89,10 +89,10 @@ class StateRecorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._counter is not None
         self._counter.remove()
-        assert self._own.run_id is not None
+        assert self._own.memory_tag is not None
         torch.save(self._states, self._folder / f"states.{self._rank}")
         torch.save(self._tokens, self._folder / f"tokens.{self._rank}")
-        tier = HostTier(self._own.run_id)
+        tier = HostTier(self._own.memory_tag)
         copies = []
         for holding in tier.holdings():
             if holding.owner == self._rank:

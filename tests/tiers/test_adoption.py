@@ -781,9 +781,9 @@ def test_the_documents_are_read_back_as_they_were_written(node: Path) -> None:
 def test_names_lead_back_to_what_they_name() -> None:
     """Runs with hyphens and dots, turns, replicas; nothing of another user."""
     for name in (
-        MemoryName(run_id=RUN, owner=0, kind="ring"),
-        MemoryName(run_id="a-b.c-7", owner=12, kind="ring", turn=3),
-        MemoryName(run_id=RUN, owner=3, kind="replica"),
+        MemoryName(tag=RUN, owner=0, kind="ring"),
+        MemoryName(tag="a-b.c-7", owner=12, kind="ring", turn=3),
+        MemoryName(tag=RUN, owner=3, kind="replica"),
     ):
         assert MemoryName.parse(str(name)) == name
     assert MemoryName.parse(shared_name(RUN, 0).replace(str(os.getuid()), "54321", 1)) is None

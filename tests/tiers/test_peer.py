@@ -80,6 +80,7 @@ def replication(
     made = Replication(
         rank.group(),
         run_id=RUN,
+        tag=RUN,
         holders=holders[rank.rank],
         owners=[owner for owner, to in holders.items() if rank.rank in to],
         max_chunk=max_chunk,
@@ -433,7 +434,7 @@ def test_too_little_memory_for_copies_is_an_error_that_says_how_much_is_missing(
     """Before training goes on, not in the middle of it."""
 
     def work(rank: Rank) -> str:
-        made = Replication(rank.group(), run_id=RUN, url="memory://peers", holders=(), owners=(1,))
+        made = Replication(rank.group(), run_id=RUN, tag=RUN, url="memory://peers", holders=(), owners=(1,))
         with pytest.raises(ConfigurationError, match=r"bytes are free, \d+ are missing") as raised:
             made.allocate([2**45] * 3, WINDOW)
         made.close(1, unlink=True)

@@ -99,7 +99,7 @@ def marker_of(index: int) -> RankMarker:
 def replication(rank: Rank, holders: Mapping[int, tuple[int, ...]] = HOLDERS, *, max_chunk: int = 9_000) -> Replication:
     """A started one, that sends at once."""
     made = Replication(
-        rank.group(), run_id=RUN, url="memory://peers", holders=holders[rank.rank],
+        rank.group(), run_id=RUN, tag=RUN, url="memory://peers", holders=holders[rank.rank],
         owners=[owner for owner, to in holders.items() if rank.rank in to], max_chunk=max_chunk, ahead=True,
     )  # fmt: skip
     made.allocate([SLOT] * rank.world_size, 1)
@@ -430,7 +430,7 @@ class Bench:
         self.rank, self.released = rank, list[int]()
         holders, owners = ONE_HOLDER[rank.rank], [0] if rank.rank == 1 else []
         made = Replication(
-            rank.group(), run_id=RUN, url="memory://peers", holders=holders, owners=owners, max_chunk=2_000, ahead=True,
+            rank.group(), run_id=RUN, tag=RUN, url="memory://peers", holders=holders, owners=owners, max_chunk=2_000, ahead=True,
         )  # fmt: skip
         groups = ParallelGroups(rank=rank.rank, world_size=2, groups={"control": rank.group()})
         self.worker = PeerWorker(made, Markers(run_id=RUN, rank=rank.rank, world_size=3), deltas=deltas)

@@ -50,6 +50,7 @@ class Bench:
         replication = Replication(
             rank.group(),
             run_id=RUN,
+            tag=RUN,
             url="memory://peers",
             holders=[1 - rank.rank],
             owners=[1 - rank.rank],

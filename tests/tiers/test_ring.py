@@ -346,7 +346,7 @@ def test_names_belong_to_user_run_and_rank() -> None:
     assert len({shared_name("a", 0), shared_name("a", 1), shared_name("b", 0)}) == 3
     assert str(os.getuid()) in shared_name("a", 0)
     for bad in ("", "a/b", "a\0", "x" * 101):
-        with pytest.raises(ValueError, match="run_id"):
+        with pytest.raises(ValueError, match="tag"):
             shared_name(bad, 0)
 
 
