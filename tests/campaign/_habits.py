@@ -64,7 +64,7 @@ class Habit(Setup):
 
     @override
     def trainer_options(self, life: Life) -> dict[str, Any]:
-        return {**super().trainer_options(life), **dict(self.trainer)}
+        return {**super().trainer_options(life), "default_root_dir": life.workdir, **dict(self.trainer)}
 
 
 def toggled(module: LightningModule, *, on: bool) -> None:
