@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import Unpack, override
 
-from lightning_moe_ckpt._lightning_files import LightningResume
+from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
 from lightning_moe_ckpt._lightning_tuners import tries_only
 from lightning_moe_ckpt.callbacks._replay import Replay
@@ -62,6 +62,9 @@ class CheckpointCallback(Checkpoint):
     def _policy(self) -> WindowPolicy:
         """What is taken when."""
         raise NotImplementedError
+
+    best_model_path = ""
+    """Of `ModelCheckpoint`, which Lightning asks for it: none, for weights that are best are not what is kept here."""
 
     @property
     def keep(self) -> int:
@@ -117,6 +120,13 @@ class CheckpointCallback(Checkpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer, Trainer):
+            raise ConfigurationError(
+                f"{type(self).__name__} resumes and follows the fit loop of `lightning.pytorch.Trainer`, and found a "
+                f"{type(trainer).__module__}.{type(trainer).__qualname__}. Write `import lightning.pytorch as pl` and use "
+                "`pl.Trainer`."
+            )
+        let_best_come_first(trainer, self)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [c for c in callbacks if isinstance(c, CheckpointCallback) and c is not self]
         if others:

@@ -333,6 +333,11 @@ def _refuse_unsupported(trainer: Trainer, policy: WindowPolicy) -> None:
             "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
             "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
         )
+    if policy.kind == "sparse" and not trainer.lightning_module.automatic_optimization:
+        raise ConfigurationError(
+            "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "
+            "module takes them itself. Use DenseCheckpoint, or set `automatic_optimization = True`."
+        )
     finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
     if finetuning and policy.kind not in {"dense", "sparse"}:
         raise ConfigurationError(

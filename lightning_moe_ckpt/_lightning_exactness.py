@@ -27,8 +27,6 @@ def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool)
         replays: whether a resume re-runs steps with part of the model frozen.
     """
     found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer), *_of_clocks(trainer)]
-    if not module.automatic_optimization:
-        found.append("manual optimization: steps taken by the module itself are not recorded; use DenseCheckpoint")
     if replays:
         found += _of_replay(module)
     return found

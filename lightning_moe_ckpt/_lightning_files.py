@@ -138,6 +138,17 @@ class CheckpointFiles:
         return exists
 
 
+def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
+    """`ckpt_path="best"` is that of the first callback that keeps checkpoints: let `ModelCheckpoint` be before ours."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    last = max((i for i, each in enumerate(callbacks) if isinstance(each, ModelCheckpoint)), default=-1)
+    here = callbacks.index(callback)
+    if here < last:
+        # A new list: Lightning is iterating over the old one.
+        moved = [*callbacks[:here], *callbacks[here + 1 : last + 1], callback, *callbacks[last + 1 :]]
+        trainer.callbacks = moved  # type: ignore[attr-defined]
+
+
 def keep_folder(callback: Callback, state: dict[str, Any], trainer: Trainer) -> None:
     """Let a `ModelCheckpoint` that was given no folder write on into the one that the run had.
 
@@ -161,7 +172,7 @@ class LightningResume:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._connector = trainer._checkpoint_connector
+        self._trainer, self._connector = trainer, trainer._checkpoint_connector
         self._read = self._connector.resume_start
         self._error: Exception | None = None
         self._connector.resume_start = self._start  # type: ignore[method-assign]
@@ -184,7 +195,12 @@ class LightningResume:
                 raise self._error
             return
         if self._connector._ckpt_path:
-            log.info("%s is not loaded: this run resumes from a later step", self._connector._ckpt_path)
+            log.info(
+                "%s is not loaded: this run goes on at its own step %d, whatever `ckpt_path` says; with resume='never' it "
+                "begins from the file",
+                self._connector._ckpt_path,
+                self._trainer.global_step,
+            )
             self._connector._ckpt_path = None
             self._connector._loaded_checkpoint = {}
 

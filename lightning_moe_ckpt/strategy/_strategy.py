@@ -183,6 +183,15 @@ class MoEStrategy(DDPStrategy):
                     f"`expert_parallel={self.groups.ep_size}`. Build it in `LightningModule.configure_model`, "
                     "which runs once the strategy has set up its processes, not in `__init__`."
                 )
+        if self.groups.ep_size > 1 and not expert_parallel_fqns(module):
+            experts = next(
+                (f"`{name}`" for name, _ in module.named_parameters() if "expert" in name.lower()), "no expert"
+            )
+            raise ConfigurationError(
+                f"`expert_parallel={self.groups.ep_size}` would have no effect: found {experts} with all experts on every "
+                "rank, and no layer that shards them. Build `MoELayer`, or a module that keeps the contract "
+                "`ExpertParallelModule`, in `LightningModule.configure_model`, or use `expert_parallel=1`."
+            )
         reason = refuse_tutel(module, _glue.ignored_names(module))
         if reason is not None:
             raise ConfigurationError(reason)

@@ -125,6 +125,19 @@ def every_rank(world_size: int, checkpoint: Callable[[int], CheckpointCallback],
     return run_world(world_size, work, timeout=timedelta(seconds=60), process_group=False)
 
 
+def test_expert_parallelism_that_shards_nothing_stops_all_ranks(tmp_path: Path) -> None:
+    """Such as experts of Hugging Face, of which every rank has all."""
+
+    class Theirs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+
+    for said in every_rank(2, lambda _: DenseCheckpoint(tmp_path), module=Theirs, expert_parallel=2):
+        assert said.startswith("ConfigurationError: `expert_parallel=2` would have no effect: found `experts.0.weight`")
+        assert "Build `MoELayer`" in said
+
+
 def whole(url: Path) -> list[str]:
     """Generations of a run in which every byte is as it was written."""
     verdict = verify(open_backend(str(url)))

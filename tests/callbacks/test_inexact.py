@@ -50,20 +50,6 @@ class Averages(Plain):
         self.ema.requires_grad_(requires_grad=False)
 
 
-class Manual(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
-
-
 class Teacher(Callback):
     """Keeps a copy of the weights where nobody looks."""
 
@@ -91,11 +77,10 @@ def _said(module: LightningModule, callbacks: list[Callback], caplog: pytest.Log
     [
         (Clips, None, "configure_gradient_clipping"),
         (Averages, None, "WeightAveraging"),
-        (Manual, None, "manual optimization"),
         (Plain, Teacher, "`Teacher` keeps weights in ['teacher']"),
         (Plain, partial(ModelCheckpoint, train_time_interval=timedelta(hours=1)), "saves by the clock"),
     ],
-    ids=["clipping", "averages", "manual", "copies", "clock"],
+    ids=["clipping", "averages", "copies", "clock"],
 )
 def test_each_reason_is_said_once(
     tmp_path: Path,

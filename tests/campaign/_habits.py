@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner.tuning import Tuner
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -31,6 +33,10 @@ class Habit(Setup):
     """What a callback of Lightning's looks for by trial steps, before training."""
     tunes: Literal["lr", "batch_size"] | None = None
     """What a `Tuner` looks for, before the fit."""
+    manual: int = 0
+    """Optimizer steps that the module itself takes for each batch; 0 for automatic optimization."""
+    from_file: bool = False
+    """Whether the fit begins from a file of Lightning's, at step 3."""
     unfreezes_at: int | None = None
     """The epoch in which a finetuning callback adds experts to the optimizer, as a group of their own."""
 
@@ -54,7 +60,13 @@ class Habit(Setup):
         return None if by_module else training, validation
 
     @override
+    def fit_options(self, life: Life) -> dict[str, Any]:
+        return {"ckpt_path": life.workdir / "begin.ckpt", "weights_only": False} if self.from_file else {}
+
+    @override
     def before_fit(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.from_file and not (module._life.workdir / "begin.ckpt").exists():  # type: ignore[operator, union-attr]
+            self._write_file(module._life)  # type: ignore[arg-type]
         if self.tunes == "lr":
             training, _ = super().loaders(module._life)  # type: ignore[arg-type]
             Tuner(trainer).lr_find(module, training, num_training=6, early_stop_threshold=None)
@@ -65,6 +77,14 @@ class Habit(Setup):
     @override
     def trainer_options(self, life: Life) -> dict[str, Any]:
         return {**super().trainer_options(life), "default_root_dir": life.workdir, **dict(self.trainer)}
+
+    def _write_file(self, life: Life) -> None:
+        """What another program has trained before."""
+        with isolate_rng():
+            seed_everything(5, verbose=False)
+            first = Trainer(**{**self.trainer_options(life), "max_steps": 3})
+            first.fit(self.make_module(life), *super().loaders(life))
+            first.save_checkpoint(life.workdir / "begin.ckpt")
 
 
 def toggled(module: LightningModule, *, on: bool) -> None:
@@ -81,6 +101,22 @@ class HabitModule(Module):
         super().__init__(setup, life)
         self._habit, self._life = setup, life
         self.lr, self.batch_size = 3e-3, setup.batch_size
+        self.automatic_optimization = not setup.manual
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self._habit.manual:
+            return super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
+        for _ in range(self._habit.manual):
+            optimizer.zero_grad()
+            loss = self._loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+        scheduler.step()
+        return loss
 
     @override
     def train_dataloader(self) -> Any:

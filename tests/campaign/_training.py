@@ -176,6 +176,10 @@ class Setup:
     def before_fit(self, trainer: Trainer, module: LightningModule) -> None:
         """What the user's program does between building the Trainer and training."""
 
+    def fit_options(self, life: Life) -> dict[str, Any]:
+        """Arguments of `fit` beside the module and the loaders."""
+        return {}
+
     def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
         """What else must be equal at the end, besides the state of training; JSON."""
         kept = [each for each in trainer.callbacks if isinstance(each, KeepsWeights)]  # type: ignore[attr-defined]
@@ -372,7 +376,7 @@ def train(setup: Setup, life: Life) -> Mapping[str, Any]:
     module = setup.make_module(life)
     trainer = Trainer(callbacks=life.callbacks(*setup.callbacks(life), *own), **setup.trainer_options(life))
     setup.before_fit(trainer, module)
-    trainer.fit(module, *setup.loaders(life))
+    trainer.fit(module, *setup.loaders(life), **setup.fit_options(life))
     return setup.returned(life, trainer)
 
 

@@ -71,3 +71,19 @@ def test_trial_steps_are_not_the_runs(campaigns: Campaigns, tunes: Any) -> None:
     setup = Habit(checkpointing=SPARSE, scheduler="none", **tunes)
     lives = campaigns.check(setup, Kill(phase="forward", step=1), *killed(5, 8))
     assert lives[1].steps()[0] == 1
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_steps_that_the_module_takes_by_itself_are_the_same(campaigns: Campaigns, steps: int) -> None:
+    """One for each batch, or several."""
+    campaigns.check(Habit(manual=steps, clip=None, checkpointing=DENSE), *killed(3 * steps, 7 * steps))
+
+
+@pytest.mark.parametrize("checkpointing", [SPARSE, DENSE], ids=["sparse", "dense"])
+def test_a_run_that_begins_from_a_file_goes_on_from_its_own_checkpoints(
+    campaigns: Campaigns, checkpointing: Checkpointing
+) -> None:
+    """Also if it is killed before the first of them; every life is given the file."""
+    setup = Habit(from_file=True, checkpointing=checkpointing)
+    lives = campaigns.check(setup, Kill(phase="forward", step=3), *killed(4, 8))
+    assert "begin.ckpt is not loaded" in lives[-1].log()
