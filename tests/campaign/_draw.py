@@ -155,6 +155,7 @@ def _setup(rng: random.Random) -> Drawn:
         plateau=(rng.choice(["step", "epoch"]), rng.choice([1, 2])) if some(0.15) else None,
         world_size=world_size,
         strategy="moe" if some(0.8) else "ddp_ordered",
+        expert_parallel=3 if some(0.5) else 1,
         averaged=rng.choice(["ema", "mean"]) if some(0.08) else None,
         balanced_by="callback" if model == "biased" else None,
         trainer=_trainer(rng, validated=validated, batches=batches),
@@ -175,6 +176,8 @@ def _options(rng: random.Random, model: str) -> tuple[tuple[str, Any], ...]:
     options: list[tuple[str, Any]] = []
     if model not in {"dense", "mixtral"}:
         options += [(name, True) for name in ("gate_fp32", "noisy", "never_routed") if rng.random() < 0.25]
+    if model in {"lists", "batch_norm", "tied", "counting"} and rng.random() < 0.15:
+        options.append(("shared", True))
     if model == "mixtral" and rng.random() < 0.3:
         options.append(("never_routed", True))
     if model not in {"dense", "mixtral", "tied"} and rng.random() < 0.2:
@@ -275,6 +278,10 @@ def _sensible_training(setup: Drawn) -> dict[str, Any]:
     if setup.world_size == 1:
         changes["strategy"] = "moe"
     strategy = changes.get("strategy", setup.strategy)
+    if setup.expert_parallel > 1:
+        sharded = setup.model == "stacked" and setup.world_size == 3 and strategy == "moe"
+        options = (*setup.options, ("num_experts", 6)) if sharded else setup.options
+        changes |= {"expert_parallel": 3 if sharded else 1, "options": options}
     changes["toggled"] = setup.toggled and setup.model not in {"mixtral", "counting"} and strategy == "moe"
     return changes
 
@@ -299,4 +306,7 @@ def _kill(rng: random.Random, setup: Drawn) -> Kill:
             phase=rng.choice(["epoch_start", "epoch_end", "batch_end"]), batches=batches, rank=rank, settle=settle
         )
     phases = [phase for phase in PHASES if phase != "validation" or setup.validate_every]
-    return Kill(phase=rng.choice(phases), batches=rng.randint(1, 12), rank=rank, settle=settle)
+    batches = (
+        rng.randint(1, 3) if rng.random() < 0.25 else rng.randint(1, 12)
+    )  # some before the window they resumed ends
+    return Kill(phase=rng.choice(phases), batches=batches, rank=rank, settle=settle)

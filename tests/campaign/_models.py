@@ -26,11 +26,19 @@ class ListMoE(nn.Module):
     """Experts in a ModuleList, top-1, skipped when they get no token: their gradient is then `None`."""
 
     def __init__(
-        self, num_experts: int = NUM_EXPERTS, *, dropout: float, gate_fp32: bool, noisy: bool, never_routed: bool
+        self,
+        num_experts: int = NUM_EXPERTS,
+        *,
+        dropout: float,
+        gate_fp32: bool,
+        noisy: bool,
+        never_routed: bool,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         self.gate = nn.Linear(MODEL_DIM, num_experts, bias=False)
         self.experts = nn.ModuleList(_expert(dropout) for _ in range(num_experts))
+        self.shared_expert = _expert(dropout) if shared else None
         self._gate_fp32, self._noisy, self._never_routed = gate_fp32, noisy, never_routed
 
     @override
@@ -43,6 +51,8 @@ class ListMoE(nn.Module):
             if rows.numel():
                 y = expert(x_TD[rows])
                 out_TD = out_TD.index_add(0, rows, (y * weight_T[rows, None].to(y.dtype)).to(out_TD.dtype))
+        if self.shared_expert is not None:
+            out_TD = out_TD + self.shared_expert(x_TD).to(out_TD.dtype)
         load_E = functional.one_hot(expert_T, len(self.experts)).float().mean(0)
         return out_TD, (load_E * probs_TE.mean(0)).sum() * len(self.experts)
 
@@ -398,6 +408,7 @@ def _build(
     bias: str = "buffer",
     capacity_factor: float = 1.25,
     one_capacity: bool = False,
+    shared: bool = False,
 ) -> nn.Module:
     options: dict[str, Any] = {"gate_fp32": gate_fp32, "noisy": noisy, "never_routed": never_routed}
     if name == "mixtral":
@@ -405,7 +416,7 @@ def _build(
     if name == "dense":
         return TiedGPT(lambda: _DenseMLP(dropout), num_blocks=4)
     if name == "tied":
-        return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, **options))
+        return TiedGPT(lambda: ListMoE(num_experts, dropout=dropout, shared=shared, **options))
     if name == "layers":
         factors = iter((2.0, 1.0, 0.5))
         return TiedGPT(lambda: StackedMoE(num_experts, capacity_factor=next(factors), **options), num_blocks=3)
@@ -416,6 +427,6 @@ def _build(
     elif name == "biased":
         moe = BiasedMoE(num_experts, bias=bias, dropout=dropout, **options)
     else:
-        moe = ListMoE(num_experts, dropout=dropout, **options)
+        moe = ListMoE(num_experts, dropout=dropout, shared=shared, **options)
     model = Residual(moe, dropout=dropout, batch_norm=name == "batch_norm", recompute=recompute)
     return Counting(model) if name == "counting" else model
