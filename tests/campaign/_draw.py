@@ -282,6 +282,9 @@ def _sensible_training(setup: Drawn) -> dict[str, Any]:
         sharded = setup.model == "stacked" and setup.world_size == 3 and strategy == "moe"
         options = (*setup.options, ("num_experts", 6)) if sharded else setup.options
         changes |= {"expert_parallel": 3 if sharded else 1, "options": options}
+    if setup.world_size > 1:  # a gradient that comes twice in one backward pass is refused by name
+        options = changes.get("options", setup.options)
+        changes["options"] = tuple((name, "not_reentrant" if name == "recompute" else value) for name, value in options)
     changes["toggled"] = setup.toggled and setup.model not in {"mixtral", "counting"} and strategy == "moe"
     return changes
 
