@@ -89,6 +89,7 @@ class BoundaryRecorder:
         """Digest of the batch with which the original run went on from here."""
         self._original: Start | None = None
         self._mid_epoch = False
+        self._metrics_due = False
         self._extras = Extras()
         require_storable(
             {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
@@ -190,6 +191,7 @@ class BoundaryRecorder:
     def before_iter(self) -> None:
         """Samplers and workers are about to draw their seeds."""
         self._held.look()
+        self._restore_metrics()
         if self._mid_epoch:
             return  # `_position` makes the iterator that counts
         if self._resume is not None:
@@ -303,12 +305,19 @@ class BoundaryRecorder:
         for name, part in self._parts.items():
             part.restore(copied(start["parts"][name]))
         self._restore_users(start)
-        _lightning_metrics.restore_metrics(
-            trainer, self._module, copied(start["metrics"]), mid_epoch=not start["between_epochs"]
-        )
+        self._metrics_due = True
         # Ranks may have looked at their clocks at different moments.
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(start["should_stop"], all=True)
         self._resume_loops(start)
+
+    def _restore_metrics(self) -> None:
+        """Once, and not when the fit starts: the sanity check comes after that, and forgets what was logged."""
+        if self._resume is None or not self._metrics_due:
+            return
+        self._metrics_due, metrics = False, copied(self._resume["metrics"])
+        _lightning_metrics.restore_metrics(
+            self._trainer, self._module, metrics, mid_epoch=not self._resume["between_epochs"]
+        )
 
     def _restore_rates(self, start: Start) -> None:
         trainer = self._trainer

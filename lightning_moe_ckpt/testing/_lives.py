@@ -464,5 +464,5 @@ def _told(line: Record, expected: Record | None) -> str:
 
 
 def _coordinates(line: Record) -> tuple[Any, ...]:
-    """Kind of line, epoch, batch and step: what makes a line comparable."""
-    return line["kind"], line["epoch"], line["batch"], line["step"]
+    """Kind of line, epoch, batch, step and batches seen: what makes a line comparable."""
+    return line["kind"], line["epoch"], line["batch"], line["step"], line["seen"]

@@ -84,6 +84,7 @@ class Recorder(Checkpoint):
 
     def _line(self, trainer: Trainer, kind: str, batch_idx: int, **values: Any) -> None:
         where = {"kind": kind, "epoch": trainer.current_epoch, "batch": batch_idx, "step": trainer.global_step}
+        where["seen"] = trainer.fit_loop.epoch_loop.batch_progress.total.ready  # validation may come twice in a step
         self.write({**where, **values})
 
 

@@ -26,6 +26,9 @@ ONCE_FAILED = {
         "kills": [{"phase": "forward", "batches": 10, "settle": 10.0}]}""",
     "max_steps alone, with validation, from between two epochs": """{"setup": {"trainer": [["max_steps", 16], ["max_epochs", null]]},
         "checkpointing": {}, "kills": [{"phase": "after_batch_end", "batches": 6, "settle": 10.0}]}""",
+    "newest metrics forgotten by the sanity check": """{"setup": {"batches": 3, "epochs": 3, "trainer": [["val_check_interval", 1.0],
+        ["check_val_every_n_epoch", 2], ["num_sanity_val_steps", 2]]}, "checkpointing": {},
+        "kills": [{"phase": "before_optimizer_step", "batches": 8, "settle": 10.0}]}""",
 }
 """Lines of failures, by what was wrong."""
 
