@@ -210,18 +210,6 @@ def one_kill_per_step(setup: Setup, *, offset: int = 0, every: int = 1) -> list[
     return [[kill] for kill in kill_at_every_step(setup, offset=offset)[offset % every :: every]]
 
 
-def kills_by_turns(setup: Setup, row: int, count: int = 1) -> list[Kill]:
-    """A few kills of one run, far from each other and in rising order; the next row has them a step later.
-
-    Args:
-        setup: the run.
-        row: its number among others like it.
-        count: how many.
-    """
-    stride = setup.steps // count
-    return kill_at_every_step(setup, offset=row // stride)[row % stride :: stride][:count]
-
-
 def two_chains(setup: Setup, *, offset: int = 0) -> list[list[Kill]]:
     """Every optimizer step is killed in one of two scripts, which may run side by side."""
     kills = kill_at_every_step(setup, offset=offset)

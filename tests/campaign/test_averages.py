@@ -32,7 +32,7 @@ SOAKED = {"true", "dense"}
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAKED)) for name in CASES])
 def test_averages_of_a_killed_run_are_those_of_a_run_in_peace(campaigns: Campaigns, name: str) -> None:
     """Weights of operators that are still frozen in replay enter no average, and no validation on averages."""
-    scripts = one_kill_per_step(CASES[name], offset=len(name), every=5)
+    scripts = one_kill_per_step(CASES[name], offset=len(name) + 2, every=10)
     require_resumed(campaigns.check_all(CASES[name], scripts), scripts, after=FIRST_GENERATION)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from campaign._campaign import Campaigns, kills_by_turns, two_chains
+from campaign._campaign import Campaigns, two_chains
 from campaign._pairs import Row, name, pairwise
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.testing._lives_kill import Kill
@@ -38,19 +38,7 @@ ROWS = pairwise(FACTORS, allowed=_allowed)
 
 ALONE = [row for row in ROWS if row["world_size"] == 1]
 TOGETHER = [row for row in ROWS if row["world_size"] > 1]
-
-
-def _same_ranks(row: Row) -> list[Row]:
-    return ALONE if row["world_size"] == 1 else TOGETHER
-
-
-@pytest.mark.parametrize("row", ROWS, ids=name)
-def test_killed_twice_the_run_ends_the_same(campaigns: Campaigns, row: Row) -> None:
-    """Early and late, at other steps in each row."""
-    setup = dense_setup(row)
-    kills = kills_by_turns(setup, _same_ranks(row).index(row), count=2)
-    (lives,) = campaigns.check_all(setup, [kills])
-    assert len(lives) == 3
+"""Only `make soak` kills these at every step: `make test` has runs drawn from more in `test_configurations.py`."""
 
 
 @pytest.mark.soak
@@ -93,7 +81,8 @@ def test_more_epochs_continue_a_finished_run(campaigns: Campaigns) -> None:
     campaigns.check_stages(replace(whole, epochs=2), whole)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_means_over_an_interrupted_epoch_are_those_of_the_whole_epoch(campaigns: Campaigns, world_size: int) -> None:
     """Metrics that collect over the batches of an epoch go on collecting where the killed life stopped."""
     checkpointing = Checkpointing(policy="dense", every_n_steps=2)

@@ -49,7 +49,7 @@ def _raise(*_: object) -> None:
     [
         pytest.param(Kill(phase="forward", step=5, signal=BOOM, everyone=True), id="exception"),
         pytest.param(Kill(phase="forward", step=5, signal=signal.SIGTERM, everyone=True), id="sigterm"),
-        pytest.param(Kill(phase="forward", step=5, rank=1, settle=10.0), id="sigkill"),
+        pytest.param(Kill(phase="forward", step=5, rank=1, settle=10.0), id="sigkill", marks=pytest.mark.soak),
     ],
 )
 def test_no_end_leaves_a_thread_or_a_descriptor(campaigns: Campaigns, folder: Path, kill: Kill) -> None:

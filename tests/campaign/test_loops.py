@@ -59,16 +59,8 @@ KILLS = [
 MORE_KILLS = [[Kill(phase="after_batch_end", step=step, settle=10.0)] for step in (4, 6, 7)]
 
 
-QUICK = (
-    "validate_over_epochs",
-    "reload_rarely",
-    "combined_workers",
-    "growing",
-    "plateau_step",
-    "stream_ranks",
-    "endless",
-)
-"""One run for each thing that can go wrong; the others differ little from these, and only `make soak` has them."""
+QUICK = ("growing", "stream_ranks", "endless")
+"""What is not drawn in `test_configurations.py`; only `make soak` has the others here."""
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -137,7 +137,7 @@ def commit_of(held: Held) -> Commit:
 
 
 def test_every_flipped_bit_of_every_document_is_noticed(held: Held) -> None:
-    """Log entries, marker and manifest: all bits of all bytes by their reader, each 23rd through the whole of `verify`."""
+    """Log entries, marker and manifest: all bits of all bytes by their reader, each 61st through the whole of `verify`."""
     missed, commit = [], commit_of(held)
     for key in [key for key in held.objects if not key.endswith(".safetensors")]:
         original = held.objects[key]
@@ -145,7 +145,7 @@ def test_every_flipped_bit_of_every_document_is_noticed(held: Held) -> None:
             damaged = bytearray(original)
             damaged[bit // 8] ^= 1 << bit % 8
             held.objects[key] = bytes(damaged)
-            if not document_refused(held, key, commit) or (bit % 23 == 0 and not noticed(held)):
+            if not document_refused(held, key, commit) or (bit % 61 == 0 and not noticed(held)):
                 missed.append((key, bit))
         held.objects[key] = original
     assert missed == []
@@ -257,7 +257,7 @@ def borrowed_of(held: Held) -> SegmentEntry:
 
 
 def test_every_flipped_bit_of_documents_that_borrow_is_noticed(borrowing: Held) -> None:
-    """Marker, with the line of borrowed records, and manifest: all bits by their reader, each 199th by `verify`."""
+    """Marker, with the line of borrowed records, and manifest: all bits by their reader, each 499th by `verify`."""
     missed, commit = [], commit_of(borrowing)
     assert commit.needs
     for key in [key for key in borrowing.objects if key.startswith(commit.generation.prefix)]:
@@ -266,7 +266,7 @@ def test_every_flipped_bit_of_documents_that_borrow_is_noticed(borrowing: Held) 
             damaged = bytearray(original)
             damaged[bit // 8] ^= 1 << bit % 8
             borrowing.objects[key] = bytes(damaged)
-            if not document_refused(borrowing, key, commit) or (bit % 199 == 0 and not noticed(borrowing)):
+            if not document_refused(borrowing, key, commit) or (bit % 499 == 0 and not noticed(borrowing)):
                 missed.append((key, bit))
         borrowing.objects[key] = original
     assert missed == []

@@ -40,6 +40,7 @@ def test_replicas_stay_equal_and_sharding_changes_nothing_but_rounding(
         torch.testing.assert_close(parameter, ddp[0].parameters[name], rtol=rtol, atol=atol)
 
 
+@pytest.mark.soak
 def test_bits_do_not_depend_on_the_bucket_size_and_those_of_a_plain_all_reduce_do(fit: Any) -> None:
     """At three ranks, where the order of a sum matters. The second half shows that the first can see."""
 
