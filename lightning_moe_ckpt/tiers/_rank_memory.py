@@ -13,6 +13,7 @@ time line that the new life has left. Older ones are kept too where several gene
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
@@ -35,8 +36,10 @@ from lightning_moe_ckpt.tiers._shm import (
     FileId,
     close_shared,
     file_id,
+    is_own_file,
     is_owned_elsewhere,
     open_shared,
+    remove_shared,
     shared_directory,
     unlink_shared_file,
 )
@@ -136,7 +139,7 @@ class RankMemory:
                     self._claim(path, resumed, older=older, offered=offered)
         for path, name in orphaned_markers(self._directory):
             if self._is_own(name):
-                path.unlink(missing_ok=True)
+                remove_shared(path)
 
     def make(self, slot_nbytes: int, num_slots: int, *, keep: int = 1) -> SegmentRing:
         """The ring to use from here on: one that was claimed, if it fits, or a new one. If there is no room, that of before.
@@ -290,9 +293,16 @@ class RankMemory:
     def _create_beside(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
         """A ring under a name that nothing has which is still needed."""
         taken = {path.name for path in self._directory.iterdir()}  # whoever has made it
-        names = (shared_name(self._tag, self._rank, self._kind, turn=turn) for turn in range(len(taken) + 1))
-        name = next(name for name in names if name not in taken)
-        return SegmentRing.create(name, slot_nbytes, num_slots, self._directory, origin=self._origin)
+        for turn in itertools.count():
+            name = shared_name(self._tag, self._rank, self._kind, turn=turn)
+            if name not in taken:
+                with contextlib.suppress(FileExistsError):  # somebody was quicker
+                    return SegmentRing.create(name, slot_nbytes, num_slots, self._directory, origin=self._origin)
+            if not is_own_file(self._directory / name):
+                log.warning(
+                    "%s is no file of this user: it is left alone, and another name used", self._directory / name
+                )
+        raise AssertionError
 
     def _close(self, rings: list[SegmentRing]) -> None:
         self._kept = [ring for ring in self._kept if ring not in rings]
@@ -375,7 +385,7 @@ def _remove_if_dead(path: Path) -> None:
 def _remove(path: Path) -> None:
     unlink_shared_file(path)  # first: see `SegmentRing.publish`
     for marker in marker_files(path):
-        marker.unlink(missing_ok=True)
+        remove_shared(marker)
 
 
 def _origin(path: Path) -> str | None:

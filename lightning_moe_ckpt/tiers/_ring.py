@@ -48,7 +48,7 @@ from lightning_moe_ckpt.storage import (
     RingHeader,
 )
 from lightning_moe_ckpt.tiers._names import marker_files, marker_path, marker_paths, unfinished_path
-from lightning_moe_ckpt.tiers._shm import SharedFile, read_shared, shared_directory, write_shared
+from lightning_moe_ckpt.tiers._shm import SharedFile, read_shared, remove_shared, shared_directory, write_shared
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class SegmentRing:
         path = (directory if directory is not None else shared_directory()) / name
         header = RingHeader(nonce=uuid.uuid4().hex, slot_nbytes=slot_nbytes, num_slots=num_slots, origin=origin)
         for stale in marker_files(path):
-            stale.unlink(missing_ok=True)
+            remove_shared(stale)
         file = SharedFile.create(path, header.nbytes)
         file.memory[:RING_HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
         log.info("ring %s: %d segments of %.1f MiB", path, num_slots, slot_nbytes / 2**20)
@@ -300,7 +300,7 @@ class SegmentRing:
                 entry.marker = path
                 self._expect_name(generation)
         finally:
-            temporary.unlink(missing_ok=True)
+            remove_shared(temporary)
 
     def discard(self, generation: Hashable) -> None:
         """Nobody will want `generation`, complete or not: its statement goes at once, its slots with the last pin."""
@@ -394,7 +394,7 @@ class SegmentRing:
         if self._file is not None and self._file.is_mine():
             self._unlinked = True  # before looking for statements: see `publish`
             for path in (*marker_files(self.path), self.path):
-                path.unlink(missing_ok=True)
+                remove_shared(path)
 
     # -- private; the lock is held
 
@@ -424,7 +424,7 @@ class SegmentRing:
 
     def _withdraw(self, entry: _Generation) -> None:
         if entry.marker is not None:
-            entry.marker.unlink(missing_ok=True)
+            remove_shared(entry.marker)
             entry.marker = None
 
     def _restore_published(self) -> None:
@@ -441,7 +441,7 @@ class SegmentRing:
         kept = {entry.marker for entry in restored.values()}
         for path in marker_files(self.path):
             if path not in kept:
-                path.unlink(missing_ok=True)
+                remove_shared(path)
 
     def _holds(self, marker: MemoryMarker) -> bool:
         sizes = [segment.nbytes for segment in marker.marker.segments]

@@ -9,6 +9,10 @@ Whoever maps a file as its owner holds a record lock on it (`fcntl`), which ends
 and which a forked child does not inherit. So who gets the lock knows that the owner is dead, in whatever container
 that was; a process stopped by a signal still has it. Such a lock is lost as soon as *any* descriptor of the file is
 closed in its process: everything here opens and closes files through this module, which defers those.
+
+The directory is everybody's. What is made here is made exclusively and is this user's alone, whatever the umask. What is
+opened, mapped or removed is an ordinary file of this user: who put a link, a pipe or a folder under one of our names, or
+is another user, has a name that is stepped around, and neither followed, waited for nor touched.
 """
 
 from __future__ import annotations
@@ -84,16 +88,17 @@ class SharedFile:
 
         Raises:
             ConfigurationError: there is not enough room; the message says how many bytes are missing.
+            FileExistsError: something is there that is not ours to replace.
         """
         unlink_shared_file(path)
         expect_room(path.parent, nbytes)
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = _make_private(path, os.O_RDWR)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls._mapped(path, descriptor)
         except OSError as error:
-            path.unlink()
+            path.unlink(missing_ok=True)
             os.close(descriptor)
             if error.errno != errno.ENOSPC:
                 raise
@@ -161,11 +166,20 @@ def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
     """A descriptor of a file of this user; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
     if not is_own_file(path):
         raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _REFUSED:
+            raise FileNotFoundError(errno.ENOENT, f"is no file of this user ({error.strerror})", str(path)) from error
+        raise
     if not _is_own(os.fstat(descriptor)):  # replaced meanwhile
         close_shared(descriptor)
         raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
     return descriptor
+
+
+_REFUSED = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
+"""How the kernel refuses another user's file, a folder, a link and a socket that has taken the place of a file just now."""
 
 
 def is_own_file(path: Path) -> bool:
@@ -180,23 +194,40 @@ def _is_own(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
+def _make_private(path: Path, flags: int) -> int:
+    """A descriptor of a new file that only this user may open. Raises `FileExistsError`."""
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.fchmod(descriptor, 0o600)  # a umask may have taken our own rights
+    return descriptor
+
+
+_LARGEST_NBYTES = 2**30
+
+
 def read_shared(path: Path) -> bytes:
-    """All of a small file of this user. Raises `FileNotFoundError` for anything else."""
+    """All of a small file of this user. Raises `FileNotFoundError` for anything else, `Corrupt` if it is not small."""
     descriptor = open_shared(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes > _LARGEST_NBYTES:
+                raise Corrupt(f"{path}: has {nbytes} bytes, which no statement has. It can be removed.")
+            return file.read(nbytes)
     finally:
         close_shared(descriptor)
 
 
 def write_shared(path: Path, data: bytes) -> None:
     """Make a small private file. Raises `FileExistsError` if there is one that is not ours to replace."""
-    if is_own_file(path):
-        path.unlink()
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+    remove_shared(path)
+    with os.fdopen(_make_private(path, os.O_WRONLY), "wb") as file:
         file.write(data)
+
+
+def remove_shared(path: Path) -> None:
+    """Remove a name if it is of a file of this user; what else may be there stays."""
+    if is_own_file(path):
+        path.unlink(missing_ok=True)
 
 
 def close_shared(descriptor: int) -> None:
@@ -241,11 +272,12 @@ def file_id(path: Path) -> FileId:
 
 
 def unlink_shared_file(path: Path) -> None:
-    """Remove the name if it exists; processes that map the file keep their pages."""
+    """Remove the name if it exists and is ours; processes that map the file keep their pages."""
     with contextlib.suppress(FileNotFoundError):
-        nbytes = path.lstat().st_size
-        path.unlink()
-        log.info("removed ring %s of %.1f MiB", path, nbytes / 2**20)
+        status = path.lstat()
+        if _is_own(status):
+            path.unlink()
+            log.info("removed ring %s of %.1f MiB", path, status.st_size / 2**20)
 
 
 def expect_room(directory: Path, nbytes: int) -> None:

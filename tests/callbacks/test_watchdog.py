@@ -186,7 +186,7 @@ class Watch(Callback):
         if step == BEGINS:
             self._fault.begin()
         report = self._checkpoint.report
-        held = HostTier(str(self._checkpoint.run_id)).holdings()
+        held = HostTier(str(self._checkpoint.memory_tag)).holdings()
         newest = {"host": held[0].generation.step if held else 0, "storage": report.generations.get("storage", 0)}
         for tier, numbers in self.behind.items():
             numbers.append(step - newest[tier])

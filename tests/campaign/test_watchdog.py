@@ -92,7 +92,7 @@ class Watch(Callback):
             assert (worker.name == "storage" and step in self._without_storage) or worker.drain(PATIENCE), worker.name
         if step in REMOVED and trainer.global_rank == STRICKEN:
             self._faults.remove_names(self._memory)
-        found = HostTier(str(callback.run_id), self._memory).holdings()
+        found = HostTier(str(callback.memory_tag), self._memory).holdings()
         mine = [each.generation.step for each in found if each.owner == trainer.global_rank]
         copied = [each.generation.step for each in found if each.owner != trainer.global_rank]
         newest = {"host": max(mine, default=0), "peer": max(copied, default=0)}
