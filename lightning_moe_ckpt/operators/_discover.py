@@ -2,7 +2,8 @@
 
 Layers are found in this order: an adapter registered for the class, a rule for a class of a library, our own `MoELayer`
 (by its attributes), lists of experts with a sibling router, stacked experts with a sibling router. Whatever looks like experts and was placed by
-none of them is an error that names the parameters; nothing is guessed.
+none of them is an error that names the parameters; nothing is guessed. Who needs no experts, only every parameter in some
+operator, has such a block taken whole, as a dense one.
 
 Invariant: every parameter is in exactly one operator, completely.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from torch import nn
 
@@ -35,12 +37,14 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_experts", "num_routed_exp
 _MAX_NAMED = 8
 
 
-def discover(module: nn.Module, *, ep_size: int = 1) -> OperatorSet:
+def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", "dense"] = "refuse") -> OperatorSet:
     """Find all operators of `module`.
 
     Args:
         module: the model as it will train, with its parameters in place.
         ep_size: ranks that together hold all experts of an expert-parallel layer once.
+        unknown: what becomes of a block that looks like experts and cannot be placed. As dense, every rank has to hold
+            all of it: with `ep_size` above 1 it is refused in any case.
 
     Returns:
         The operators of this rank, in a stable order.
@@ -49,12 +53,23 @@ def discover(module: nn.Module, *, ep_size: int = 1) -> OperatorSet:
         UnknownLayout: parameters could not be placed or cannot be captured slice by slice; the message names them.
     """
     index = ParameterIndex(module)
-    found = list(_find_layers(module, index))
+    refuse = unknown == "refuse" or ep_size > 1
+    found = list(_find_layers(module, index, refuse=refuse))
     layers = [spec for _, spec in found if spec is not None]
+    if not refuse:
+        layers = _without_double(layers)
     _check_layers(layers, ep_size)
     placement = Placement(index, layers)
-    dense_blocks = [fqn for fqn, spec in found if spec is None]
-    _refuse_unknown(module, placement.unplaced, [layer.fqn for layer in layers], dense_blocks)
+    suspects = _suspects(module, placement.unplaced, found, layers)
+    if suspects:
+        more = f" and {len(suspects) - _MAX_NAMED} more" if len(suspects) > _MAX_NAMED else ""
+        named = f"{', '.join(sorted(suspects)[:_MAX_NAMED])}{more}"
+        if refuse:
+            raise UnknownLayout(
+                f"These parameters look like experts, but nothing knows their layout: {named}. Describe their block with "
+                "`register_adapter(cls, factory)`; a factory that returns `None` declares the block dense."
+            )
+        _say_whole(named)
     placement.place_rest(module)
     operators = placement.operators()
     dtypes = {fqn: param.dtype for fqn, param in index.params.items()}
@@ -68,24 +83,53 @@ def discover(module: nn.Module, *, ep_size: int = 1) -> OperatorSet:
     )
 
 
-def _find_layers(module: nn.Module, index: ParameterIndex) -> Iterator[tuple[str, MoELayerSpec | None]]:
-    """Specs of all layers in the order of the model, and `(fqn, None)` for blocks that an adapter declares dense."""
+def _find_layers(
+    module: nn.Module, index: ParameterIndex, *, refuse: bool
+) -> Iterator[tuple[str, MoELayerSpec | None]]:
+    """Specs of all layers in the order of the model, and `(fqn, None)` for blocks that are dense."""
     closed: set[str] = set()
     for fqn, child in module.named_modules():
         if any(outer in closed for outer in _ancestors(fqn)):
             continue
-        factory = find_adapter(child) or find_class_rule(child)
-        if factory is not None:
-            spec = factory(fqn, child, index)
-        else:
-            spec = (
-                describe_own(fqn, child, index)
-                or describe_module_list(module, fqn, child, index)
-                or describe_stacked(module, fqn, child, index)
-            )
-        if factory is not None or spec is not None:
+        try:
+            known, spec = _describe(module, fqn, child, index)
+        except UnknownLayout as error:
+            if refuse or _may_shard(child):
+                raise
+            _say_whole(f"{fqn} ({error})")
+            known, spec = True, None
+        if known:
             closed.add(fqn)
             yield fqn, spec
+
+
+def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterIndex) -> tuple[bool, MoELayerSpec | None]:
+    """Whether something knows a block, and its spec, unless it is dense."""
+    factory = find_adapter(child) or find_class_rule(child)
+    if factory is not None:
+        return True, factory(fqn, child, index)
+    spec = (
+        describe_own(fqn, child, index)
+        or describe_module_list(module, fqn, child, index)
+        or describe_stacked(module, fqn, child, index)
+    )
+    return spec is not None, spec
+
+
+def _may_shard(block: nn.Module) -> bool:
+    """Whether the library of a block, or the user's adapter, could know of experts that are on other ranks only."""
+    known = find_adapter(block) or find_class_rule(block)
+    return known is not None and not type(block).__module__.startswith("transformers.")
+
+
+def _say_whole(what: str) -> None:
+    log.info("taken whole, as dense parameters, since nothing knows where their experts are: %s", what)
+
+
+def _without_double(layers: list[MoELayerSpec]) -> list[MoELayerSpec]:
+    """Without those that have the name of another; what is left over of their blocks is placed by its parameters."""
+    names = [layer.fqn for layer in layers]
+    return [layer for layer in layers if names.count(layer.fqn) == 1]
 
 
 def _check_layers(layers: list[MoELayerSpec], ep_size: int) -> None:
@@ -102,19 +146,16 @@ def _check_layers(layers: list[MoELayerSpec], ep_size: int) -> None:
             )
 
 
-def _refuse_unknown(module: nn.Module, rest: set[str], layers: Iterable[str], dense_blocks: list[str]) -> None:
-    """Refuse parameters that look routed but were not placed: by name, or by an attribute of a module around them."""
+def _suspects(
+    module: nn.Module, rest: set[str], found: list[tuple[str, MoELayerSpec | None]], layers: list[MoELayerSpec]
+) -> set[str]:
+    """Parameters that look routed but were not placed: by name, or by an attribute of a module around them."""
+    dense_blocks = [fqn for fqn, spec in found if spec is None]
     rest = {fqn for fqn in rest if not _within_any(fqn, dense_blocks)}
     suspects = {fqn for fqn in rest if _named_expert(fqn)}
-    for fqn in _undescribed(module, {*layers, *dense_blocks}):
+    for fqn in _undescribed(module, {*(layer.fqn for layer in layers), *dense_blocks}):
         suspects |= {name for name in rest if _within_any(name, [fqn])}
-    if suspects:
-        more = f" and {len(suspects) - _MAX_NAMED} more" if len(suspects) > _MAX_NAMED else ""
-        raise UnknownLayout(
-            f"These parameters look like experts, but nothing knows their layout: "
-            f"{', '.join(sorted(suspects)[:_MAX_NAMED])}{more}. Describe their block with "
-            "`register_adapter(cls, factory)`; a factory that returns `None` declares the block dense."
-        )
+    return suspects
 
 
 def _undescribed(module: nn.Module, described: set[str]) -> list[str]:

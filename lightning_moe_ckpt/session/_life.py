@@ -87,7 +87,8 @@ class Life:
         self._as_user = as_user
         self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip
         self._config, self._policy, self._groups = config, policy, groups
-        self._operators = discover(module, ep_size=groups.ep_size)
+        exact = not isinstance(policy, LossyWindows)  # exact ones restore everything, whatever it is
+        self._operators = discover(module, ep_size=groups.ep_size, unknown="dense" if exact else "refuse")
         policy.check(self._operators.names)
         self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._operators))
         self._view = StateView(module, self._operators, schema, {}, averages)

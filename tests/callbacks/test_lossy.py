@@ -17,8 +17,9 @@ from lightning_moe_ckpt.callbacks import (
     ExpertLoadMonitor,
     PartialExpertCheckpoint,
     SelectiveExpertCheckpoint,
+    SparseCheckpoint,
 )
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.errors import ConfigurationError, UnknownLayout
 from lightning_moe_ckpt.moe import MoELayer
 
 FEATURES, NUM_EXPERTS = 32, 8
@@ -149,6 +150,18 @@ def test_budgets_that_are_measured_train(tmp_path: Path) -> None:
     (in_memory,), (in_storage,) = report.lost.taken["memory"], report.lost.taken["storage"]
     assert 1 <= in_storage <= in_memory <= NUM_EXPERTS
     assert monitor.latest["moe/experts_taken/memory"] == in_memory
+
+
+def test_experts_that_cannot_be_placed_are_refused_here_and_taken_whole_elsewhere(tmp_path: Path) -> None:
+    """What is lossy has to know experts; what is exact has not."""
+    net = Net(experts=False)
+    net.experts = nn.Linear(FEATURES, 3 * FEATURES)
+    with pytest.raises(UnknownLayout, match=r"experts.bias, experts.weight"):
+        fit(PartialExpertCheckpoint(str(tmp_path / "lossy"), k=1), net=net)
+    for make in (DenseCheckpoint, SparseCheckpoint):
+        checkpoint = make(str(tmp_path / make.__name__))
+        fit(checkpoint, net=net)
+        assert checkpoint.report.steps == 12
 
 
 class Unfreezing(BaseFinetuning):

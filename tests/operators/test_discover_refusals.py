@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -74,6 +75,31 @@ def test_two_groups_of_experts_in_one_block_are_refused() -> None:
     moe.more_experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
     with pytest.raises(UnknownLayout, match="two groups"):
         discover(Gpt(moe))
+
+
+def test_what_cannot_be_placed_is_taken_whole_where_experts_are_not_needed(caplog: pytest.LogCaptureFixture) -> None:
+    """By block, and said once; layers that are known stay layers, and blocks with two groups are one operator."""
+    double, unknown = ListMoE(), nn.Module()
+    double.more_experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    unknown.w = nn.Parameter(torch.zeros(3, 4, 4))
+    unknown.num_experts = 3  # type: ignore[assignment]
+    with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt"):
+        found = discover(Gpt(unknown, ListMoE(), double), unknown="dense")
+    assert [name for name in found.names if "expert" not in name] == [
+        *("emb", "blocks.0", "blocks.1.mlp/router", "blocks.2", "norm", "head")
+    ]
+    said = [record.message for record in caplog.records if "taken whole" in record.message]
+    assert len(said) == 1
+    assert "blocks.0.mlp.w" in said[0]
+    assert "blocks.2.mlp.experts.0.bias" in said[0]
+
+
+def test_experts_on_other_ranks_are_never_taken_whole() -> None:
+    """Every rank would have to hold all of them."""
+    moe = ListMoE()
+    del moe.gate
+    with pytest.raises(UnknownLayout, match=r"blocks.0.mlp.experts.0.bias"):
+        discover(Gpt(moe), ep_size=2, unknown="dense")
 
 
 class Quantised(Tensor):
