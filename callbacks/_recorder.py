@@ -20,7 +20,14 @@ from typing import Any, Protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
-from lightning_moe_ckpt import _lightning, _lightning_data, _lightning_files, _lightning_held, _lightning_metrics
+from lightning_moe_ckpt import (
+    _lightning,
+    _lightning_data,
+    _lightning_files,
+    _lightning_held,
+    _lightning_metrics,
+    _lightning_workers,
+)
 from lightning_moe_ckpt.callbacks._extras import Extras, copied, require_storable
 from lightning_moe_ckpt.callbacks._fetches import NO_FETCHES, FetchLog
 from lightning_moe_ckpt.callbacks._trained import Trained
@@ -80,6 +87,7 @@ class BoundaryRecorder:
         self._fetches = FetchLog()
         self._held = _lightning_held.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
+        self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._start: Start | None = None
         self._wanted = True
         self._before_epoch_only = False
@@ -131,6 +139,7 @@ class BoundaryRecorder:
             "last_fetch": self._last_fetch,
             "fetch": self._fetch,
             "after_fetch": self._take_random(),
+            "workers": self._workers.take(),
         }
         return start
 
@@ -165,12 +174,12 @@ class BoundaryRecorder:
         that goes on from here draws in the same order by itself.
         """
         assert self._start is not None
-        come = {"epoch": self._epoch, "after_fetch": None}
+        come: dict[str, Any] = {"epoch": self._epoch, "after_fetch": None}
         if self._before_epoch_only:
             come |= dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch"))
         else:
             come |= {"iter": self._iter, "first_fetch": self._first_fetch}
-            come |= {"last_fetch": self._last_fetch, "fetch": self._fetch}
+            come |= {"last_fetch": self._last_fetch, "fetch": self._fetch, "workers": self._workers.take()}
         return {**self._start, "random": come}
 
     # -- moments, called by the fit
@@ -190,6 +199,8 @@ class BoundaryRecorder:
 
     def before_iter(self) -> None:
         """Samplers and workers are about to draw their seeds."""
+        if not self._mid_epoch:
+            self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
         self._held.look()
         self._restore_metrics()
         if self._mid_epoch:
@@ -199,6 +210,10 @@ class BoundaryRecorder:
         self._iter = self._take_random()
         self._awaiting_first_fetch = True
         self._fetches.begin()
+
+    def close(self) -> None:
+        """Give loaders their own functions back."""
+        self._workers.remove()
 
     def before_fetch(self) -> None:
         """Between two batches: everything that follows the last optimizer step has run."""
@@ -223,7 +238,8 @@ class BoundaryRecorder:
     @property
     def room(self) -> int:
         """Bytes by which a journal may grow within an epoch."""
-        return self._fetches.room(
+        workers = self._workers.num_workers * _lightning_workers.STATE_NBYTES
+        return workers + self._fetches.room(
             num_loaders=len(_lightning_data.loaders_of(self._trainer)),
             num_batches=self._trainer.num_training_batches,
             carries=self._carries,
@@ -376,6 +392,7 @@ class BoundaryRecorder:
         num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
         fetches = self._resume.get("fetches", NO_FETCHES)
         states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
+        self._workers.before_iter(random.get("workers"))
         self._held.look()
         _lightning_data.skip_batches(
             self._trainer,

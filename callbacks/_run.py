@@ -142,6 +142,7 @@ class FitRun:
             self._files.remove()
         self._logs.remove()
         self._batches.remove()
+        self._recorder.close()
         self._findings.remove()
         self._clip.remove()
         self._taps.remove()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,12 +60,7 @@ class HeldGenerators:
 
     def now(self) -> dict[str, HeldGenerator]:
         """Those that are in their places, by name."""
-        found = {}
-        for name, (namespace, key) in self._places.items():
-            value = _get(namespace, key)
-            if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
-                found[name] = value
-        return found
+        return _there(self._places)
 
     def _roots(self) -> Iterator[tuple[str, object]]:
         for fqn, module in self._module.named_modules():
@@ -80,6 +75,22 @@ class HeldGenerators:
                 count[name] = count.get(name, 0) + 1
                 yield name if count[name] == 1 else f"{name}#{count[name]}", callback
         yield from _lightning_data.loader_objects(self._trainer)
+
+
+def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
+    """Generators that some objects hold, by names that begin with theirs."""
+    seen: set[int] = set()
+    found = {place: at for name, each in objects.items() for place, at in _places(name, each, seen, _DEPTH)}
+    return _there(found)
+
+
+def _there(places: Mapping[str, tuple[Any, Any]]) -> dict[str, HeldGenerator]:
+    found = {}
+    for name, (namespace, key) in places.items():
+        value = _get(namespace, key)
+        if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
+            found[name] = value
+    return found
 
 
 def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, tuple[Any, Any]]]:

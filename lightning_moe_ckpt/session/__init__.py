@@ -2,6 +2,8 @@
 
 from lightning_moe_ckpt.session._averages import Averages as Averages
 from lightning_moe_ckpt.session._averages import is_average as is_average
+from lightning_moe_ckpt.session._codec import decode as decode
+from lightning_moe_ckpt.session._codec import encode as encode
 from lightning_moe_ckpt.session._codec import refusals as refusals
 from lightning_moe_ckpt.session._codec import register_enum as register_enum
 from lightning_moe_ckpt.session._config import LifeConfig as LifeConfig

@@ -131,9 +131,9 @@ def _shuffle_buffer(draw: Callable[[int], int]) -> Callable[[Fed], Any]:
     return lambda setup: _loader(setup, Shuffled(setup.batches * setup.batch_size, draw))
 
 
-def _combined(mode: Any, *parts: float) -> Callable[[Fed], Any]:
+def _combined(mode: Any, *parts: float, **options: Any) -> Callable[[Fed], Any]:
     def make(setup: Fed) -> Any:
-        loaders = {f"{part}": _loader(setup, _tokens(setup, part=part), shuffle=True) for part in parts}
+        loaders = {f"{part}": _loader(setup, _tokens(setup, part=part), shuffle=True, **options) for part in parts}
         return CombinedLoader(loaders, mode)
 
     return make
@@ -146,6 +146,11 @@ FEEDS: dict[str, Callable[[Fed], Any]] = {
     "buffer_torch": _shuffle_buffer(_by_torch),
     "buffer_python": _shuffle_buffer(random.randrange),
     "held": lambda setup: _loader(setup, Subset(Noisy(40), range(32)), shuffle=True),
+    "persistent_held": lambda setup: _loader(setup, Noisy(40), shuffle=True, persistent_workers=True),
+    "persistent_stream": lambda setup: _loader(
+        setup, Shuffled(setup.batches * setup.batch_size // 2, _by_torch), persistent_workers=True
+    ),
+    "persistent_cycle": _combined("max_size_cycle", 1.0, 0.5, persistent_workers=True),
     "persistent": lambda setup: _loader(setup, _tokens(setup), shuffle=True, persistent_workers=True),
 }
 
@@ -163,10 +168,20 @@ CASES = {
     "buffer_python": Fed(feed="buffer_python"),
     "buffer_workers": Fed(feed="buffer_torch", workers=1),
     "held": Fed(feed="held"),
+    "persistent": Fed(feed="persistent", workers=2),
+    "persistent_held": Fed(feed="persistent_held", workers=2),
+    "persistent_stream": Fed(feed="persistent_stream", workers=2),
+    "persistent_cycle": Fed(feed="persistent_cycle", workers=1),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("cycle", "buffer_torch", "held", "persistent_held", "persistent_stream")
+"""One for each thing that can go wrong; the others differ little from these, and only `make soak` has them."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in CASES]
+)
 def test_killed_in_any_feed_the_run_ends_the_same(campaigns: Campaigns, name: str) -> None:
     """Batches go on as if nothing had happened."""
     campaigns.check(replace(CASES[name], checkpointing=SPARSE), *KILLS)

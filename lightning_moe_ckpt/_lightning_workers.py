@@ -1,0 +1,203 @@
+"""Random state of persistent loader workers.
+
+Workers that are made anew in every epoch are seeded from this process then, and follow from its state. Those that stay
+(`persistent_workers=True`) are seeded once, and go on drawing from epoch to epoch. So they tell with every batch where
+they are, and a restart in a later epoch makes workers that begin where those of the original run began that epoch. What
+is on its way when an epoch ends counts too: loaders wait for it before they begin the next one, and throw it away.
+
+Like `_lightning`, it touches what torch has no public name for.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data._utils.worker import _generate_state
+
+from lightning_moe_ckpt._lightning_data import loaders_of
+from lightning_moe_ckpt._lightning_held import held_by
+from lightning_moe_ckpt.session import capture_rng, decode, encode, restore_rng
+
+log = logging.getLogger(__name__)
+
+States = dict[str, Any]
+"""`seed`, from which the workers were made, and `states` of each: encoded, in an array; `None` if it has not told yet."""
+
+STATE_NBYTES = 2**14
+"""What a worker's state may take in a journal."""
+
+
+class PersistentWorkers:
+    """Listens to the persistent workers of one run's training loaders.
+
+    Args:
+        trainer: whose loaders.
+        deterministic: whether items draw nothing, so that it does not matter where workers are.
+    """
+
+    def __init__(self, trainer: Trainer, *, deterministic: bool) -> None:
+        self._trainer, self._deterministic = trainer, deterministic
+        self._taps: dict[int, _LoaderTap] = {}
+        self._refused = False
+
+    @property
+    def num_workers(self) -> int:
+        """Workers whose state goes into journals."""
+        return sum(tap.loader.num_workers for tap in self._taps.values())
+
+    def before_iter(self, restored: Mapping[int, States] | None) -> None:
+        """An iterator of every loader is about to be made, for a new epoch.
+
+        Args:
+            restored: where workers are to begin, by the place of their loader; in a restart.
+        """
+        loaders = [] if self._deterministic else loaders_of(self._trainer)
+        for index, loader in enumerate(loaders):
+            if getattr(loader, "persistent_workers", False):
+                if index not in self._taps or self._taps[index].loader is not loader:
+                    if not self._can_tell(loader):
+                        continue
+                    self._taps[index] = _LoaderTap(loader)
+                self._taps[index].begin_epoch((restored or {}).get(index))
+
+    def take(self) -> dict[int, States]:
+        """Where workers were when the epoch began; nothing in the one in which they were made."""
+        return {index: tap.begun for index, tap in self._taps.items() if tap.begun is not None}
+
+    def remove(self) -> None:
+        """Give the loaders their own functions back."""
+        for tap in self._taps.values():
+            tap.remove()
+
+    def _can_tell(self, loader: Any) -> bool:
+        ragged = isinstance(loader.dataset, IterableDataset) and loader.drop_last
+        can = type(loader).__iter__ is DataLoader.__iter__ and not ragged
+        if not can and not self._refused:
+            self._refused = True
+            log.warning(
+                "restarts are not exact if items draw random numbers: `%s(persistent_workers=True%s)` keeps their state to "
+                "itself. Leave persistent_workers out, or say deterministic_dataset=True where they draw none.",
+                type(loader).__name__,
+                ", drop_last=True" if ragged else "",
+            )
+        return can
+
+
+class _LoaderTap:
+    """One loader, the iterator that its workers serve, and where they are."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.begun: States | None = None
+        """Where workers were at the start of this epoch; `None` in the one in which they were made."""
+        self._newest: States = {"seed": 0, "states": []}
+        self._begins = False
+        self._original = (loader.collate_fn, loader.worker_init_fn)
+        self._beginning = _Beginning(loader.worker_init_fn)
+        loader.collate_fn, loader.worker_init_fn = _Telling(loader.collate_fn), self._beginning
+        self._make = loader._get_iterator
+        loader._get_iterator = self._make_iterator
+
+    def begin_epoch(self, restored: States | None) -> None:
+        self._begins, self._beginning.begun = True, restored
+        iterator = self.loader._iterator
+        if restored is not None and iterator is not None:
+            iterator._shutdown_workers()
+            self.loader._iterator = None
+
+    def remove(self) -> None:
+        self.loader.__dict__.pop("_get_iterator", None)
+        self.loader.collate_fn, self.loader.worker_init_fn = self._original
+
+    def _make_restored(self) -> Any:
+        generator = self.loader.generator
+        # The original run drew no seed for workers in this epoch.
+        self.loader.generator = torch.Generator()
+        try:
+            return self._make()
+        finally:
+            self.loader.generator, self._beginning.begun = generator, None
+
+    def _make_iterator(self) -> Any:
+        self.begun = self._beginning.begun
+        iterator = self._make() if self.begun is None else self._make_restored()
+        fresh = {"seed": iterator._base_seed, "states": [None] * self.loader.num_workers}
+        self._newest, self._begins = _copy(self.begun or fresh), False
+        get_data, reset = iterator._get_data, iterator._reset
+
+        def told_data() -> Any:
+            index, value = get_data()
+            if isinstance(value, _Told):
+                self._newest["states"][value.worker] = value.state
+                value = value.batch
+            return index, value
+
+        def told_reset(*args: Any) -> None:
+            reset(*args)
+            if self._begins:  # not where the loader starts over within an epoch
+                self.begun, self._begins = _copy(self._newest), False
+
+        iterator._get_data, iterator._reset = told_data, told_reset
+        return iterator
+
+
+def _copy(states: States) -> States:
+    return {**states, "states": list(states["states"])}
+
+
+class _Told:
+    """A batch, and where the worker is that made it."""
+
+    def __init__(self, worker: int, state: np.ndarray[Any, Any], batch: Any) -> None:
+        self.worker, self.state, self.batch = worker, state, batch
+
+    def pin_memory(self) -> _Told:
+        """Called by the loader's thread, if it pins."""
+        return _Told(self.worker, self.state, pin_memory(self.batch))  # type: ignore[no-untyped-call]
+
+
+class _Telling:
+    """A collate function that lets its worker tell where it is."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: Any) -> Any:
+        batch, info = self.collate(items), get_worker_info()
+        if info is None:
+            return batch
+        state = encode(capture_rng(held=held_by({"dataset": info.dataset, "collate_fn": self.collate})))
+        return _Told(info.id, np.frombuffer(state, dtype=np.uint8), batch)
+
+
+class _Beginning:
+    """A `worker_init_fn` that lets a worker begin where another one was."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then, self.begun = then, None
+
+    begun: States | None
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        if self.begun is not None:
+            seed = self.begun["seed"] + worker
+            object.__setattr__(info, "seed", seed)  # torch guards it; data sets may read it
+            random.seed(seed)
+            torch.manual_seed(seed)
+            words: list[int] = _generate_state(self.begun["seed"], worker)  # type: ignore[no-untyped-call]
+            np.random.seed(words)  # noqa: NPY002  # as torch does
+        if self.then is not None:
+            self.then(worker)
+        state = self.begun["states"][worker] if self.begun is not None else None
+        if state is not None:
+            restore_rng(decode(state.tobytes()), held=held_by({"dataset": info.dataset}))
