@@ -22,7 +22,8 @@ The JSON is `[version, node]`. A node is null, true, false, a string, an integer
 
 Array bytes of 512 or more that equal earlier ones are stored once: the node of a tensor or array ends with one more
 integer then, the position of the earlier ones among those that are stored. (A journal holds the random state of
-several moments between which often nothing was drawn.)
+several moments between which often nothing was drawn.) That is done as long as what is repeated takes no more than 16 MiB
+and 16 times the array bytes stored before it, so that a few bytes of a file cannot become gigabytes in memory.
 
 Invariant: one value has one encoding, and `decode` encodes what it read once more and compares the bytes. Duplicate
 keys, other spellings of a number, sets in another order and spare bytes therefore all fail in the same place.
@@ -67,6 +68,8 @@ _LENGTHS = struct.Struct("<QQ")
 _MAX_DEPTH = 64
 _SHARED_NBYTES = 512
 """Smallest array that is looked for among earlier ones."""
+_REPEATED_NBYTES, _REPEATED_FACTOR = 16 * 2**20, 16
+"""What repeated arrays may take: so many bytes, and so many times what is stored."""
 _NATIVE_PATH = type(Path())
 _ENUMS: dict[str, type[Enum]] = {}
 
@@ -139,6 +142,7 @@ class _Encoder:
         self._devices = iter(devices) if devices is not None else None
         self._arrays: list[memoryview | bytes] = []
         self._stored: dict[bytes, int] = {}
+        self._repeats = _Repeats()
         self._place: list[tuple[str, object]] = []
         self._open: list[int] = []
 
@@ -181,9 +185,10 @@ class _Encoder:
         """Store bytes; returns the end of their node."""
         if len(content) >= _SHARED_NBYTES:
             position = self._stored.setdefault(bytes(content), len(self._arrays))
-            if position < len(self._arrays):
+            if position < len(self._arrays) and self._repeats.allow(len(content)):
                 return f",{position}]"
         self._arrays.append(content)
+        self._repeats.stored(len(content))
         return "]"
 
     def device(self, tensor: Tensor) -> str:
@@ -233,6 +238,7 @@ class _Decoder:
         self._view = view
         self._arrays = view[:0]
         self._taken: list[memoryview] = []
+        self._repeats = _Repeats()
 
     def decode(self) -> Any:
         text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._view)
@@ -265,12 +271,33 @@ class _Decoder:
             taken = self._taken[position]
             if len(taken) != nbytes:
                 raise ValueError("an array refers to bytes of another length")
+            if not self._repeats.allow(nbytes):
+                raise ValueError("arrays are repeated until they take more than its size allows")
             return taken
         if not 0 <= nbytes <= len(self._arrays):
             raise ValueError("an array is larger than the bytes that are there")
         taken, self._arrays = self._arrays[:nbytes], self._arrays[nbytes:]
         self._taken.append(taken)
+        self._repeats.stored(nbytes)
         return taken
+
+
+class _Repeats:
+    """Counts what arrays that are stored once take in memory; both directions count alike."""
+
+    def __init__(self) -> None:
+        self._allowance = _REPEATED_NBYTES
+
+    def stored(self, nbytes: int) -> None:
+        """An array was stored."""
+        self._allowance += _REPEATED_FACTOR * nbytes
+
+    def allow(self, nbytes: int) -> bool:
+        """Whether one more array may be a repetition; it is then counted."""
+        if nbytes > self._allowance:
+            return False
+        self._allowance -= nbytes
+        return True
 
 
 def _dumps(tree: Node) -> str:

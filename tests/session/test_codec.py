@@ -9,6 +9,7 @@ import re
 import string
 import struct
 import sys
+import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
 from enum import Enum, IntEnum, IntFlag
 from pathlib import Path
@@ -404,6 +405,22 @@ def test_equal_large_arrays_are_stored_once() -> None:
         assert got.tolist() == want.tolist()
     found[0][0] = 7
     assert found[3][0] == found[1][0] == 0
+
+
+def test_repeated_arrays_cannot_take_more_than_the_size_of_the_file_allows() -> None:
+    """A forged journal of a mebibyte whose nodes all name its one array; then as often as is allowed, and once more."""
+    array = bytes(2**20)
+    node = f'["A","|u1",[{len(array)}]'
+    text = f'[1,["l",{node}],{",".join([f"{node},0]"] * 20_000)}]]'.encode()
+    tracemalloc.start()
+    with pytest.raises(Corrupt, match="repeated"):
+        decode(struct.pack("<QQ", len(text), len(array)) + text + array)
+    assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    tracemalloc.stop()
+    value = [np.zeros(2**20, np.uint8)] * 34
+    data = encode(value)
+    assert 2 * 2**20 < len(data) < 2 * 2**20 + 2000  # 16 MiB, and 16 times one stored array, are repetitions
+    assert same(decode(data), value)
 
 
 @pytest.mark.parametrize("spoil", [b",1]]", b",9]]", b',"0"]]', b"]]"])
