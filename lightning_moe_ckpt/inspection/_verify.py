@@ -1,7 +1,8 @@
 """Reading every byte of a stored run and comparing it with what was written.
 
 Each digest is in the document above it: records and files in a rank's marker, markers in the manifest; markers,
-manifests and log entries carry their own. So a flipped bit or a missing end anywhere is found, and named.
+manifests and log entries carry their own. So a flipped bit or a missing end anywhere is found, and named. What was
+written must also fit together: see `_agreement`.
 
 Files that a generation borrows from are read too, whether or not their own generation could be restored, and each once.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
+from lightning_moe_ckpt.inspection._agreement import disagreements
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
@@ -122,6 +124,14 @@ class _Reading:
                 self.reasons.append(str(error))
                 continue
             self.reasons += [reason for entry in _files(self.markers[-1]) if (reason := files.read(entry))]
+        if self.markers and not self.reasons:
+            self.reasons += self._disagreements()
+
+    def _disagreements(self) -> list[str]:
+        try:
+            return disagreements(self.markers)
+        except CheckpointError as error:  # the description of the module is none
+            return [str(error)]
 
 
 def _read_borrowed(readings: Sequence[_Reading], files: _Files) -> None:
