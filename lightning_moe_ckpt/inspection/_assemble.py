@@ -21,6 +21,7 @@ from lightning_moe_ckpt.storage import (
     RecordEntry,
     SegmentEntry,
     dtype_of,
+    lacking_memory,
     read_record,
 )
 
@@ -142,7 +143,12 @@ class Assembler:
         return values[0].view(())
 
     def _whole(self, name: str, tensor: _Tensor, *, partial: bool = False) -> Tensor:
-        flat = torch.zeros(math.prod(tensor.shape), dtype=dtype_of(tensor.dtype))
+        numel, held = math.prod(tensor.shape), sum(record.numel for _, record in tensor.parts)
+        if held < numel and not partial:
+            raise ConfigurationError(
+                f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
+            )
+        flat = _zeros(name, numel, tensor.dtype)
         end = 0
         for key, record in sorted(tensor.parts, key=lambda part: (part[1].global_start, part[1].numel)):
             if record.global_start < end:
@@ -159,7 +165,7 @@ class Assembler:
         return flat.view(tensor.shape)
 
     def _part(self, key: str, record: RecordEntry) -> Tensor:
-        part = torch.empty(record.numel, dtype=dtype_of(record.dtype))
+        part = _zeros(record.name, record.numel, record.dtype)
         self._read(key, record, part)
         return part
 
@@ -170,6 +176,14 @@ class Assembler:
         # numpy's stubs do not say that arrays are buffers.
         view = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
         read_record(self._backend, key, record, view)
+
+
+def _zeros(name: str, numel: int, code: str) -> Tensor:
+    """Memory for a tensor, if there is so much."""
+    dtype = dtype_of(code)
+    if (reason := lacking_memory(numel * dtype.itemsize)) is not None:
+        raise ConfigurationError(f"`{name}` {reason}. If its shape is right, export on a machine that has them.")
+    return torch.zeros(numel, dtype=dtype)
 
 
 def _add(found: dict[str, _Tensor], name: str, segment: SegmentEntry, record: RecordEntry) -> None:

@@ -110,14 +110,13 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
 
 def _plan(text: object, where: str) -> Row:
     """The facts of the stored plan that fit into a line."""
-    try:
-        plan = json.loads(str(text)) if text is not None else {}
-    except ValueError as error:
-        raise Corrupt(f"{where}: its plan is not JSON ({error}). Read it with the release that wrote it.") from error
+    plan = json.loads(str(text)) if text is not None else {}
+    config, dtypes = plan.get("config", {}), plan.get("compute_dtypes", {})
+    if not isinstance(config, dict) or not isinstance(dtypes, dict):
+        raise Corrupt(f"{where}: its plan is none of this format. Read it with the release that wrote it.")
     known = ("order", "interval", "split_nbytes")
     found = {key: plan[key] for key in known if key in plan}
-    dtypes = sorted(set(plan.get("compute_dtypes", {}).values()))
-    return {"config": plan.get("config", {}), **found, "compute_dtypes": dtypes}
+    return {"config": config, **found, "compute_dtypes": sorted({str(dtype) for dtype in dtypes.values()})}
 
 
 def _kinds(markers: Iterable[RankMarker]) -> Row:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.operators import OperatorSet, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._averages import is_average
@@ -58,13 +59,19 @@ class Identity:
 
     @classmethod
     def of_stored(cls, stored: Commit | RankMarker) -> Identity:
-        """That of the run that wrote a generation."""
+        """That of the run that wrote a generation. Raises `Corrupt` if it does not say."""
         policy: Mapping[str, Any] = stored.policy
+        fingerprint, expert_parallel = policy.get("fingerprint"), policy.get("expert_parallel")
+        if not isinstance(fingerprint, str) or not isinstance(expert_parallel, int) or "plan" not in policy:
+            raise Corrupt(
+                f"{stored.generation} does not say which model wrote it, and by which plan. If another program stored "
+                "it, remove it, or give another URL."
+            )
         return cls(
-            fingerprint=policy["fingerprint"],
+            fingerprint=fingerprint,
             autocast=policy.get("autocast"),
             world_size=stored.world_size,
-            expert_parallel=policy["expert_parallel"],
+            expert_parallel=expert_parallel,
         )
 
     def policy(self) -> dict[str, object]:

@@ -44,10 +44,15 @@ from lightning_moe_ckpt.session._identity import (
 )
 from lightning_moe_ckpt.session._layout import JOURNAL, StateView
 from lightning_moe_ckpt.session._lossy_restore import ExpertSources, lossy_window
-from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore, SegmentLayout
+from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore, SegmentLayout, lacking_memory
 from lightning_moe_ckpt.tiers import ObjectTier, Tier, shared_directory
 
 log = logging.getLogger(__name__)
+
+_MOST_PER_ELEMENT = 64
+"""Bytes per parameter in a segment, of state and averages, at most: several times what optimizers have."""
+_ROOM_NBYTES = 64 * 2**20
+"""For a header and alignment."""
 
 StoredFacts = tuple[Facts, list[str]]
 
@@ -66,6 +71,22 @@ class Job:
     def operators(self) -> OperatorSet:
         """Of this rank."""
         return self.view.operators
+
+    def misfit(self, marker: RankMarker) -> str | None:
+        """Why segments are larger than any that this rank would write, which was found out before they are read."""
+        numel = sum(tensor.numel() for tensor in self.view.params.values())
+        buffers = sum(b.nbytes for name in self.view.buffer_names if (b := self.view.buffer(name)) is not None)
+        most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * buffers
+        for segment in marker.segments:
+            journals = [record.nbytes for record in segment.records if record.name == JOURNAL]
+            if len(journals) != 1:
+                return f"{segment.key}: has {len(journals)} journals, 1 was expected"
+            if segment.nbytes - journals[0] > most:
+                return (
+                    f"{segment.key}: has {segment.nbytes} bytes, a segment of this model at most {most} and its journal"
+                )
+        lack = lacking_memory(sum(segment.nbytes for segment in marker.segments))
+        return None if lack is None else f"{', '.join(segment.key for segment in marker.segments)}: {lack}"
 
     @property
     def experts(self) -> dict[str, int]:
@@ -194,9 +215,10 @@ class Search:
         marker = attempt.marker()
         if marker is not None and version not in commits:
             self._check_identity(marker)
-        part = None if marker is None else attempt.part(marker)
+        misfits = [] if marker is None else self._misfits(marker)
+        part = None if marker is None or misfits else attempt.part(marker)
         if part is None:
-            self._give_up(version.generation, attempt.reasons)
+            self._give_up(version.generation, [*attempt.reasons, *misfits])
             return None
         self._log_sources(str(version), part.nbytes)
         return Found.of(part, committed=version in commits)
@@ -217,19 +239,29 @@ class Search:
         marker = attempt.marker()
         if marker is not None and not any(version in commits for version in offer.versions):
             self._check_identity(marker)
-        part = None if marker is None else attempt.bring(marker, self._job.experts, self._places(marker))
+        misfits = [] if marker is None else self._misfits(marker)
+        part = None
+        if marker is not None and not misfits:
+            part = attempt.bring(marker, self._job.experts, self._places(marker))
         if part is None:
             self.missing = self.missing or attempt.missing
-            self._give_up(offer.generation, attempt.reasons)
+            self._give_up(offer.generation, [*attempt.reasons, *misfits])
             return None
         self._log_sources(f"{offer.generation}, family {offer.family[:8]}", part.nbytes)
         sources = ExpertSources.of(attempt, part)
         return Found.lossy(part, sources, committed=any(version in commits for version in offer.versions))
 
+    def _misfits(self, marker: RankMarker) -> list[str]:
+        """What some rank would have to make room for and cannot be of this job; equal on all ranks. Collective."""
+        said = self._exchange.gather_values(self._job.misfit(marker))
+        return [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None]
+
     def _places(self, marker: RankMarker) -> Callable[[Chosen], SegmentLayout]:
         """Where this rank wants the records of a lossy generation."""
         plan = marker.policy["plan"]
-        journal_nbytes = next(each.nbytes for each in marker.segments[0].records if each.name == JOURNAL)
+        journal_nbytes = next(
+            each.nbytes for each in marker.segments[0].records if each.name == JOURNAL
+        )  # see `misfit`
 
         def lay_out(chosen: Chosen) -> SegmentLayout:
             with self._exchange.together(IdentityMismatch):

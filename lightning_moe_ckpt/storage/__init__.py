@@ -29,6 +29,7 @@ from lightning_moe_ckpt.storage._memory import RingHeader as RingHeader
 from lightning_moe_ckpt.storage._module import HuggingFaceEntry as HuggingFaceEntry
 from lightning_moe_ckpt.storage._module import ModuleEntry as ModuleEntry
 from lightning_moe_ckpt.storage._module import ModuleLine as ModuleLine
+from lightning_moe_ckpt.storage._names import MAX_MARKER_NBYTES as MAX_MARKER_NBYTES
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
 from lightning_moe_ckpt.storage._names import segment_key as segment_key
 from lightning_moe_ckpt.storage._nested import PERSISTED_HEADER as PERSISTED_HEADER
@@ -42,6 +43,7 @@ from lightning_moe_ckpt.storage._records import Commit as Commit
 from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
 from lightning_moe_ckpt.storage._retention import Retention as Retention
 from lightning_moe_ckpt.storage._retry import Retrying as Retrying
+from lightning_moe_ckpt.storage._room import lacking_memory as lacking_memory
 from lightning_moe_ckpt.storage._run import Resume as Resume
 from lightning_moe_ckpt.storage._run import RunStore as RunStore
 from lightning_moe_ckpt.storage._scrub import read_record as read_record

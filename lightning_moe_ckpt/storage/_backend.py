@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
-from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._names import PROBE_PREFIX
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, StorageError, StorageRefused
+from lightning_moe_ckpt.storage._names import PROBE_PREFIX, most_nbytes
 from lightning_moe_ckpt.storage._object_options import SCHEMES
 from lightning_moe_ckpt.storage._url import checked_url, scheme_of
 
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """Store a small object if the key is free. Raises `KeyExists`; of many callers one wins."""
 
     def get(self, key: str) -> bytes:
-        """Read an object. Raises `KeyMissing`."""
+        """Read an object. Raises `KeyMissing`, or `Corrupt` if it is larger than an object of that name ever is."""
 
     def get_into(self, key: str, out: memoryview) -> None:
         """Fill `out` completely. Raises `KeyMissing`, or `Corrupt` if the object has another size."""
@@ -181,6 +181,21 @@ _FACTORIES: dict[str, Callable[[str, StorageOptions, int | None], Backend]] = {
     **dict.fromkeys(("file", "local"), _open_posix),
     **dict.fromkeys(SCHEMES, _open_object),
 }
+
+
+def expect_readable(key: str, nbytes: int, where: str) -> None:
+    """Raise `Corrupt` if an object is too large to be read whole, before anything is read.
+
+    Args:
+        key: of the object.
+        nbytes: its size.
+        where: path or URL, for the message.
+    """
+    if nbytes > (most := most_nbytes(key)):
+        raise Corrupt(
+            f"{where}: has {nbytes} bytes, more than the {most} that such an object may have, and is not read. It was not "
+            "written by this package: remove it, or restore it from a copy."
+        )
 
 
 def create_once(backend: Backend, key: str, data: bytes) -> bool:

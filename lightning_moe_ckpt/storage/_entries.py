@@ -92,12 +92,13 @@ def segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]
 def read_segment(value: object, where: str, lines: Lines) -> SegmentEntry:
     """Read a segment; the next line holds its records. Raises `Corrupt`."""
     body = Fields(value, where)
+    nbytes = body.integer("nbytes")
     segment = SegmentEntry(
         step=body.integer("step"),
         key=body.text("key"),
-        nbytes=body.integer("nbytes"),
+        nbytes=nbytes,
         digest=body.text("digest"),
-        records=RecordTable(lines.take(body.plain("records"), where), where),
+        records=RecordTable(lines.take(body.plain("records"), where), where, file_nbytes=nbytes),
         side_file=body.optional("side_file", _read_overflow),
     )
     body.end()

@@ -23,7 +23,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, probe_create
+from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, expect_readable, probe_create
 from lightning_moe_ckpt.storage._pace import Pace
 
 _CHUNK_NBYTES = 16 * 2**20
@@ -97,6 +97,7 @@ class FsspecBackend:
 
     def get(self, key: str) -> bytes:
         """Download one object."""
+        expect_readable(key, self._call("get", key, self._size), f"{self.url}/{key}")
         return bytes(self._call("get", key, self._fs.cat_file))
 
     def get_into(self, key: str, out: memoryview) -> None:

@@ -15,8 +15,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.errors import Corrupt, StorageRefused
 from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._names import MAX_DOCUMENT_NBYTES
 
 VERSION = 1
 """Version of the document grammar."""
@@ -30,6 +31,10 @@ OF_A_LIFE = 3
 
 T = TypeVar("T")
 
+MAX_INTEGER = 2**63 - 1
+"""No number in a document needs more than 64 bits."""
+_HEAD_NBYTES = len('{"digest":"') + 32 + len('","document":')
+
 
 def encode(kind: str, body: Mapping[str, object], *, version: int | None = None) -> bytes:
     """Write a document.
@@ -42,8 +47,14 @@ def encode(kind: str, body: Mapping[str, object], *, version: int | None = None)
     Raises:
         ValueError: a number is not finite.
         TypeError: a value has no JSON form.
+        StorageRefused: it would be too large to be read back.
     """
     payload = _canonical({"body": body, "format": _format(kind), "version": VERSION if version is None else version})
+    if len(payload) > MAX_DOCUMENT_NBYTES - 2**10:
+        raise StorageRefused(
+            f"a {kind} would have {len(payload)} bytes; {MAX_DOCUMENT_NBYTES} are read back. Keep fewer generations, or plan for "
+            "fewer operators."
+        )
     return _sealed(payload)
 
 
@@ -63,13 +74,20 @@ def decode(data: bytes, *, kind: str, where: str) -> Fields:
 
 def decode_any(data: bytes, *, kind: str, where: str, versions: tuple[int, ...]) -> tuple[int, Fields]:
     """As `decode`, for documents of which there are several versions; says which it is."""
-    try:
-        document = json.loads(data.decode("ascii"))["document"]
-        payload = _canonical(document)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Corrupt(f"{where}: not a document of this format ({error}). Another copy may be good.") from error
+    if len(data) > MAX_DOCUMENT_NBYTES:
+        raise Corrupt(f"{where}: {len(data)} bytes are more than a document has. Another copy may be good.")
+    payload = data[_HEAD_NBYTES:-2]
+    if not data.startswith(b'{"digest":"') or not payload:
+        raise Corrupt(f"{where}: not a document of this format. Another copy may be good.")
     if _sealed(payload) != data:
         raise Corrupt(f"{where}: its bytes do not match the digest they carry. Another copy may be good.")
+    try:
+        document = json.loads(payload.decode("ascii"))
+        again = _canonical(document)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{where}: not a document of this format ({error}). Another copy may be good.") from error
+    if again != payload:
+        raise Corrupt(f"{where}: is not spelled as this format is. Another copy may be good.")
     fields = Fields(document, where)
     written, version = fields.text("format"), fields.integer("version")
     if written != _format(kind) or version not in versions:
@@ -109,10 +127,7 @@ class Fields:
 
     def integer(self, name: str) -> int:
         """Take a whole number of zero or more."""
-        value = self._take(name, int)
-        if isinstance(value, bool) or value < 0:
-            raise Corrupt(f"{self._where}: {name!r} must be a whole number of zero or more, found {value}.")
-        return value
+        return read_integer(self._take(name, int), f"{self._where}: {name}")
 
     def text(self, name: str) -> str:
         """Take a string."""
@@ -165,6 +180,6 @@ def read_text(value: object, where: str) -> str:
 
 def read_integer(value: object, where: str) -> int:
     """Check a whole number of zero or more inside a list."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Corrupt(f"{where}: a whole number of zero or more was expected, found {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_INTEGER:
+        raise Corrupt(f"{where}: a whole number of zero or more, in 64 bits, was expected, found {value!r:.40}.")
     return value

@@ -23,9 +23,16 @@ SNAP_PREFIX = "snap/"
 PROBE_PREFIX = "_probe/"
 COMMITTED = "_COMMITTED"
 
-_LOG = re.compile(r"_log/(\d{20,})\.json")
-_SNAP = re.compile(r"snap/(\d{12,})/e(\d{6,})(?:-([0-9a-f]{12}))?/([^/]+)")
-_MARKER = re.compile(r"rank(\d{5,})\.done")
+# No longer than 64 bits hold: with more digits a name is nobody's.
+_LOG = re.compile(r"_log/(00\d{18})\.json")
+_SNAP = re.compile(r"snap/(\d{12,18})/e(\d{6,18})(?:-([0-9a-f]{12}))?/([^/]+)")
+_MARKER = re.compile(r"rank(\d{5,18})\.done")
+_OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/e\d{6,18}(-[0-9a-f]{12})?(/[^/]+)?)?)?")
+
+MAX_DOCUMENT_NBYTES = 16 * 2**20
+"""Of a document: what parses slowly, and into many times its size, is not parsed unless it can be one of ours."""
+MAX_MARKER_NBYTES = 256 * 2**20
+"""Of a marker, with the lines behind its document, and of whatever else is read whole."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -56,6 +63,20 @@ class GenerationId:
 def new_life() -> str:
     """48 random bits, by which a life of the job is known, in hexadecimal."""
     return uuid.uuid4().hex[:12]
+
+
+def most_nbytes(key: str) -> int:
+    """How large an object that is read whole may be: log entries, manifests, and markers, which name every record.
+
+    Far above what is ever written, and little enough that a made-up file does not take the memory of whoever reads it.
+    """
+    return MAX_DOCUMENT_NBYTES if key.endswith((".json", COMMITTED)) else MAX_MARKER_NBYTES
+
+
+def is_ours(key: str, *, folder: bool) -> bool:
+    """Whether a path has the form of an object of a run, or of a folder that has some; other names are left alone."""
+    names_object = parse_log_key(key) is not None or parse_snap_key(key) is not None
+    return _OURS.fullmatch(key) is not None and names_object != folder
 
 
 def log_key(index: int) -> str:

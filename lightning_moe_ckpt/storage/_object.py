@@ -28,7 +28,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, probe_create
+from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, expect_readable, probe_create
 from lightning_moe_ckpt.storage._object_options import environment_s3, split_url, translate
 from lightning_moe_ckpt.storage._pace import Pace
 from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
@@ -130,7 +130,9 @@ class ObjectBackend:
     def get(self, key: str) -> bytes:
         """Download one object."""
         what = f"get {key} at {self.url}"
-        return self._call(what, lambda: bytes(memoryview(obstore.get(self._store, key).bytes())))
+        found = self._call(what, lambda: obstore.get(self._store, key))
+        expect_readable(key, int(found.meta["size"]), f"{self.url}/{key}")
+        return self._call(what, lambda: bytes(memoryview(found.bytes())))
 
     def get_into(self, key: str, out: memoryview) -> None:
         """Download an object of exactly `out.nbytes` bytes, a few parts at a time."""

@@ -16,6 +16,7 @@ import errno
 import logging
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,8 +24,9 @@ from functools import cached_property
 from pathlib import Path
 
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import Entry, probe_create
+from lightning_moe_ckpt.storage._backend import Entry, expect_readable, probe_create
 from lightning_moe_ckpt.storage._lustre import stripe
+from lightning_moe_ckpt.storage._names import is_ours
 from lightning_moe_ckpt.storage._pace import Pace
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,13 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts:
 _LASTING = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
     errno.ENAMETOOLONG, errno.EEXIST,
+}  # fmt: skip
+_STRANGE = {errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENODEV}
+"""A link, a socket, a device that is not there."""
+_KINDS = {
+    stat.S_ISLNK: "a link", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket", stat.S_ISDIR: "a folder",
+    stat.S_ISREG: "a file",
+    stat.S_ISCHR: "a device", stat.S_ISBLK: "a device",
 }  # fmt: skip
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -85,36 +94,30 @@ class PosixBackend:
     def get(self, key: str) -> bytes:
         """Read a whole file."""
         path = self._path(key)
-        with _reported("get", path):
-            return path.read_bytes()
+        with _reported("get", path), _opened(path) as (file, nbytes):
+            expect_readable(key, nbytes, str(path))
+            out = bytearray(nbytes)
+            return bytes(memoryview(out)[: _read_into(file, memoryview(out))])
 
     def get_into(self, key: str, out: memoryview) -> None:
         """Read a file of exactly `out.nbytes` bytes into `out`."""
         path = self._path(key)
-        with _reported("get", path), path.open("rb", buffering=0) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes != out.nbytes or _read_into(file.fileno(), out) != nbytes:
+        with _reported("get", path), _opened(path) as (file, nbytes):
+            if nbytes != out.nbytes or _read_into(file, out) != nbytes:
                 raise Corrupt(f"{path}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         """Read `out.nbytes` bytes from `start` on into `out`."""
         path = self._path(key)
-        with _reported("get", path), path.open("rb", buffering=0) as file:
-            if (filled := _read_into(file.fileno(), out, start)) != out.nbytes:
+        with _reported("get", path), _opened(path) as (file, _):
+            if (filled := _read_into(file, out, start)) != out.nbytes:
                 raise Corrupt(
                     f"{path}: ended at byte {start + filled} of {start + out.nbytes}. Another copy may be good."
                 )
 
     def list(self, prefix: str) -> list[Entry]:
         """Walk the directory part of `prefix`; temporary files are not shown."""
-        directory = self._root / prefix.rpartition("/")[0]
-        found = []
-        with _reported("list", directory):
-            for file in _files(directory):
-                if self._key(file).startswith(prefix) and not _TEMPORARY.fullmatch(file.name):
-                    with suppress(FileNotFoundError):  # deleted since the directory was read
-                        found.append(Entry(self._key(file), file.stat().st_size))
-        return sorted(found, key=lambda entry: entry.key)
+        return [*self._entries(prefix, temporary=False)]
 
     def delete(self, key: str) -> None:
         """Unlink a file, and every directory this leaves empty."""
@@ -125,20 +128,13 @@ class PosixBackend:
 
     def leftovers(self, prefix: str) -> Sequence[Entry]:
         """Temporary files."""
-        directory = self._root / prefix.rpartition("/")[0]
-        found = []
-        with _reported("list", directory):
-            for file in _files(directory):
-                if self._key(file).startswith(prefix) and _TEMPORARY.fullmatch(file.name):
-                    with suppress(FileNotFoundError):
-                        found.append(Entry(self._key(file), file.stat().st_size))
-        return sorted(found, key=lambda entry: entry.key)
+        return [*self._entries(prefix, temporary=True)]
 
     def sweep(self, prefix: str) -> None:
         """Unlink temporary files; whoever still writes one gets a `StorageError` at its rename."""
         directory = self._root / prefix.rpartition("/")[0]
         with _reported("sweep", directory):
-            for file in _files(directory):
+            for file in self._files(directory):
                 if self._key(file).startswith(prefix) and _TEMPORARY.fullmatch(file.name):
                     log.info("removing %s, left by an interrupted write", file.path)
                     Path(file.path).unlink(missing_ok=True)
@@ -153,6 +149,39 @@ class PosixBackend:
     def close(self) -> None:
         """Nothing is held open; writes under way are abandoned."""
         self._pace.close()
+
+    def _entries(self, prefix: str, *, temporary: bool) -> Iterator[Entry]:
+        directory = self._root / prefix.rpartition("/")[0]
+        found = []
+        with _reported("list", directory):
+            for file in self._files(directory):
+                if self._key(file).startswith(prefix) and temporary == bool(_TEMPORARY.fullmatch(file.name)):
+                    with suppress(FileNotFoundError):  # deleted since the directory was read
+                        found.append(Entry(self._key(file), file.stat(follow_symlinks=False).st_size))
+        yield from sorted(found, key=lambda entry: entry.key)
+
+    def _files(self, directory: Path) -> Iterator[os.DirEntry[str]]:
+        """Files below `directory`, tolerating that others delete meanwhile; never through a link.
+
+        Raises:
+            StorageRefused: what has the name of something of a run is no file and no folder of its own.
+        """
+        for above in [directory, *directory.parents]:
+            if self._root in above.parents and above.is_symlink():
+                raise _strange(above)
+        folders = [directory]
+        while folders:
+            for entry in _entries(folders.pop()):
+                folder, file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
+                if (not file and is_ours(self._key(entry), folder=False)) or (
+                    not folder and is_ours(self._key(entry), folder=True)
+                ):
+                    with suppress(FileNotFoundError):  # deleted since the directory was read
+                        raise _strange(Path(entry.path))
+                if folder:
+                    folders.append(Path(entry.path))
+                elif file:
+                    yield entry
 
     def _link(self, key: str, data: bytes) -> None:
         path = self._path(key)
@@ -244,17 +273,42 @@ def _reported(operation: str, path: Path) -> Iterator[None]:
         raise kind(f"{operation} {path}: {error.strerror or error}.") from error
 
 
-def _files(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """Files below `directory`, tolerating that others delete meanwhile."""
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    yield from _files(Path(entry.path))
-                else:
-                    yield entry
+            return list(entries)
     except FileNotFoundError:
-        return
+        return []
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield a descriptor of a regular file, and its size; of anything else nothing is read, nor waited for."""
+    try:
+        # Not blocking: a pipe without a writer would be waited for. Of a regular file it changes nothing.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno in _STRANGE:
+            raise _strange(path) from error
+        raise
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise _strange(path)
+        yield file, status.st_size
+    finally:
+        os.close(file)
+
+
+def _strange(path: Path) -> StorageRefused:
+    """What is in the place of a file or folder of ours."""
+    mode = path.lstat().st_mode
+    kind = next((word for is_it, word in _KINDS.items() if is_it(mode)), "something else")
+    leads = f" to {path.readlink()}" if stat.S_ISLNK(mode) else ""
+    return StorageRefused(
+        f"{path}: is {kind}{leads}, and not what this package writes under that name; it is not followed or read. Remove it, or "
+        "put what belongs there in its place."
+    )
 
 
 def _sync_directory(directory: Path) -> None:

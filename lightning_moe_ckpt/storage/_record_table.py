@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import chain
+from math import prod
 from operator import attrgetter
 from typing import Any, overload
 
@@ -20,7 +21,8 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._digest import digest_of
-from lightning_moe_ckpt.storage._json import Fields, read_text
+from lightning_moe_ckpt.storage._json import MAX_INTEGER, Fields, read_text
+from lightning_moe_ckpt.storage._segment import itemsize_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +68,12 @@ class RecordTable(Sequence[RecordEntry]):
     Args:
         line: as it is stored, with its newline.
         where: key of the marker, for messages.
+        file_nbytes: of the segment; no record lies beyond.
     """
 
-    def __init__(self, line: bytes, where: str = "records") -> None:
+    def __init__(self, line: bytes, where: str = "records", *, file_nbytes: int = MAX_INTEGER) -> None:
         self.line = line
-        self._where = where
+        self._where, self._file_nbytes = where, file_nbytes
 
     @classmethod
     def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
@@ -114,7 +117,11 @@ class RecordTable(Sequence[RecordEntry]):
         line.end()
         if len(digests) != len(rows):
             raise Corrupt(f"{self._where}: {len(digests)} digests for {len(rows)} records.")
-        return _read_columns(rows, digests, f"{self._where}: rows")
+        records = _read_columns(rows, digests, f"{self._where}: rows")
+        for record in records:
+            if (reason := _contradiction(record, self._file_nbytes)) is not None:
+                raise Corrupt(f"{self._where}: {record.name} {reason}. Another copy may be good.")
+        return records
 
 
 class RecordRows:
@@ -177,6 +184,20 @@ def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str)
     )
 
 
+def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:
+    """What a record says that cannot be so; whoever reads it makes room for as much as it says."""
+    numel, itemsize = prod(record.global_shape), itemsize_of(record.dtype)
+    if itemsize is None:
+        return f"has the unknown type {record.dtype!r:.40}"
+    if record.numel * itemsize != record.nbytes:
+        return f"has {record.nbytes} bytes for {record.numel} elements of {record.dtype}"
+    if record.global_start + record.numel > numel:
+        return f"ends at element {record.global_start + record.numel} of {numel}"
+    if record.offset + record.nbytes > file_nbytes:
+        return f"ends at byte {record.offset + record.nbytes} of {file_nbytes}"
+    return None
+
+
 def _expect_kind(kind: type, column: Iterable[object], where: str) -> None:
     # Exact types: JSON has no others, and to Python a truth value is a whole number.
     if strange := set(map(type, column)) - {kind}:
@@ -186,8 +207,10 @@ def _expect_kind(kind: type, column: Iterable[object], where: str) -> None:
 
 def _expect_integers(column: Sequence[Any], where: str) -> None:
     _expect_kind(int, column, where)
-    if column and min(column) < 0:
-        raise Corrupt(f"{where} must be a whole number of zero or more, found {min(column)}.")
+    if column and not 0 <= min(column) <= max(column) <= MAX_INTEGER:
+        raise Corrupt(
+            f"{where} must be whole numbers of zero or more, in 64 bits, found {min(column)} to {max(column)}."
+        )
 
 
 def _expect_shapes(column: Sequence[Any], where: str) -> None:

@@ -11,10 +11,12 @@ stands in where the newest turns out bad: whether it is there decides nothing el
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
-from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.errors import Corrupt, StorageRefused
 from lightning_moe_ckpt.storage._digest import DIGEST_NAME
 from lightning_moe_ckpt.storage._entries import (
     BorrowedEntry,
@@ -41,8 +43,11 @@ from lightning_moe_ckpt.storage._json import (
     read_text,
 )
 from lightning_moe_ckpt.storage._module import ModuleLine
-from lightning_moe_ckpt.storage._names import GenerationId, marker_key, overflow_key, segment_key
+from lightning_moe_ckpt.storage._names import MAX_MARKER_NBYTES, GenerationId, marker_key, overflow_key, segment_key
 from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
+
+_PLANS = 8
+"""Texts of plans that are remembered as good: those of all ranks, and of most generations, are one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +90,13 @@ class RankMarker:
         document = encode(
             "marker", _marker_body(self, tables), version=_version(self.generation, self.borrowed, self.spares)
         )
-        return b"".join([document, *(table.line for table in tables), module])
+        data = b"".join([document, *(table.line for table in tables), module])
+        if len(data) > MAX_MARKER_NBYTES:
+            raise StorageRefused(
+                f"the marker of {self.generation} would have {len(data)} bytes; {MAX_MARKER_NBYTES} are read back. Plan shorter "
+                "windows, or spread the model over more ranks."
+            )
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
@@ -108,7 +119,7 @@ class RankMarker:
             if form == VERSION
             else body.rows("borrowed", lambda value, at: read_borrowed(value, at, lines)),
             spares=() if form != SPARING else body.rows("spares", lambda value, at: read_borrowed(value, at, lines)),
-            policy=body.plain("policy"),
+            policy=_read_policy(body, where),
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
             unix_time=body.integer("unix_time"),
         )
@@ -204,13 +215,15 @@ class Commit:
             steps=body.rows("steps", read_integer),
             markers=body.rows("markers", read_text),
             nbytes=body.integer("nbytes"),
-            policy=body.plain("policy"),
+            policy=_read_policy(body, where),
             unix_time=body.integer("unix_time"),
             needs=() if form == VERSION else body.rows("needs", read_generation),
             spares=body.rows("spares", read_generation) if form == SPARING else (),
         )
         body.end()
         _expect_version(version, commit.generation, commit.needs, commit.spares, where)
+        if not commit.steps:
+            raise Corrupt(f"{where}: names no step. The generation is skipped.")
         if len(commit.markers) != commit.world_size:
             raise Corrupt(f"{where}: {len(commit.markers)} markers for a world of {commit.world_size}.")
         return commit
@@ -273,6 +286,26 @@ def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str,
         "unix_time": marker.unix_time,
         "module": None if marker.module is None else line_body(marker.module.line),
     }
+
+
+def _read_policy(body: Fields, where: str) -> dict[str, object]:
+    """What the session reads, and readers of plans, who expect JSON."""
+    policy = body.plain("policy")
+    if "plan" in policy:
+        plan = policy["plan"]
+        defect = _plan_defect(plan) if isinstance(plan, str) else f"must be text, found {type(plan).__name__}"
+        if defect is not None:
+            raise Corrupt(f"{where}: its plan {defect}. Read it with the release that wrote it.")
+    return policy
+
+
+@lru_cache(_PLANS)
+def _plan_defect(plan: str) -> str | None:
+    try:
+        found = json.loads(plan)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error})"
+    return None if isinstance(found, dict) else f"must be an object, found {type(found).__name__}"
 
 
 def _expect_digest(body: Fields, where: str) -> None:

@@ -6,7 +6,6 @@ records are computed on the way, and only its header is kept. What passes here p
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 
 import xxhash
@@ -16,10 +15,9 @@ from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._entries import OverflowEntry, SegmentEntry
 from lightning_moe_ckpt.storage._ranges import read_chunks
 from lightning_moe_ckpt.storage._record_table import RecordEntry
-from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of
+from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of, header_nbytes
 
 _LENGTH_NBYTES = 8
-_MAX_HEADER_NBYTES = 100_000_000  # a damaged length must not make us keep the file
 
 
 def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
@@ -31,17 +29,17 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
         Corrupt: the first thing that is not as written.
         KeyMissing: it is gone.
     """
+    # Before the rest: a file that cannot be a segment of this size is not read to its end.
+    _check_places(entry, _read_header(backend, entry))
     records = sorted(entry.records, key=lambda record: record.offset)
-    file, header = xxhash.xxh3_128(), bytearray()
+    file = xxhash.xxh3_128()
     digests = [xxhash.xxh3_128() for _ in records]
     position = first = 0
     for chunk in read_chunks(backend, entry.key, entry.nbytes):
         file.update(chunk)
-        _keep_header(header, chunk)
         first = _feed(chunk, position, records, digests, first)
         position += chunk.nbytes
     _expect(entry.key, file.hexdigest(), entry.digest)
-    _check_places(entry, bytes(header))
     for record, digest in zip(records, digests, strict=True):
         _expect(f"{entry.key}: {record.name}", digest.hexdigest(), record.digest)
 
@@ -81,12 +79,13 @@ def _feed(
     return first
 
 
-def _keep_header(header: bytearray, chunk: memoryview) -> None:
-    """Collect the file's first bytes up to the end of its header, whose length is in the first eight."""
-    wanted = _LENGTH_NBYTES
-    if header or chunk.nbytes >= _LENGTH_NBYTES:
-        wanted += struct.unpack("<Q", header[:_LENGTH_NBYTES] or chunk[:_LENGTH_NBYTES])[0]
-    header += chunk[: max(0, min(wanted, _MAX_HEADER_NBYTES) - len(header))]
+def _read_header(backend: Backend, entry: SegmentEntry) -> bytes:
+    """The file's first bytes up to the end of its header, whose length is in the first eight."""
+    start = bytearray(min(_LENGTH_NBYTES, entry.nbytes))
+    backend.get_range(entry.key, 0, memoryview(start))
+    header = bytearray(_LENGTH_NBYTES + header_nbytes(bytes(start), entry.nbytes))
+    backend.get_range(entry.key, 0, memoryview(header))
+    return bytes(header)
 
 
 def _check_places(entry: SegmentEntry, header: bytes) -> None:

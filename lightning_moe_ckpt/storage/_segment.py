@@ -50,6 +50,11 @@ def dtype_code(dtype: torch.dtype) -> str:
     return _CODES[dtype]
 
 
+def itemsize_of(code: str) -> int | None:
+    """Bytes of an element of the dtype a code names; `None` if there is no such code."""
+    return _DTYPES[code].itemsize if code in _DTYPES else None
+
+
 def dtype_of(code: str) -> torch.dtype:
     """The dtype a code names.
 
@@ -229,12 +234,21 @@ def _header(placed: Sequence[_Placed], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _header_nbytes(data: memoryview) -> int:
-    """Behind the eight bytes that say so."""
-    nbytes: int = struct.unpack("<Q", data[:8])[0] if data.nbytes >= 8 else -1
-    if not 0 < nbytes <= min(_MAX_HEADER_NBYTES, data.nbytes - 8):
-        raise Corrupt(f"segment: header of {nbytes} bytes in a file of {data.nbytes}. Another copy may be good.")
+def header_nbytes(start: bytes, file_nbytes: int) -> int:
+    """Bytes of a header behind the eight that say so. Raises `Corrupt`.
+
+    Args:
+        start: the first eight bytes of a file.
+        file_nbytes: of all of it.
+    """
+    nbytes: int = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+    if not 0 < nbytes <= min(_MAX_HEADER_NBYTES, file_nbytes - 8):
+        raise Corrupt(f"segment: header of {nbytes} bytes in a file of {file_nbytes}. Another copy may be good.")
     return nbytes
+
+
+def _header_nbytes(data: memoryview) -> int:
+    return header_nbytes(bytes(data[:8]), data.nbytes)
 
 
 def _split_header(data: memoryview) -> dict[str, object]:

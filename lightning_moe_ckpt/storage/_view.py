@@ -111,18 +111,20 @@ class RunView:
 
     def log_damage(self) -> list[str]:
         """Read every log entry; what is wrong with those that are bad, or missing between others."""
-        keys = {parse_log_key(entry.key): entry.key for entry in self._backend.list(LOG_PREFIX)}
-        damage = []
-        for index in range(max((index for index in keys if index is not None), default=-1) + 1):
+        found = ((parse_log_key(entry.key), entry.key) for entry in self._backend.list(LOG_PREFIX))
+        damage, due = [], 0
+        for index, key in sorted((index, key) for index, key in found if index is not None):
+            if index > due:
+                which = f"entry {due} is" if index == due + 1 else f"entries {due} to {index - 1} are"
+                damage.append(f"{LOG_PREFIX}: {which} missing, later ones are there.")
+            due = index + 1
             try:
-                self._check_entry(keys.get(index), index)
-            except CheckpointError as error:  # noqa: PERF203  # each entry is judged by itself
+                self._check_entry(key, index)
+            except CheckpointError as error:
                 damage.append(str(error))
         return damage
 
-    def _check_entry(self, key: str | None, index: int) -> None:
-        if key is None:
-            raise Corrupt(f"{LOG_PREFIX}: entry {index} is missing, later ones are there.")
+    def _check_entry(self, key: str, index: int) -> None:
         check_entry(self._backend.get(key), index)
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:

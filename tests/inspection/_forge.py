@@ -46,19 +46,21 @@ class Forged:
         self.segment = next(self.commit.parent.glob("*.safetensors"))
         self.log = max((root / "_log").iterdir())
 
-    def change_log(self, change: Change) -> None:
+    def change_log(self, change: Change) -> Path:
         """The newest entry of the log."""
         document = opened(self.log.read_bytes())
         change(document["body"])
         self.log.write_bytes(sealed(document))
+        return self.log
 
-    def change_commit(self, change: Change) -> None:
+    def change_commit(self, change: Change) -> Path:
         """The manifest."""
         document = opened(self.commit.read_bytes())
         change(document["body"])
         self.commit.write_bytes(sealed(document))
+        return self.commit
 
-    def change_marker(self, change: Change, *, records: Change = lambda _: None, line: bytes | None = None) -> None:
+    def change_marker(self, change: Change, *, records: Change = lambda _: None, line: bytes | None = None) -> Path:
         """The marker, and the records of its segment; the manifest vouches for it again.
 
         Args:
@@ -75,20 +77,23 @@ class Forged:
         body["segments"][0]["records"] = {"nbytes": len(lines[0]), "digest": digest_of(lines[0])}
         change(body)
         self.put_marker(sealed(marker) + b"".join(lines))
+        return self.marker
 
-    def put_marker(self, data: bytes) -> None:
+    def put_marker(self, data: bytes) -> Path:
         """Bytes in the place of the marker, for which the manifest vouches."""
         self.marker.write_bytes(data)
         self.change_commit(lambda body: body.update(markers=[digest_of(data)]))
+        return self.marker
 
-    def change_module(self, line: bytes) -> None:
+    def change_module(self, line: bytes) -> Path:
         """What the marker says of the module."""
         document, *lines = self.marker.read_bytes().splitlines(keepends=True)
         marker = opened(document)
         marker["body"]["module"] = {"nbytes": len(line), "digest": digest_of(line)}
         self.put_marker(sealed(marker) + b"".join(lines[:-1]) + line)
+        return self.marker
 
-    def change_plan(self, change: Change) -> None:
+    def change_plan(self, change: Change) -> Path:
         """The plan, in marker and manifest."""
 
         def of(body: Any) -> None:
@@ -97,13 +102,15 @@ class Forged:
             body["policy"]["plan"] = json.dumps(plan)
 
         self.change_policy(of)
+        return self.commit
 
-    def change_policy(self, change: Change) -> None:
+    def change_policy(self, change: Change) -> Path:
         """Body of marker and manifest alike."""
         self.change_marker(change)
         self.change_commit(change)
+        return self.commit
 
-    def put_segment(self, data: bytes) -> None:
+    def put_segment(self, data: bytes) -> Path:
         """Other bytes of the segment: every digest follows."""
         self.segment.write_bytes(data)
 
@@ -115,8 +122,9 @@ class Forged:
 
         self.change_marker(file, records=digests)
         self.change_commit(lambda body: body.update(nbytes=len(data)))
+        return self.segment
 
-    def put_journal(self, journal: bytes) -> None:
+    def put_journal(self, journal: bytes) -> Path:
         """Bytes at the beginning of the journal's record, as far as they fit."""
         data = bytearray(self.segment.read_bytes())
         rows = json.loads(self.marker.read_bytes().splitlines()[1])["rows"]
@@ -125,3 +133,4 @@ class Forged:
         assert len(journal) <= nbytes, f"the journal has room for {nbytes}"
         data[offset : offset + len(journal)] = journal
         self.put_segment(bytes(data))
+        return self.segment

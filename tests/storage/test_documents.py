@@ -42,7 +42,7 @@ def _segment(rank: int, step: int) -> SegmentEntry:
         key=segment_key(GENERATION, rank, step),
         nbytes=8192,
         digest="f" * 32,
-        records=(record, dataclasses.replace(record, present=True, global_shape=())),
+        records=(record, dataclasses.replace(record, present=True, global_shape=(), global_start=0, numel=1, nbytes=2)),
         side_file=OverflowEntry(key=overflow_key(GENERATION, rank, step), nbytes=7, digest="e" * 32),
     )
 

@@ -361,6 +361,7 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(storage.digest_of(data), str)
     assert_type(storage.segment_key(storage.GenerationId(step=1, epoch=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
+    assert_type(storage.lacking_memory(storage.MAX_MARKER_NBYTES), str | None)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
     bad: storage.BadCopies = {"moe/expert.3": [storage.GenerationId(step=1, epoch=1)]}
     assert_type(storage.carry_forward(marker, ["moe/expert.3"], bad), tuple[storage.BorrowedEntry, ...])
