@@ -53,6 +53,7 @@ PUBLIC: dict[str, str] = {
     "lightning_moe_ckpt.storage": """
         Backend BadCopies BorrowedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
         JudgedGeneration MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine NestedLayout ObjectBackend OverflowEntry PERSISTED_HEADER
+        Pace
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows Resume Retention Retrying RingHeader
         RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward carry_spares check_places
         checked_url collect_garbage create_once digest_of dtype_code dtype_of full_records lacking_memory open_backend read_chunks

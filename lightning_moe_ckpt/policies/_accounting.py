@@ -175,8 +175,11 @@ class Accounting:
         found = (book.tokens_at(expert, step) for book in self.saved.values())
         return next((tokens for tokens in found if tokens is not None), None)
 
-    def tables(self, layouts: Sequence[ExpertLayout]) -> list[ExpertTable]:
-        """What a policy chooses from now."""
+    def tables(self, layouts: Sequence[ExpertLayout], again: Collection[int] = ()) -> list[ExpertTable]:
+        """What a policy chooses from now; `again` are places of experts that come before all others."""
+        first_E = torch.zeros_like(self.alive)
+        first_E[list(again)] = 1
+        first = self._by_layer(first_E)
         expected = {level: self._within_reach(level) for level in self.saved}
         unsaved = {level: self._by_layer(self.alive - alive_E) for level, (alive_E, _) in expected.items()}
         saved_at = {level: self._by_layer(step_E) for level, (_, step_E) in expected.items()}
@@ -194,6 +197,7 @@ class Accounting:
                 skipped={level: tuple(map(bool, rows[i])) for level, rows in skipped.items()},
                 age=age[i],
                 waited={level: rows[i] for level, rows in waited.items()},
+                again=tuple(map(bool, first[i])) if again else (),
             )
             for i, layout in enumerate(layouts)
         ]

@@ -76,6 +76,8 @@ class ExpertTable:
     """Generations since each expert was last taken to memory: 1 if the newest one has it. See `max_age`."""
     waited: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By level: generations of that level, which may take few of all, since the newest that has each expert."""
+    again: tuple[bool, ...] = ()
+    """Whether a stored copy of each expert turned out bad, so that it comes before all others; empty if none did."""
 
     def __post_init__(self) -> None:
         rows = (
@@ -85,6 +87,7 @@ class ExpertTable:
             *self.saved_at.values(),
             *self.skipped.values(),
             *self.waited.values(),
+            *([self.again] if self.again else []),
         )
         if self.num_experts < 1 or any(len(row) != self.num_experts for row in rows):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
@@ -184,6 +187,11 @@ def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[E
         ranks = tuple(expert // each for expert in range(layer.num_experts))
         found.append(ExpertLayout(layer=layer.fqn, rank_of=ranks, nbytes=size))
     return tuple(found)
+
+
+def taken_again(table: ExpertTable, experts: Iterable[int]) -> list[int]:
+    """Those of `experts` that come before all others."""
+    return [expert for expert in experts if table.again and table.again[expert]]
 
 
 def positions_of(table: ExpertTable | ExpertLayout) -> dict[int, list[int]]:

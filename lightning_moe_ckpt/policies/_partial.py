@@ -8,7 +8,7 @@ the layer before it. Without skips that is PEC's interleaved schedule, in which 
 
 Two levels: storage gets `k` experts, memory `snapshot_k`. What is due in storage is taken to memory first of all, so that
 storage goes round in E / k generations whatever memory does; the rest of memory's places go by what memory lacks. Before
-both come experts without which one would get older than `max_age` generations: memory keeps that many, and so has a
+both come experts of which a stored copy turned out bad, and those without which one would get older than `max_age` generations: memory keeps that many, and so has a
 copy of every expert. Where a round takes more generations than memory keeps at most, it lacks some: these are restored
 from storage.
 
@@ -38,6 +38,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
     overdue,
     positions_of,
     sequential_order,
+    taken_again,
     unsaved_order,
 )
 
@@ -107,16 +108,21 @@ class PartialPolicy:
     def _of_layer(self, now: _Turn, table: ExpertTable, limit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         order = _ORDERS[self.order]
         here = positions_of(table)
-        to_memory, to_storage = self._places(now, [len(experts) for experts in here.values()])
+        ours = [bool(taken_again(table, experts)) for experts in here.values()]
+        to_memory, to_storage = self._places(
+            now, [len(experts) for experts in here.values()], ours.index(True) if any(ours) else None
+        )
         orders = {level: order(table, level, _turn(table, now.phase * k)) for level, k in self._numbers(table)}
         memory: list[int] = []
         storage: list[int] = []
         for experts, num_memory, num_storage in zip(here.values(), to_memory, to_storage, strict=True):
+            again = taken_again(table, experts)
             due = set(first(experts, num_storage, orders[STORAGE]))
             late = self._late(now, table, first(experts, len(experts), orders[STORAGE]), limit, len(here))
+            late = [*again, *(expert for expert in late if expert not in again)]
             kept = first(experts, num_memory, _urgency(late, due, orders[MEMORY]))
             memory += kept
-            storage += first(kept, num_storage, orders[STORAGE])
+            storage += first(kept, num_storage, _urgency(again, (), orders[STORAGE]))
         return tuple(sorted(memory)), tuple(sorted(storage))
 
     def _late(
@@ -144,7 +150,11 @@ class PartialPolicy:
     def _numbers(self, table: ExpertTable) -> list[tuple[str, int]]:
         return [(level, min(k, table.num_experts)) for level, k in ((MEMORY, self.memory_k), (STORAGE, self.k))]
 
-    def _places(self, now: _Turn, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _places(self, now: _Turn, sizes: Sequence[int], ahead: int | None) -> tuple[list[int], list[int]]:
+        """How many each position gives; `ahead` is one whose turn it is, whoever would be next."""
+        if ahead is not None:
+            memory = spread(self.memory_k, sizes, start=ahead)
+            return memory, spread(self.k, memory, start=ahead)
         shift = now.shift(len(sizes))
         memory = spread(self.memory_k, sizes, start=now.phase * self.memory_k + shift)
         return memory, spread(self.k, memory, start=now.phase * self.k + shift)

@@ -185,10 +185,6 @@ class TierBook:
             found.append(int(self.alive[expert]))
         return found[0] if found else None
 
-    def taken_at(self, step: int) -> list[int]:
-        """Experts of a generation that is under way."""
-        return [expert for each in self.pending if each.step == step for expert in each.experts.tolist()]
-
     def to_journal(self) -> dict[str, object]:
         """Plain values and tensors."""
         pending = [{"step": p.step, "experts": p.experts, "alive": p.alive} for p in self.pending]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Accounting, Selection, expert_layouts
+from lightning_moe_ckpt.session._bad_copies import WIDTH as BAD_COPIES_WIDTH
+from lightning_moe_ckpt.session._bad_copies import BadCopyList
 from lightning_moe_ckpt.session._count_copies import CountCopies
 from lightning_moe_ckpt.session._count_proof import CountProof
 from lightning_moe_ckpt.session._deltas import Deltas
@@ -38,11 +40,12 @@ from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._peers import PEER as PEER_TIER
 from lightning_moe_ckpt.session._peers import PeerRoom
 from lightning_moe_ckpt.session._persist import STORAGE as STORAGE_TIER
+from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._popularity import sum_in_order
 from lightning_moe_ckpt.session._reordering import Background
 from lightning_moe_ckpt.session._report import LossFigures
 from lightning_moe_ckpt.session._worker import TierWorker
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +99,11 @@ class LossyPlanner:
         self.accounting = Accounting.start([each.num_experts for each in self._experts], k=self._choice.k)
         self._layouts: OrderedDict[tuple[Selection, int], WindowLayout] = OrderedDict()
         self._reserve_nbytes = 0
+        self._room: list[int] = []
+        """Bytes of experts of each position that slots are made for."""
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
-        self.bad_copies: dict[str, frozenset[GenerationId]] = {}
-        """Copies in storage that turned out bad, the newest of an expert among them, until it has another."""
+        self._bad = BadCopyList(expert_names(view.operators))
         self._deltas: Deltas | None = None
         self._current: WindowLayout | None = None
         self._next: Background | None = None
@@ -146,7 +150,9 @@ class LossyPlanner:
     def joined(self, workers: Sequence[TierWorker]) -> None:
         """The tiers of this life are these."""
         tiers = {worker.name: worker for worker in workers}
-        remote = tiers.get(PEER_TIER) or tiers[STORAGE_TIER]
+        storage = tiers[STORAGE_TIER]
+        self._bad.scrubber = storage.scrub() if isinstance(storage, PersistWorker) else None
+        remote = tiers.get(PEER_TIER) or storage
         self._choice.joined(lambda: remote.rate)
         self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER_TIER in tiers else None
         if self.peer_level == "peer" and PEER_TIER in tiers:
@@ -209,7 +215,10 @@ class LossyPlanner:
         # One round of turns: ranks give equally many then, and each has given most of all once.
         turns = len({rank for each in self._experts for rank in each.rank_of})
         first = self.accounting.generations
-        layouts = [self._plan(self.accounting, index) for index in range(first, first + turns)]
+        again = self._bad.again(self.accounting.saved[STORAGE])
+        layouts = [self._plan(self.accounting, index, again) for index in range(first, first + turns)]
+        sizes = [self._nbytes_by_position(Selection.from_record(layout.record)) for layout in layouts]
+        self._room = [max(column) for column in zip(*sizes, strict=True)]
         self._reserve_nbytes = max(self._choice.reserve_nbytes, *(layout.slot_nbytes for layout in layouts))
         layouts[0].reserve_nbytes = self._reserve_nbytes
         return layouts[0]
@@ -240,7 +249,7 @@ class LossyPlanner:
     def restore(self, outcome: Mapping[str, Any]) -> None:
         """Go on from the accounting of the boundary that this life starts from."""
         stored = outcome.get("accounting")
-        self.bad_copies = {name: each for name, each in outcome.get("bad", {}).items() if each}
+        self._bad.restored(outcome.get("bad", {}))
         if stored is None:
             log.info("the generation that is resumed from was not counted: tokens are counted from here on")
             return
@@ -281,21 +290,28 @@ class LossyPlanner:
         self._count(exchange.gather(self._counts.take()))
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop counting, and reading what is stored."""
+        self._bad.close()
         self._counter.remove()
         self._proof.remove()
 
     # -- at window boundaries
 
+    @property
+    def bad_copies(self) -> BadCopies | None:
+        """Copies of experts in storage that are not borrowed any more; `None` if there is no other of one."""
+        return self._bad.not_borrowed
+
     def inputs(self) -> list[int]:
         """Tokens of this rank since the last window, by expert, and what a choice needs to know of it."""
-        return [*self._counts.take(), *self._choice.inputs()]
+        return [*self._counts.take(), *self._bad.inputs(), *self._choice.inputs()]
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """What every rank added, by rank."""
         number = sum(self.accounting.num_experts)
         self._count([row[:number] for row in rows])
-        self._choice.agreed([row[number:] for row in rows])
+        self._bad.agreed([row[number : number + BAD_COPIES_WIDTH] for row in rows], self.accounting.saved[STORAGE])
+        self._choice.agreed([row[number + BAD_COPIES_WIDTH :] for row in rows])
 
     def take_next(self) -> WindowLayout | None:
         """The plan of the window that may begin now; waits for it. `None` for the first one, and after one that did not begin."""
@@ -307,7 +323,8 @@ class LossyPlanner:
         selection = Selection.from_record(layout.record)
         self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
         self.accounting = now = self.accounting.take(step, selection, levels=())  # what levels get, they are told of
-        self._next = Background(lambda: self._plan(now, now.generations))
+        again = self._bad.again(now.saved[STORAGE])
+        self._next = Background(lambda: self._plan(now, now.generations, again))
 
     def given(
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
@@ -334,9 +351,7 @@ class LossyPlanner:
             return
         level = self._levels[tier]
         if level == STORAGE:
-            names = expert_names(self._view.operators)
-            for place in self.accounting.saved[level].taken_at(generation.step):
-                self.bad_copies.pop(names[place], None)
+            self._bad.completed(self.accounting.saved[level], generation.step)
         self.accounting = self.accounting.complete(level, generation.step)
 
     def given_up(self, tier: str, generation: GenerationId) -> None:
@@ -357,8 +372,18 @@ class LossyPlanner:
         tokens_E = sum_in_order([torch.tensor(list(row), dtype=torch.int64) for row in rows])
         self.accounting = self.accounting.add(tokens_E)
 
-    def _plan(self, accounting: Accounting, index: int) -> WindowLayout:
-        return self._lay_out(self._choice.select(index, accounting))
+    def _plan(self, accounting: Accounting, index: int, again: Collection[int] = ()) -> WindowLayout:
+        selection = self._choice.select(index, accounting, again)
+        if again and any(n > room for n, room in zip(self._nbytes_by_position(selection), self._room, strict=False)):
+            # Slots are made for equal turns of positions: it has to wait for its own.
+            selection = self._choice.select(index, accounting)
+        return self._lay_out(selection)
+
+    def _nbytes_by_position(self, selection: Selection) -> list[int]:
+        """Bytes of the experts that memory takes from each position; the same on all ranks."""
+        positions = sorted({position for each in self._experts for position in each.rank_of})
+        rows = list(zip(self._experts, selection.memory, strict=True))
+        return [sum(e.nbytes for e, row in rows for i in row if e.rank_of[i] == position) for position in positions]
 
     def _lay_out(self, selection: Selection) -> WindowLayout:
         """A layout of the plan, made once while plans come round again."""

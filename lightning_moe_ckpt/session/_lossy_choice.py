@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -48,8 +48,8 @@ class ExpertChoice(Protocol):
     def forward_ends(self) -> None:
         """The optimizer is about to step."""
 
-    def select(self, index: int, accounting: Accounting) -> Selection:
-        """The experts of generation `index`; from any thread."""
+    def select(self, index: int, accounting: Accounting, again: Collection[int] = ()) -> Selection:
+        """The experts of generation `index`, those at the places `again` before all others; from any thread."""
 
     def generations_kept(self, accounting: Accounting) -> int:
         """Generations that memory keeps: together they hold every expert, if so many can."""
@@ -131,8 +131,8 @@ class CountedChoice(ExpertChoice):
         """As above."""
 
     @override
-    def select(self, index: int, accounting: Accounting) -> Selection:
-        return self._in_force(accounting).select(index, accounting.tables(self._layouts), {})
+    def select(self, index: int, accounting: Accounting, again: Collection[int] = ()) -> Selection:
+        return self._in_force(accounting).select(index, accounting.tables(self._layouts, again), {})
 
     @override
     def generations_kept(self, accounting: Accounting) -> int:
@@ -234,8 +234,8 @@ class BudgetedChoice(ExpertChoice):
         self.budgets.clock.forward_ends()
 
     @override
-    def select(self, index: int, accounting: Accounting) -> Selection:
-        return self._policy.select(index, accounting.tables(self._layouts), self.budgets.experts)
+    def select(self, index: int, accounting: Accounting, again: Collection[int] = ()) -> Selection:
+        return self._policy.select(index, accounting.tables(self._layouts, again), self.budgets.experts)
 
     @override
     def generations_kept(self, accounting: Accounting) -> int:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.operators import Operator
 from lightning_moe_ckpt.session._config import LifeConfig
+from lightning_moe_ckpt.session._scrubbing import Scrubber
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Base, Job, References, TierWorker
 from lightning_moe_ckpt.storage import (
-    BorrowedEntry,
     GenerationId,
     RankMarker,
     Retention,
@@ -56,6 +56,9 @@ class GenerationSink(Protocol):
 
     def retain(self, retention: Retention) -> object:
         """Delete what `retention` does not keep. Coordinator only."""
+
+    def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a stored segment; from any thread. Raises `Corrupt` or `StorageError`."""
 
     def close(self) -> None:
         """Interrupt the call under way, from another thread: it fails soon and leaves nothing half written."""
@@ -135,6 +138,18 @@ class PersistWorker(TierWorker):
     def complete_everywhere(self, generation: GenerationId) -> None:
         self._agreed = generation
 
+    def scrub(self) -> Scrubber:
+        """Begin to read again what this rank's newest generation names of older ones."""
+        scrubber = Scrubber(self._store, lambda: self.newest_marker)
+        scrubber.start()
+        return scrubber
+
+    @property
+    def newest_marker(self) -> RankMarker | None:
+        """Of the newest generation that this rank stored, or may build on; from any thread."""
+        bases = list(self._bases.items())
+        return max(bases, key=lambda each: each[0])[1] if bases else None
+
     def marker_of(self, generation: GenerationId) -> RankMarker | None:
         """This rank's marker of one of the newest generations that it knows to be stored; from any thread."""
         return self._bases.get(generation)
@@ -164,23 +179,17 @@ class PersistWorker(TierWorker):
         marker = None if base.generation is None else self._bases.get(base.generation)
         if marker is None:
             if base.lacking:
-                self._give_up_base("storage has no whole generation of this run to take the others from")
+                self.lost_base = True
+                raise CheckpointError(
+                    "it has only some experts, and storage has no whole generation of this run to take the others from."
+                )
             return References()
         if len(marker.segments) != 1 or not (base.lacking or self._twofold):
             return References()  # of a window of several steps, which holds no states of one step
-        borrowed = carry_forward(marker, base.lacking, base.bad)
-        if lost := self._named(carry_forward(marker, base.lacking)) - self._named(borrowed):
-            self._give_up_base(f"no copy of {len(lost)} others in storage is good, first {min(lost)}")
-        return References(borrowed, carry_spares(marker, base.lacking, self._twofold - base.lacking, base.bad))
-
-    def _give_up_base(self, reason: str) -> NoReturn:
-        self.lost_base = True
-        raise CheckpointError(f"it has only some experts, and {reason}. The next one is stored whole.")
-
-    @staticmethod
-    def _named(entries: Sequence[BorrowedEntry]) -> set[str]:
-        """Operators that entries are of."""
-        return {record.operator for each in entries for record in each.segment.records}
+        return References(
+            carry_forward(marker, base.lacking, base.bad),
+            carry_spares(marker, base.lacking, self._twofold - base.lacking, base.bad),
+        )
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:

@@ -81,8 +81,8 @@ class TierWatcher(Protocol):
         """Some rank has lost all that a tier held."""
 
     @property
-    def bad_copies(self) -> BadCopies:
-        """Copies of operators in storage that turned out bad; the same on all ranks."""
+    def bad_copies(self) -> BadCopies | None:
+        """Copies in storage that are not built on any more; `None` if none is left of some operator. The same on all ranks."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -359,7 +359,11 @@ class Tiers:
         window.ring.pin(window.generation)
         plan, borrows = layout.at(worker.level), worker.level == "storage" and layout.borrows
         bad = {} if self._watcher is None else self._watcher.bad_copies
-        base = Base(generation=lane.base, lacking=layout.lacking, bad=dict(bad)) if borrows else None
+        base = (
+            Base(generation=None if bad is None else lane.base, lacking=layout.lacking, bad=dict(bad or {}))
+            if borrows
+            else None
+        )
         worker.begin(
             Announced(
                 generation=window.generation,

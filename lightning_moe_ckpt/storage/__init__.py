@@ -35,6 +35,7 @@ from lightning_moe_ckpt.storage._names import segment_key as segment_key
 from lightning_moe_ckpt.storage._nested import PERSISTED_HEADER as PERSISTED_HEADER
 from lightning_moe_ckpt.storage._nested import NestedLayout as NestedLayout
 from lightning_moe_ckpt.storage._object import ObjectBackend as ObjectBackend
+from lightning_moe_ckpt.storage._pace import Pace as Pace
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._ranges import read_chunks as read_chunks
 from lightning_moe_ckpt.storage._record_table import RecordEntry as RecordEntry

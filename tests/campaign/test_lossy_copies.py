@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from campaign._campaign import Campaigns, checkpoints
 from campaign._lossy import Machines, train_lossy
@@ -21,7 +23,9 @@ from campaign._promises import Promise, Restarts
 from campaign._training import Module, Setup
 from campaign.test_lossy_recovery import lossy_setup, restarts
 from campaign.test_selective import selective_setup
+from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.errors import NoUsableGeneration
+from lightning_moe_ckpt.session._lossy import LossyPlanner
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -49,11 +53,12 @@ def short_of_space(setup: Setup) -> Setup:
     return replace(setup, batches=18, checkpointing=replace(setup.checkpointing, keep=2))
 
 
-def stored(workdir: Path) -> dict[GenerationId, tuple[Commit, list[RankMarker]]]:
+def stored(workdir: Path, *, promote: bool = True) -> dict[GenerationId, tuple[Commit, list[RankMarker]]]:
     """Manifests and markers of all that the log allows, whether a restart would begin from it or not; newest first."""
     with closing(open_backend(checkpoints(workdir).as_uri())) as backend:
         store = RunStore.open(backend, resume="must")
-        store.promote()  # as the next life will, where there is one
+        if promote:
+            store.promote()  # as the next life will, where there is one
         commits = [*store.candidates(), *store.lenders]
         return {c.generation: (c, [store.read_marker(c, rank) for rank in range(c.world_size)]) for c in commits}
 
@@ -250,3 +255,60 @@ def train_refused_first(strict: Setup, setup: Setup, machines: Machines, life: L
 
     Seam(module="campaign._training", attribute="Module.configure_optimizers", replacement=with_weights_kept).apply()
     return train_lossy(setup, machines, life)
+
+
+class SpoilsAndScrubs(Callback):
+    """Before step 9 a bit turns in what rank 0 borrows, and each rank reads again what it borrows."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        if trainer.global_step != 8:
+            return
+        own = trainer.checkpoint_callback
+        assert isinstance(own, PartialExpertCheckpoint)
+        assert own._run is not None
+        planner = own._run.life._planner
+        assert isinstance(planner, LossyPlanner)
+        assert planner._bad.scrubber is not None
+        if self._life.rank == 0:
+            _, markers = next(iter(stored(self._life.workdir, promote=False).values()))
+            entry = markers[0].borrowed[-1]  # whose turn is far away
+            record = entry.segment.records[0]
+            flip(checkpoints(self._life.workdir) / entry.segment.key, record)
+            (self._life.workdir / "scrubbed").write_text(json.dumps([record.operator, entry.generation.step]))
+        planner._bad.scrubber.round()
+
+
+def train_scrubbed(setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
+    return train_lossy(setup, machines, life, SpoilsAndScrubs(life))
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_what_goes_bad_while_a_job_runs_is_stored_again(campaigns: Campaigns, folder: Path, world_size: int) -> None:
+    """One rank finds it; no generation borrows it from then on, and the next one that is planned has it."""
+    setup = lossy_setup(world_size, 1)
+    (life,) = campaigns.run(setup, fit=partial(train_scrubbed, setup, Machines(folder, (0,) * world_size)))
+    assert life.outcome == "finished", life.log()
+    expert, bad = json.loads((life.workdir / "scrubbed").read_text())
+    found = {at.step: markers for at, (_, markers) in stored(life.workdir).items()}
+    for step in range(9, 13):
+        borrowed = {
+            e.generation.step
+            for m in found[step]
+            for e in m.borrowed
+            for r in e.segment.records
+            if r.operator == expert
+        }
+        assert bad not in borrowed, step
+        owned = any(record.operator == expert for marker in found[step] for _, record in full_records(marker))
+        assert owned, f"step {step} names a good copy"
+    own = {step: {r.operator for m in found[step] for r in m.segments[0].records} for step in (9, 10)}
+    assert expert in own[10]
+    said = re.search(
+        rf"WARNING:.*{re.escape(expert)}: its copy of step {bad} .* is bad; it is taken again", life.log(0)
+    )
+    assert said is not None
+    assert "is taken again" not in life.log(1), "each file has one reader"

@@ -112,6 +112,24 @@ def test_partial_takes_k_per_layer_and_equally_many_from_every_rank(
 
 
 @settings(max_examples=40)
+@given(partial_policies() | st.just(SelectivePolicy()), table_lists(), st.integers(0, 40), st.data())
+def test_an_expert_whose_copy_is_bad_is_taken_next(
+    policy: PartialPolicy | SelectivePolicy, tables: list[ExpertTable], index: int, data: st.DataObject
+) -> None:
+    """To memory and to storage, whoever else is late, where one expert of its position has room."""
+    layer = data.draw(st.integers(0, len(tables) - 1))
+    expert = data.draw(st.integers(0, tables[layer].num_experts - 1))
+    flags = tuple(e == expert for e in range(tables[layer].num_experts))
+    marked = [replace(each, again=flags) if i == layer else each for i, each in enumerate(tables)]
+    chosen = policy.select(index, marked, {MEMORY: 20, STORAGE: 10})
+    assert expert in chosen.storage[layer]
+    number = [len(row) for row in chosen.storage]
+    assert isinstance(policy, SelectivePolicy) or number == [
+        len(row) for row in policy.select(index, tables, {}).storage
+    ]
+
+
+@settings(max_examples=40)
 @given(partial_policies() | st.just(SelectivePolicy()), table_lists(), st.integers(0, 40), BUDGETS)
 def test_every_rank_chooses_the_same(
     policy: PartialPolicy | SelectivePolicy, tables: list[ExpertTable], index: int, budgets: dict[str, int]

@@ -20,6 +20,7 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy import LossyPlanner
 from lightning_moe_ckpt.session._lossy_budgets import ByteBudgets
+from lightning_moe_ckpt.session._lossy_restore import expert_names
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
@@ -69,6 +70,8 @@ class Run:
         planner.adopt(layout)
         self._storing: GenerationId | None = None
         self._busy = self.step = 0
+        self.found: list[int] = []
+        """A bad copy that is told at the next window."""
         self.taken: list[Selection] = []
         self.stored: list[Selection] = []
 
@@ -76,7 +79,9 @@ class Run:
         """One more, in the order in which a capture session does it."""
         self.step += 1
         following = self._planner.take_next()
-        self._planner.agreed([[*tokens_E, *self._planner.inputs()[2 * NUM_EXPERTS :]]])
+        told = self._planner.inputs()[2 * NUM_EXPERTS :]
+        told[: len(self.found)], self.found = self.found, []
+        self._planner.agreed([[*tokens_E, *told]])
         self._settle()
         self._layout = following if following is not None else self._layout
         newest = (GenerationId(step=self.step, epoch=1), self._layout)
@@ -219,6 +224,29 @@ def test_tokens_of_all_ranks_are_counted_and_survive_a_journal() -> None:
     other = planner(k=NUM_EXPERTS)
     other.restore({"step": 3, "accounting": here.accounting.to_journal(), "lost": torch.zeros(24, dtype=torch.int64)})
     assert other.loss_figures() == figures
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (3, 3)])
+def test_an_expert_of_which_another_rank_found_a_bad_copy_is_stored_again_and_not_borrowed(
+    world_size: int, ep_size: int
+) -> None:
+    """In the next generation that is planned, or the next turn of its position; then it is in turn again."""
+    here = planner(world_size=world_size, ep_size=ep_size, k=1)
+    run = Run(here, random.Random(0), 1)
+    for _ in range(2 * NUM_EXPERTS + 1):
+        run.window([10] * (2 * NUM_EXPERTS))
+    place = run.stored[-2].storage[1][0] + NUM_EXPERTS
+    step = int(here.accounting.saved["storage"].step[place])
+    run.found = [place + 1, step, 1, -1, 1]
+    run.window([10] * (2 * NUM_EXPERTS))
+    name = expert_names(here._view.operators)[place]
+    assert here.bad_copies == {name: {GenerationId(step=step, epoch=1)}}
+    seen = len(run.stored)
+    for _ in range(ep_size):
+        run.window([10] * (2 * NUM_EXPERTS))
+    assert place - NUM_EXPERTS in {e for each in run.stored[seen:] for e in each.storage[1]}
+    run.window([10] * (2 * NUM_EXPERTS))
+    assert here.bad_copies == {}
 
 
 def test_k_doubles_when_a_fault_costs_too_much(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from lightning_moe_ckpt.storage import (
     RecordRows,
     Retention,
     RunStore,
+    SegmentEntry,
     SegmentLayout,
     TensorSpec,
     digest_of,
@@ -105,6 +106,9 @@ class ScriptedSink:
 
     def retain(self, retention: Retention) -> None:
         self._call(f"retain {retention.last}")
+
+    def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
+        """Nothing is read again."""
 
     def close(self) -> None:
         for held in self.hold.values():

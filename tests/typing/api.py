@@ -365,6 +365,7 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
     bad: storage.BadCopies = {"moe/expert.3": [storage.GenerationId(step=1, epoch=1)]}
     assert_type(storage.carry_forward(marker, ["moe/expert.3"], bad), tuple[storage.BorrowedEntry, ...])
+    assert_type(storage.Pace(bandwidth=2**20).chunk_nbytes(2**24), int)
     assert_type(storage.carry_spares(marker, ["moe/expert.3"], ["moe/expert.4"]), tuple[storage.BorrowedEntry, ...])
     for file, record in storage.full_records(marker):
         run.read_record(file, record, data[: record.nbytes])
