@@ -26,6 +26,7 @@ from lightning_moe_ckpt import (
     _lightning_files,
     _lightning_held,
     _lightning_metrics,
+    _lightning_moved,
     _lightning_workers,
 )
 from lightning_moe_ckpt.callbacks._extras import Extras, copied, require_storable
@@ -87,6 +88,7 @@ class BoundaryRecorder:
         self._fetches = FetchLog()
         self._held = _lightning_held.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
+        self._moved = _lightning_moved.MovedAttributes(trainer, module, skip_callbacks)
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._start: Start | None = None
         self._wanted = True
@@ -187,11 +189,13 @@ class BoundaryRecorder:
     def before_epoch(self) -> None:
         """Between two epochs: `on_train_epoch_start` has not run."""
         self._held.look()
+        self._moved.look()
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
         if self._resume is not None:
             # Hooks at the start of a fit have run, which the original run called at its own start only.
             self._trained.restore(self._resume["trained"])
+            self._moved.restore(self._resume.get("attributes", {}))
             self._restore_rates(self._resume)
         self._epoch, self._before_epoch_only = self._take_random(), True
         if self._wanted:
@@ -293,6 +297,7 @@ class BoundaryRecorder:
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
             "trained": self._trained.take(),
+            "attributes": self._moved.take(),
             "precision": copied(trainer.precision_plugin.state_dict()),
             "callbacks": self._extras.take_callbacks(self._callbacks()),
             "module": self._extras.take_module(self._module),
@@ -363,6 +368,7 @@ class BoundaryRecorder:
         )
         users = ("module", "datamodule")
         self._restore_users({name: original[name] if differs(original[name], here[name]) else {} for name in users})
+        self._moved.restore(original.get("attributes", {}))
         for name, part in self._parts.items():
             part.follow(copied(original["parts"][name]))
         _lightning_metrics.follow_metrics(self._trainer, self._module, copied(original["metrics"]))

@@ -68,13 +68,18 @@ class HeldGenerators:
         datamodule = _lightning.datamodule_of(self._trainer)
         if datamodule is not None:
             yield "datamodule", datamodule
-        count: dict[str, int] = {}
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
-            if not isinstance(callback, self._skip):
-                name = f"callback.{type(callback).__qualname__}"
-                count[name] = count.get(name, 0) + 1
-                yield name if count[name] == 1 else f"{name}#{count[name]}", callback
+        yield from user_callbacks(self._trainer, self._skip)
         yield from _lightning_data.loader_objects(self._trainer)
+
+
+def user_callbacks(trainer: Trainer, skip: tuple[type[Callback], ...]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks by a name that is the same in every life."""
+    count: dict[str, int] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
+        if not isinstance(callback, skip):
+            name = f"callback.{type(callback).__qualname__}"
+            count[name] = count.get(name, 0) + 1
+            yield name if count[name] == 1 else f"{name}#{count[name]}", callback
 
 
 def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:

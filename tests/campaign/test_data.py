@@ -41,7 +41,8 @@ class Fed(Variant):
 
     @override
     def callbacks(self, life: Life) -> Sequence[Callback]:
-        return [Smudging()] if self.feed == "held" else []
+        own: dict[str, list[Callback]] = {"held": [Smudging()], "moved": [Moving()]}
+        return own.get(self.feed, [])
 
     @override
     def loaders(self, life: Life) -> tuple[Any, Any]:
@@ -51,9 +52,12 @@ class Fed(Variant):
 class Drawing(VariantModule):
     """Draws in every step, so that what fetches draw is not what they would draw one after the other."""
 
+    difficulty: float
+
     def __init__(self, setup: Fed, life: Life) -> None:
         super().__init__(setup, life)
         self.noise = {"loss": [torch.Generator().manual_seed(5)]}
+        self.difficulty = 0.0
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -61,7 +65,7 @@ class Drawing(VariantModule):
         random.random()
         if isinstance(batch, dict):
             batch = {name: part for name, part in batch.items() if part is not None}
-        scale = 1 + torch.rand((), generator=self.noise["loss"][0])
+        scale = 1 + self.difficulty + torch.rand((), generator=self.noise["loss"][0])
         return super().training_step(batch, batch_idx) * scale
 
 
@@ -74,6 +78,45 @@ class Smudging(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         batch[0][0, 0] = self._legacy.randint(VOCABULARY)
+
+
+class Moving(Callback):
+    """Makes the data harder as training goes on, and keeps count."""
+
+    def __init__(self) -> None:
+        self._count, self.best, self.begun = 0, float("inf"), -1.0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._count, self.begun = 0, random.random()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        assert isinstance(pl_module, Drawing)
+        self._count += 1
+        pl_module.difficulty = 0.1 * self._count
+        assert trainer.train_dataloader is not None
+        trainer.train_dataloader.dataset.replaced = self._count // 4
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, Drawing)
+        self.best = min(self.best, float(trainer.callback_metrics["validation_loss"]))
+        pl_module.difficulty += self.best
+
+
+class Harder(Tokens):
+    """The harder, the more tokens are the same."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length, augment=True)
+        self.replaced = 0
+
+    @override
+    def __getitem__(self, index: int) -> Item:
+        item = super().__getitem__(index)
+        item[0][: self.replaced] = 1
+        return item
 
 
 class Noisy(Tokens):
@@ -146,6 +189,7 @@ FEEDS: dict[str, Callable[[Fed], Any]] = {
     "buffer_torch": _shuffle_buffer(_by_torch),
     "buffer_python": _shuffle_buffer(random.randrange),
     "held": lambda setup: _loader(setup, Subset(Noisy(40), range(32)), shuffle=True),
+    "moved": lambda setup: _loader(setup, Harder(32), shuffle=True),
     "persistent_held": lambda setup: _loader(setup, Noisy(40), shuffle=True, persistent_workers=True),
     "persistent_stream": lambda setup: _loader(
         setup, Shuffled(setup.batches * setup.batch_size // 2, _by_torch), persistent_workers=True
@@ -168,6 +212,7 @@ CASES = {
     "buffer_python": Fed(feed="buffer_python"),
     "buffer_workers": Fed(feed="buffer_torch", workers=1),
     "held": Fed(feed="held"),
+    "moved": Fed(feed="moved"),
     "persistent": Fed(feed="persistent", workers=2),
     "persistent_held": Fed(feed="persistent_held", workers=2),
     "persistent_stream": Fed(feed="persistent_stream", workers=2),
@@ -175,7 +220,7 @@ CASES = {
 }
 
 
-QUICK = ("cycle", "buffer_torch", "held", "persistent_held", "persistent_stream")
+QUICK = ("cycle", "buffer_torch", "held", "moved", "persistent_held", "persistent_stream")
 """One for each thing that can go wrong; the others differ little from these, and only `make soak` has them."""
 
 

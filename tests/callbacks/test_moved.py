@@ -1,0 +1,95 @@
+"""Attributes that move while training are found, kept and set again; the others are left to the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, Dataset, Subset
+from typing_extensions import override
+
+from lightning_moe_ckpt._lightning_moved import MovedAttributes
+
+
+class Counting(Callback):
+    def __init__(self, limit: int = 9) -> None:
+        self.limit, self.count, self.history = limit, 0, [0.0]
+
+
+class Stateful(Callback):
+    def __init__(self) -> None:
+        self.count = 0
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Items(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+
+def anything(make: Callable[[], Any]) -> Any:
+    """An object that is given attributes which its class does not know."""
+    return make()
+
+
+class Run:
+    """What a life has when its first epoch begins."""
+
+    def __init__(self, limit: int = 9) -> None:
+        self.counting, self.stateful, self.stopping = Counting(limit), Stateful(), EarlyStopping("loss")
+        self.module, self.datamodule, self.items = (
+            anything(LightningModule),
+            anything(LightningDataModule),
+            anything(Items),
+        )
+        self.items.level = 1
+        self.module.temperature = 1.0
+        callbacks = [self.counting, self.stateful, self.stopping]
+        combined = SimpleNamespace(flattened=[DataLoader(Subset(self.items, [0, 1]))])
+        fit_loop = SimpleNamespace(_combined_loader=combined)
+        trainer: Any = SimpleNamespace(callbacks=callbacks, datamodule=self.datamodule, fit_loop=fit_loop)
+        self.moved = MovedAttributes(trainer, self.module, ())
+        self.moved.look()
+
+    def train(self) -> None:
+        self.counting.count, self.stateful.count, self.stopping.wait_count = 3, 3, 3
+        self.module.temperature, self.datamodule.seen, self.items.level = 0.5, "all", None
+        self.module.training = False
+
+
+def test_what_has_moved_is_as_it_was_in_the_next_life() -> None:
+    """Of objects without a state of their own. What did not move is as the user says now."""
+    first, second = Run(), Run(limit=5)
+    assert first.moved.take() == {}
+    first.train()
+    moved = first.moved.take()
+    second.moved.restore(moved)
+    assert (second.counting.count, second.counting.limit) == (3, 5)
+    assert (second.module.temperature, second.datamodule.seen, second.items.level) == (0.5, "all", None)
+    assert (second.stateful.count, second.stopping.wait_count, second.module.training) == (0, 0, True)
+    assert second.moved.take() == moved, "and in the one after it"
+
+
+def test_what_moved_elsewhere_goes_back() -> None:
+    """A replay has hooks that see other values than those of the original run."""
+    run = Run()
+    run.train()
+    run.moved.restore({"callback.Counting.count": 1})
+    assert (run.counting.count, run.module.temperature) == (1, 1.0)
+
+
+def test_what_cannot_be_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A list that grows."""
+    run = Run()
+    with caplog.at_level("INFO", logger="lightning_moe_ckpt"):
+        for _ in range(3):
+            run.counting.history.append(1.0)
+            run.moved.take()
+    assert [each.getMessage().split("`")[1] for each in caplog.records] == ["callback.Counting.history"]
