@@ -97,7 +97,7 @@ def marker_files(memory: Path) -> list[Path]:
 
 def memory_files(directory: Path) -> list[tuple[Path, MemoryName]]:
     """Every memory file of this user."""
-    named = [(path, MemoryName.parse(path.name)) for path in directory.iterdir()]
+    named = [(path, MemoryName.parse(path.name)) for path in listing(directory)]
     return [(path, name) for path, name in named if name is not None and is_own_file(path)]
 
 
@@ -109,7 +109,15 @@ def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
 
 
 def _marker_files(directory: Path) -> Iterator[tuple[Path, str]]:
-    for path in directory.iterdir():
+    for path in listing(directory):
         match = _MARKER.fullmatch(path.name)
         if match is not None and is_own_file(path):
             yield path, match[1]
+
+
+def listing(directory: Path) -> list[Path]:
+    """What is in a directory; nothing if something has removed it, with all that was in it."""
+    try:
+        return list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

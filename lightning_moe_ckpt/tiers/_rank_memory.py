@@ -26,6 +26,7 @@ from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_
 from lightning_moe_ckpt.tiers._names import (
     Kind,
     MemoryName,
+    listing,
     marker_files,
     memory_files,
     orphaned_markers,
@@ -184,6 +185,8 @@ class RankMemory:
         lost.close(unlink=False)
         self._close([ring for ring in self._kept if not ring.is_named])
         self._expect_no_successor()
+        with contextlib.suppress(OSError):  # said by what needs it
+            self._directory.mkdir(mode=0o700, exist_ok=True)
         self._ring = self._create(lost.slot_nbytes, lost.num_slots)
         self._ring.keep, self._ring.seen = lost.keep, self._seen
         log.warning(
@@ -292,7 +295,7 @@ class RankMemory:
 
     def _create_beside(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
         """A ring under a name that nothing has which is still needed."""
-        taken = {path.name for path in self._directory.iterdir()}  # whoever has made it
+        taken = {path.name for path in listing(self._directory)}  # whoever has made it
         for turn in itertools.count():
             name = shared_name(self._tag, self._rank, self._kind, turn=turn)
             if name not in taken:

@@ -92,7 +92,12 @@ class SharedFile:
         """
         unlink_shared_file(path)
         expect_room(path.parent, nbytes)
-        descriptor = _make_private(path, os.O_RDWR)
+        try:
+            descriptor = _make_private(path, os.O_RDWR)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise _unusable(path.parent, error) from error
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -146,7 +151,7 @@ class SharedFile:
             return False  # closed, or a forked child
         try:
             return file_id(self.path) == _file_id(self.descriptor)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def close(self, *, unlink: bool) -> None:
@@ -186,7 +191,7 @@ def is_own_file(path: Path) -> bool:
     """Whether a name leads to a file of this user: anybody may make names in shared memory."""
     try:
         return _is_own(path.lstat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -273,7 +278,7 @@ def file_id(path: Path) -> FileId:
 
 def unlink_shared_file(path: Path) -> None:
     """Remove the name if it exists and is ours; processes that map the file keep their pages."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = path.lstat()
         if _is_own(status):
             path.unlink()
@@ -292,8 +297,18 @@ def expect_room(directory: Path, nbytes: int) -> None:
 
 
 def _free_nbytes(directory: Path) -> int:
-    stats = os.statvfs(directory)
+    try:
+        stats = os.statvfs(directory)
+    except OSError as error:
+        raise _unusable(directory, error) from error
     return stats.f_bavail * stats.f_frsize
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"Shared memory cannot be made in {directory}: {error.strerror}. Make that directory, with rights to write in it, or "
+        f"name another one in `{DIRECTORY_VARIABLE}`."
+    )
 
 
 def _no_room(directory: Path, nbytes: int, free: int) -> ConfigurationError:

@@ -133,6 +133,15 @@ class Cleaner(Switch):
             self.struck += 1
 
 
+class FolderCleaner(Cleaner):
+    """Removes the directory too."""
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        self._folder.rmdir()
+
+
 class FromTheStart(Switch):
     """Goes on when the run begins."""
 
@@ -141,10 +150,10 @@ class FromTheStart(Switch):
         assert self.on
 
 
-def make_fault(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Switch:
+def make_fault(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, with_folder: bool = False) -> Switch:
     switch = Hang() if kind == "storage hangs" else FromTheStart() if kind == "storage is down" else Switch()
     if kind == "names removed":
-        return Cleaner(folder, "*")
+        return (FolderCleaner if with_folder else Cleaner)(folder, "*")
     if kind == "statements removed":
         return Cleaner(folder, "*.done")
     if kind == "memory full":
@@ -213,7 +222,7 @@ def test_no_tier_stays_behind_when_a_fault_is_over(
 ) -> None:
     """Also those that had nothing to do with it; and while it lasts, those that have nothing to do with it."""
     make, window = POLICIES[policy]
-    fault = make_fault(kind, shared_memory, monkeypatch)
+    fault = make_fault(kind, shared_memory, monkeypatch, with_folder=policy == "sparse")
     checkpoint = make(tmp_path)
     watch = Watch(checkpoint, fault)
     fit(watch, checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,32 @@ def test_without_room_memory_is_made_again_later(node: Path, monkeypatch: pytest
     assert [*node.iterdir()] == []
     assert own.renew().num_slots == 9
     own.close(unlink=True)
+
+
+def test_a_directory_that_is_gone_is_made_again_with_the_memory(node: Path) -> None:
+    """What tidies up may remove all of it."""
+    own = memory(node)
+    keep(own.make(SLOT, 9), G3, (2, 3))
+    shutil.rmtree(node)
+    keep(own.renew(), G6, (5, 6))
+    assert readable(node) == [(0, 6)]
+    own.close(unlink=True)
+
+
+def test_a_directory_that_cannot_be_made_again_ends_nothing(node: Path) -> None:
+    """Each attempt says where memory cannot be made; the end of a life leaves nothing, and raises nothing."""
+    own = memory(node)
+    keep(own.make(SLOT, 9), G3, (2, 3))
+    shutil.rmtree(node)
+    node.write_bytes(b"in its place")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"cannot be made in .*: Not a directory. Make that directory"):
+            own.renew()
+    node.unlink()
+    own.close(unlink=True)
+    with pytest.raises(ConfigurationError, match=r"cannot be made in .*: No such file or directory"):
+        memory(node).make(SLOT, 9)
+    node.mkdir()
 
 
 def refuse(*_: object) -> None:
