@@ -8,6 +8,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+import gc
 import importlib.util
 import runpy
 import subprocess
@@ -83,6 +84,22 @@ def _require_stable_names(items: list[pytest.Item]) -> None:
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"give these tests ids without addresses: {unstable}")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays out of garbage collections: a fit and each of its forked ranks collects once by itself.
+
+    A million objects take it half a second, and a fork the copies of their pages.
+    """
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _heap_stays_frozen() -> Iterator[None]:
+    """Also after a test that needed it otherwise."""
+    yield
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
