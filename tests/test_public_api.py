@@ -46,7 +46,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.parallel": """
         ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode WorldFailed
-        broadcast_tensors build_groups check_ep_size close_groups current_groups expert_parallel_fqns
+        broadcast_tensors build_groups check_ep_size close_groups closed_doors current_groups expert_parallel_fqns
         expert_parallel_modules global_grad_norm init_fresh_process_group ordered_all_reduce ordered_hook
         plain_all_reduce restart_is_likely run_world set_current_groups shares_agent_store
     """,

@@ -1,6 +1,7 @@
 """Process groups, deterministic gradient reduction and norms."""
 
 from lightning_moe_ckpt.parallel._broadcast import broadcast_tensors as broadcast_tensors
+from lightning_moe_ckpt.parallel._door import closed_doors as closed_doors
 from lightning_moe_ckpt.parallel._elastic import init_fresh_process_group as init_fresh_process_group
 from lightning_moe_ckpt.parallel._elastic import restart_is_likely as restart_is_likely
 from lightning_moe_ckpt.parallel._elastic import shares_agent_store as shares_agent_store

@@ -13,12 +13,14 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.parallel._door import closed_doors
 
 _PREFIX = "lightning_moe_ckpt/life"
 _POLL_SECONDS = 0.01
@@ -68,7 +70,8 @@ def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeou
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = PrefixStore(_PREFIX, TCPStore(host, port, is_master=False, timeout=timeout))
     store = _serve(shared, host, world_size, timeout) if rank == 0 else _ask(shared, rank, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    with closed_doors() if backend == "gloo" else nullcontext():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _serve(shared: Store, host: str, world_size: int, timeout: timedelta) -> Store:

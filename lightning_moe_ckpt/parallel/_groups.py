@@ -9,6 +9,7 @@ Ranks of one expert-parallel group are consecutive: rank = dp_rank * ep_size + e
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -16,6 +17,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel._door import closed_doors
 
 GroupName = Literal["world", "expert", "expert_data", "control", "reduce", "replicate"]
 """`expert`: ranks that together hold all experts once. `expert_data`: ranks that hold the same experts.
@@ -95,14 +97,16 @@ def build_groups(ep_size: int = 1, timeout: timedelta = timedelta(minutes=30)) -
         return ParallelGroups()
     rows = [list(range(first, first + ep_size)) for first in range(0, world_size, ep_size)]
     columns = [list(range(first, world_size, ep_size)) for first in range(ep_size)]
-    groups: dict[GroupName, dist.ProcessGroup] = {
-        "world": _world(),
-        "expert": _part_of(rows, rank, timeout),
-        "expert_data": _part_of(columns, rank, timeout),
-        "control": dist.new_group(timeout=timeout, backend="gloo"),
-        "reduce": dist.new_group(timeout=timeout),
-        "replicate": dist.new_group(timeout=timeout, backend="gloo"),
-    }
+    with closed_doors() if dist.get_backend() == "gloo" else nullcontext():
+        groups: dict[GroupName, dist.ProcessGroup] = {
+            "world": _world(),
+            "expert": _part_of(rows, rank, timeout),
+            "expert_data": _part_of(columns, rank, timeout),
+            "reduce": dist.new_group(timeout=timeout),
+        }
+    with closed_doors():
+        groups["control"] = dist.new_group(timeout=timeout, backend="gloo")
+        groups["replicate"] = dist.new_group(timeout=timeout, backend="gloo")
     return ParallelGroups(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size, groups=groups)
 
 

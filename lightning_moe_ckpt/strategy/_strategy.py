@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from lightning_moe_ckpt.parallel import (
     ParallelGroups,
     broadcast_tensors,
     build_groups,
+    closed_doors,
     expert_parallel_fqns,
     expert_parallel_modules,
     global_grad_norm,
@@ -119,7 +121,8 @@ class MoEStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         self._join_fresh_store()
-        super().setup_distributed()
+        with self._closed_doors():
+            super().setup_distributed()
         self.groups = _groups_of_this_process(self.expert_parallel, self.timeout)
         set_current_groups(self.groups)
         log.info(
@@ -132,9 +135,20 @@ class MoEStrategy(DDPStrategy):
         environment = self.cluster_environment
         if environment is None or not shares_agent_store() or dist.is_initialized():
             return
-        backend = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        backend = self._backend
         rank, world_size = environment.global_rank(), environment.world_size()
         init_fresh_process_group(backend, rank=rank, world_size=world_size, timeout=self.timeout)
+
+    @property
+    def _backend(self) -> str:
+        return self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+
+    def _closed_doors(self) -> AbstractContextManager[None]:
+        """Around the making of the default group: strangers cannot connect to it, ranks go on reaching the store."""
+        environment = self.cluster_environment
+        if environment is None or self._backend != "gloo":
+            return nullcontext()  # NCCL connects when it likes
+        return closed_doors(open_ports={environment.main_port})
 
     @override
     def setup(self, trainer: Trainer) -> None:
