@@ -13,7 +13,7 @@ from lightning_moe_ckpt.recovery._inventory import Copy, Item, Version, family_o
 from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import Ask
-from lightning_moe_ckpt.storage import RankMarker, digest_of
+from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +131,12 @@ class MarkerSearch:
         answers = [(ask, self._answer(ask)) for ask in asks if ask.reader == self._rank]
         told = transport.gather_values([[ask.receiver, ask.number, len(answer)] for ask, answer in answers])
         sizes = {(receiver, number): nbytes for rows in told for receiver, number, nbytes in _rows(rows)}
-        own = [ask for ask in asks if ask.receiver == self._rank]
-        received = [(ask, bytearray(sizes[ask.receiver, ask.number])) for ask in own]
+        own = [(ask, sizes.get((ask.receiver, ask.number), 0)) for ask in asks if ask.receiver == self._rank]
+        if max((nbytes for _, nbytes in own), default=0) > MAX_MARKER_NBYTES:
+            raise Corrupt(
+                f"another rank announces a marker of more than {MAX_MARKER_NBYTES} bytes. Start again without it."
+            )
+        received = [(ask, bytearray(nbytes)) for ask, nbytes in own]
         wait = transport.transfer(
             [(ask.receiver, memoryview(answer)) for ask, answer in answers if answer],
             [(ask.reader, memoryview(buffer)) for ask, buffer in received if buffer],

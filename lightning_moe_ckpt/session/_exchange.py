@@ -17,6 +17,9 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._codec import decode, encode
 
+_MAX_VALUE_NBYTES = 2**30
+"""Of one value between ranks: manifests, lists of what is in memory, messages."""
+
 
 class Exchange:
     """Collectives on control values; every method must be called by all ranks.
@@ -87,7 +90,7 @@ class Exchange:
         if self._group is None:
             return value
         payload = encode(value) if self.is_coordinator else b""
-        nbytes = self.gather([len(payload)])[0][0]
+        nbytes = _expected(self.gather([len(payload)])[0][0])
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if self.is_coordinator:
             buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -99,7 +102,7 @@ class Exchange:
         if self._group is None:
             return [value]
         payload = encode(value)
-        sizes = [row[0] for row in self.gather([len(payload)])]
+        sizes = [_expected(row[0]) for row in self.gather([len(payload)])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         rows = self.gather_tensor(padded)
@@ -136,6 +139,13 @@ class Exchange:
             raise getattr(errors, value[0], CheckpointError)(value[1])
         assert isinstance(value, list)
         return value[0]
+
+
+def _expected(nbytes: int) -> int:
+    """What a rank announces, before memory is made for it. Raises `CheckpointError` for what no rank of ours would."""
+    if not 0 <= nbytes <= _MAX_VALUE_NBYTES:
+        raise CheckpointError(f"a rank announces a value of {nbytes} bytes. Start all ranks with one release.")
+    return nbytes
 
 
 def _writable(view: memoryview) -> memoryview | bytearray:

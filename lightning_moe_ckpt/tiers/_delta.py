@@ -28,7 +28,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import xxhash
@@ -57,6 +56,8 @@ from lightning_moe_ckpt.tiers._squeeze import squeeze, unsqueeze
 _LENGTHS = struct.Struct("<III")
 _DIGEST_NBYTES = 16
 _MAX_SETTINGS = 256 - STEPPED
+_MAX_DOCUMENT_NBYTES = 2**17
+"""Of the settings of a step, of which there are fewer than 256."""
 _BLOCK_NUMEL = 2**16
 """Elements that are copied and stepped at a time: what was copied is in the cache when it is stepped."""
 
@@ -172,11 +173,10 @@ class DeltaDecoder:
 
     def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor) -> None:
         base_header = SegmentLayout.header_in(base_U8.numpy().data)
-        document, codes, squeezed = _unpack(recipe)
-        self._settings = [StepSettings(**each) for each in document["settings"]]
-        self.dtype, self._wanted = dtype_of(document["dtype"]), document["digest"]
-        header = unsqueeze(squeezed, base_header)
-        self.plan = plan_delta(base_header, header, codes, self.dtype, whole=document["audit"])
+        document, codes, squeezed = _unpack(recipe, out_U8.numel())
+        self._settings, self.dtype, self._wanted, audit = _read(document)
+        header = unsqueeze(squeezed, base_header, out_U8.numel())
+        self.plan = plan_delta(base_header, header, codes, self.dtype, whole=audit)
         self._base, self._out = base_U8, out_U8
         self._received = self._num_stepped = 0
         self._digest = xxhash.xxh3_128()
@@ -314,10 +314,38 @@ def _pack(document: bytes, codes: bytes, squeezed: bytes) -> bytes:
     return body + xxhash.xxh3_128_digest(body)
 
 
-def _unpack(recipe: bytes) -> tuple[dict[str, Any], bytes, bytes]:
+def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
+    """Document, codes of parts, of which there are fewer than bytes in a segment of `most`, and header."""
     body, digest = recipe[:-_DIGEST_NBYTES], recipe[-_DIGEST_NBYTES:]
     if len(body) < _LENGTHS.size or xxhash.xxh3_128_digest(body) != digest:
         raise Corrupt("the recipe of a delta is not the one that was sent. The next generation comes whole.")
     sizes = _LENGTHS.unpack_from(body)
     document, codes, squeezed = (body[a:b] for a, b in pairwise(accumulate([_LENGTHS.size, *sizes])))
-    return json.loads(zlib.decompress(document)), zlib.decompress(codes), squeezed
+    return _inflated(document, _MAX_DOCUMENT_NBYTES), _inflated(codes, most), squeezed
+
+
+def _inflated(data: bytes, most: int) -> bytes:
+    """At most one byte more than `most` is ever made."""
+    stream = zlib.decompressobj()
+    try:
+        found = stream.decompress(data, most + 1)
+    except zlib.error as error:
+        raise wrong_delta() from error
+    if len(found) > most or not stream.eof:
+        raise wrong_delta()
+    return found
+
+
+def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None, bool]:
+    """Settings, type of gradients, their digest, and whether the segment travels besides. Raises `Corrupt`."""
+    try:
+        found = json.loads(document)
+        settings = [StepSettings(**each) for each in found["settings"]]
+        dtype, digest, audit = dtype_of(found["dtype"]), found["digest"], found["audit"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise wrong_delta() from error
+    numbers = [value for each in settings for value in asdict(each).values()]
+    known = dtype in {torch.float32, torch.bfloat16} and isinstance(digest, str | None) and isinstance(audit, bool)
+    if not known or not all(isinstance(value, int | float) for value in numbers):
+        raise wrong_delta()
+    return settings, dtype, digest, audit

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, digest_of
+from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._delta_drift import rounded_marker
 from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
 from lightning_moe_ckpt.tiers._peer_wire import (
+    MAX_REASON_NBYTES,
     NUMBERS,
     Kind,
     Message,
@@ -149,7 +150,7 @@ class ReplicaReceiver:
         *names, num_segments, slot_nbytes = message.numbers
         self._drop()
         generation, keep, base = (generation_of(names[at : at + NUMBERS]) for at in range(0, 3 * NUMBERS, NUMBERS))
-        if generation is None:
+        if generation is None or num_segments < 1 or slot_nbytes < 1:
             raise self._unexpected(Kind.BEGIN)
         try:
             self._store.begin(generation, keep=keep, base=base, num_segments=num_segments, slot_nbytes=slot_nbytes)
@@ -161,19 +162,31 @@ class ReplicaReceiver:
 
     def _begin_segment(self, step: int, nbytes: int) -> None:
         incoming = self._expect(Kind.SEGMENT)
-        incoming.step, incoming.out, incoming.decoder = step, self._store.slot(step)[:nbytes], None
+        slot = self._slot(incoming, step, Kind.SEGMENT)
+        if not 0 < nbytes <= slot.numel():
+            raise self._unexpected(Kind.SEGMENT)
+        incoming.step, incoming.out, incoming.decoder = step, slot[:nbytes], None
 
     def _begin_delta(self, step: int, nbytes: int) -> None:
         incoming = self._expect(Kind.DELTA)
-        recipe = self._wire.receive_bytes(nbytes)
+        slot = self._slot(incoming, step, Kind.DELTA)
+        recipe = self._wire.receive_bytes(nbytes, slot.numel())  # no recipe is larger than what it leads to
         try:
-            incoming.decoder = DeltaDecoder(recipe, self._base(incoming), self._store.slot(step))
+            incoming.decoder = DeltaDecoder(recipe, self._base(incoming), slot)
         except Corrupt as error:
             log.info("a segment of rank %d cannot be rebuilt, it comes whole: %s", self.owner, error)
             self._answer_refused(str(error))
             return
         incoming.step, incoming.out = step, incoming.decoder.segment
         self._wire.send(Message(Kind.READY))
+
+    def _slot(self, incoming: _Incoming, step: int, kind: Kind) -> torch.Tensor:
+        """Memory for the next segment, which begins when the one before is whole, and which was announced."""
+        begun = incoming.step not in {-1, step, *incoming.segments}
+        if begun or step in incoming.segments or len(incoming.segments) >= incoming.num_segments:
+            raise self._unexpected(kind)
+        incoming.step = step
+        return self._store.slot(step)
 
     def _base(self, incoming: _Incoming) -> torch.Tensor:
         """The segment that one is rebuilt from. Raises `Corrupt`."""
@@ -198,10 +211,10 @@ class ReplicaReceiver:
     def _finish(self, message: Message) -> None:
         nbytes, by_difference = message.numbers
         incoming = self._expect(Kind.MARKER)
-        told = self._wire.receive_bytes(nbytes)
+        told = self._wire.receive_bytes(nbytes, MAX_MARKER_NBYTES)
         try:
             if by_difference and self._newest is not None:
-                told = unsqueeze(told, self._newest[1])
+                told = unsqueeze(told, self._newest[1], MAX_MARKER_NBYTES)
             marker = incoming.as_kept(RankMarker.from_bytes(told, f"marker of rank {self.owner}"))
             self._check(incoming, marker)
             self._store.publish(marker)
@@ -216,7 +229,9 @@ class ReplicaReceiver:
         found = (marker.run_id, marker.rank, marker.generation)
         if found != (self._run_id, self.owner, incoming.generation):
             raise Corrupt(f"the marker is of run {found[0]}, rank {found[1]}, {found[2]}; {incoming.generation} came.")
-        if incoming.segments != {entry.step: (entry.nbytes, entry.digest) for entry in marker.segments}:
+        if not incoming.segments or incoming.segments != {
+            entry.step: (entry.nbytes, entry.digest) for entry in marker.segments
+        }:
             raise Corrupt(f"{incoming.generation}: segments did not arrive as their marker says. The next one may.")
 
     def _refuse(self, reason: str) -> None:
@@ -224,7 +239,7 @@ class ReplicaReceiver:
         self._answer_refused(reason)
 
     def _answer_refused(self, reason: str) -> None:
-        payload = as_payload(reason.encode())
+        payload = as_payload(reason.encode()[:MAX_REASON_NBYTES])
         self._wire.send(Message(Kind.REFUSED, (payload.numel(),)), payload)
 
     def _drop(self) -> None:

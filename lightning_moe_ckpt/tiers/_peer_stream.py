@@ -19,7 +19,16 @@ from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._delta import EncodedDelta
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
-from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, PeerLost, Wire, as_payload, copy_of, numbers_of
+from lightning_moe_ckpt.tiers._peer_wire import (
+    MAX_REASON_NBYTES,
+    Kind,
+    Message,
+    PeerLost,
+    Wire,
+    as_payload,
+    copy_of,
+    numbers_of,
+)
 from lightning_moe_ckpt.tiers._squeeze import squeeze
 
 log = logging.getLogger(__name__)
@@ -137,7 +146,7 @@ class ReplicaStream:
         refused, copies = self._hear(Kind.WHOLE)
         self._missing |= refused
         found = [copy_of(numbers) for numbers in copies]
-        if len({digest for digest, _ in found}) > 1:
+        if len({(digest, len(drift)) for digest, drift in found}) > 1:
             self._missing |= {wire.peer: f"rank {wire.peer}: has other bytes than another" for wire in self._active}
         if self._missing:
             raise self._not_replicated()
@@ -192,7 +201,7 @@ class ReplicaStream:
             with self._losing(wire):
                 answer = wire.receive()
                 if answer.kind is Kind.REFUSED:
-                    reason = wire.receive_bytes(answer.numbers[0]).decode(errors="replace")
+                    reason = wire.receive_bytes(answer.numbers[0], MAX_REASON_NBYTES).decode(errors="replace")
                     refused[wire.peer] = f"rank {wire.peer}: {reason}"
                 elif answer.kind is not wanted:
                     raise PeerLost(f"rank {wire.peer} answers {answer.kind.name}, {wanted.name} was due.")

@@ -18,7 +18,9 @@ ABANDON                                ->             (instead of whatever would
 BYE                                    ->             (the last one; no answer)
 ```
 
-A peer that dies closes its connections: operations with it under way, or begun later, raise `PeerLost`.
+A peer that dies closes its connections: operations with it under way, or begun later, raise `PeerLost`. So does a header
+that says what no header of this protocol says. No number of a peer's is believed before it was held against a bound:
+memory is made for what it announces only within `receive_bytes`, or was made beforehand.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 MESSAGE_NBYTES = 8 * _NUM_FIELDS
 """Of a header."""
+MAX_REASON_NBYTES = 2**16
+"""Of the words with which something is refused."""
 _TO_HOLDER, _TO_OWNER = 71, 72
 """Tags: two ranks may each hold copies of the other."""
 _FOREVER = timedelta(days=3650)
@@ -72,6 +76,15 @@ class Kind(IntEnum):
     DELTA = 10
 
 
+_LENGTHS = {
+    Kind.BEGIN: (11,), Kind.SEGMENT: (2,), Kind.DELTA: (2,), Kind.CHUNK: (2,), Kind.MARKER: (2,), Kind.REFUSED: (1,),
+    Kind.WHOLE: (2, 4),
+}  # fmt: skip
+"""How many numbers messages have; others have none."""
+_SIGNED = {Kind.BEGIN, Kind.WHOLE}
+"""Those with numbers that may be negative: of no generation, and of a digest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """A header, but for what every header has."""
@@ -92,7 +105,13 @@ class Message:
             raise PeerLost(
                 f"a message begins with {magic:#x}, kind {kind}: not what this release sends. Start all ranks with one release."
             )
-        return cls(Kind(kind), tuple(numbers[:length]))
+        message = cls(Kind(kind), tuple(numbers[:length]))
+        negative = message.kind not in _SIGNED and min(message.numbers, default=0) < 0
+        if length not in _LENGTHS.get(message.kind, (0,)) or negative:
+            raise PeerLost(
+                f"a message {message.kind.name} says {list(message.numbers)}, which none of this release does."
+            )
+        return message
 
 
 NUMBERS = 3
@@ -107,8 +126,10 @@ def numbers_of(generation: GenerationId | None) -> tuple[int, int, int]:
 
 
 def generation_of(numbers: Sequence[int]) -> GenerationId | None:
-    """The way back from `numbers_of`."""
+    """The way back from `numbers_of`. Raises `PeerLost` if it cannot have been there."""
     step, epoch, life = numbers
+    if epoch < -1 or life >= 2**48:
+        raise PeerLost(f"a message names generation {list(numbers)}, which none of this release does.")
     return None if step < 0 else GenerationId(step=step, epoch=epoch, life="" if life < 0 else f"{life:012x}")
 
 
@@ -165,8 +186,10 @@ class Wire:
         for part in torch.split(out, self.max_chunk):
             self.wait_for(self._operate(part, self._in, receive=True))
 
-    def receive_bytes(self, nbytes: int) -> bytes:
-        """The bytes that the last message announced, where they are few."""
+    def receive_bytes(self, nbytes: int, most: int) -> bytes:
+        """The bytes that the last message announced. Raises `PeerLost`, with nothing allocated, if they are more than `most`."""
+        if nbytes > most:
+            raise PeerLost(f"rank {self.peer} announces {nbytes} bytes where {most} are the most.")
         out = torch.empty(nbytes, dtype=torch.uint8)
         self.receive_into(out)
         return out.numpy().tobytes()

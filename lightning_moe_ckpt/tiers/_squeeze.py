@@ -33,11 +33,17 @@ def squeeze(data: bytes, like: bytes) -> bytes:
     return b"".join(parts)
 
 
-def unsqueeze(told: bytes, like: bytes) -> bytes:
+def unsqueeze(told: bytes, like: bytes, most: int) -> bytes:
     """What `squeeze` was given, from what it returned and the same `like`.
 
+    Args:
+        told: from `squeeze`.
+        like: what it was given.
+        most: bytes that may come of it.
+
     Raises:
-        Corrupt: it was told to somebody who had something else, and that is noticed.
+        Corrupt: it was told to somebody who had something else, and that is noticed; or more than `most` would come of it,
+            which is found out before they are made.
     """
     older, lines = like.split(b"\n"), list[bytes]()
     position = 0
@@ -46,6 +52,9 @@ def unsqueeze(told: bytes, like: bytes) -> bytes:
             how, nbytes, told_nbytes = _PART.unpack_from(told, position)
         except struct.error as error:
             raise _refused() from error
+        most -= nbytes + 1
+        if most < -1:
+            raise Corrupt("what was told by its difference to an earlier version is larger than any version may be.")
         position += _PART.size + told_nbytes
         body = told[position - told_nbytes : position]
         lines.append(_hear(how, body, older[len(lines)] if len(lines) < len(older) else b"", nbytes))
