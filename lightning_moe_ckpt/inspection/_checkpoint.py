@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CodecError
+from lightning_moe_ckpt.errors import CodecError, Corrupt
 from lightning_moe_ckpt.inspection._assemble import Assembler
 from lightning_moe_ckpt.session import decode_journal, read_extra
 from lightning_moe_ckpt.storage import Commit, ModuleEntry
@@ -91,7 +91,15 @@ class LightningCheckpoint:
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in self._parts.optimizer(shared).items():
             parameter, _, key = name.rpartition("/")
+            if parameter not in numbers:
+                raise Corrupt(
+                    f"`{parameter}` has optimizer state and is in no group of parameters. Verify the generation."
+                )
             state.setdefault(numbers[parameter], {})[key] = tensor
+        if len(groups) != len(ordered):
+            raise Corrupt(
+                f"{len(groups)} groups of parameters have settings, {len(ordered)} are described. Verify the generation."
+            )
         described = [
             {**self._plain("a parameter group", fields), "params": [numbers[name] for name in names]}
             for fields, names in zip(groups, ordered, strict=True)

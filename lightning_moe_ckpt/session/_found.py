@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
 from lightning_moe_ckpt.recovery import Copy, Part, Patchwork, SourceName
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL
 from lightning_moe_ckpt.session._lossy_restore import ExpertSources
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Around the reading of values that a stored document may hold anything in. Raises `Corrupt` where they are no such."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Corrupt(
+            f"{what} is not one that this release reads ({error!r}). Resume with the release that wrote it."
+        ) from error
 
 
 @dataclass(kw_only=True)
@@ -82,8 +97,10 @@ class Found:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The stored plan, see `lay_out`."""
+        """The stored plan, see `lay_out`. Raises `Corrupt` if it is none."""
         plan: dict[str, Any] = json.loads(self.policy["plan"])
+        with understood(f"{self.generation}: its plan"):
+            plan["interval"] = index(plan["interval"]) if "interval" in plan else 1
         return plan
 
     @property

@@ -8,7 +8,7 @@ from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._found import Found
+from lightning_moe_ckpt.session._found import Found, understood
 from lightning_moe_ckpt.session._journal import Journal
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._lossy_restore import LossyLoad, account, log_recovery, lossy_window
@@ -43,13 +43,15 @@ def load_found(
 
     Raises:
         IdentityMismatch: its bytes do not lie where this model, plan and world put them.
+        Corrupt: its plan is none.
     """
     sources, nbytes = found.experts, found.journal_nbytes
     as_user(found.start)  # first: what records hold depends on the groups of the optimizer
-    if sources is None:
-        layout = lay_out(found.plan, view, groups, nbytes)
-    else:
-        layout = lossy_window(found.plan, sources.chosen, view, groups, nbytes)
+    with understood(f"{found.generation}: its plan"):
+        if sources is None:
+            layout = lay_out(found.plan, view, groups, nbytes)
+        else:
+            layout = lossy_window(found.plan, sources.chosen, view, groups, nbytes)
     with exchange.together(IdentityMismatch):  # each rank has records of its own
         found.check_headers([slot.segment for slot in layout.slots])
     replay = (Replay if sources is None else LossyLoad)(

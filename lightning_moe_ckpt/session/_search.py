@@ -33,7 +33,7 @@ from lightning_moe_ckpt.recovery import (
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._found import Found
+from lightning_moe_ckpt.session._found import Found, understood
 from lightning_moe_ckpt.session._identity import (
     Facts,
     Identity,
@@ -264,7 +264,7 @@ class Search:
         )  # see `misfit`
 
         def lay_out(chosen: Chosen) -> SegmentLayout:
-            with self._exchange.together(IdentityMismatch):
+            with self._exchange.together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
                 window = lossy_window(json.loads(str(plan)), chosen, self._job.view, self._job.groups, journal_nbytes)
             return window.slots[0].segment
 
