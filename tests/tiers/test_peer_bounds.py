@@ -92,7 +92,7 @@ def used() -> int:
 
 
 def holder(rank: Rank, group: dist.ProcessGroup) -> Replication:
-    made = Replication(group, run_id=RUN, holders=(), owners=[0], url="memory://peers")
+    made = Replication(group, run_id=RUN, tag=RUN, holders=(), owners=[0], url="memory://peers")
     made.allocate([NBYTES, NBYTES], 2)
     made.start()
     return made
