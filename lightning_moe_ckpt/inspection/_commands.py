@@ -1,4 +1,4 @@
-"""The subcommands `ls`, `inspect`, `verify`, `export` and `gc`: arguments in, tables or JSON out.
+"""The subcommands `ls`, `inspect`, `verify`, `export`, `gc` and `repair`: arguments in, tables or JSON out.
 
 Exit status: 0 if all is well, 1 if `verify` found damage, 2 if the command could not do its work, with one line on
 standard error that says why; with `--json` standard output then has `{"error": ...}`, one document in any case.
@@ -21,14 +21,14 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection import _gc
+from lightning_moe_ckpt.inspection import _gc, _repair
 from lightning_moe_ckpt.inspection._export import MAX_SHARD_NBYTES, ExportFormat, ExportOptions, export
 from lightning_moe_ckpt.inspection._options import add_storage_option, pair, report_failure
 from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
 from lightning_moe_ckpt.inspection._screen import Screen
 from lightning_moe_ckpt.inspection._select import select
 from lightning_moe_ckpt.inspection._verify import Verdict, verify
-from lightning_moe_ckpt.storage import Backend, RunView, open_backend
+from lightning_moe_ckpt.storage import Backend, RunView, open_backend, repair_log
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
@@ -89,6 +89,8 @@ def add_commands(commands: Commands) -> None:
     )
     write.add_argument("out", metavar="OUT", type=Path, help="what to write: *.safetensors, *.ckpt, or a folder")
     _gc.add_arguments(_declare(commands, "gc", "delete what no restart would use any more", _gc.DESCRIPTION, _collect))
+    mend = _declare(commands, "repair", "rebuild a lost log from committed generations", _repair.DESCRIPTION, _mend)
+    mend.add_argument("--yes", action="store_true", help="write the log; without it, only show what it would name")
     for parser in (inspect, check, write):
         parser.add_argument("--step", type=int, metavar="N", help="this step instead of the newest usable one")
     write.add_argument(
@@ -226,6 +228,12 @@ def _export(backend: Backend, args: argparse.Namespace) -> int:
 def _collect(backend: Backend, args: argparse.Namespace) -> int:
     found = _gc.garbage(backend, args)
     _show(args, _gc.document(found), lambda: _gc.tables(found))
+    return 0
+
+
+def _mend(backend: Backend, args: argparse.Namespace) -> int:
+    found = repair_log(backend, dry_run=not args.yes)
+    _show(args, _repair.document(found), lambda: _repair.tables(found))
     return 0
 
 

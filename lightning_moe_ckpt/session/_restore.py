@@ -6,6 +6,8 @@ has started meanwhile or an earlier one still commits, and the search begins aga
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from typing import Any
@@ -18,6 +20,11 @@ from lightning_moe_ckpt.session._search import Job, Search
 from lightning_moe_ckpt.session._versions import warn_of_other_versions
 from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, open_backend
 from lightning_moe_ckpt.tiers import HostTier, MemoryClaim
+
+log = logging.getLogger(__name__)
+
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""In which launchers say how often they have started a job before."""
 
 
 class Runs:
@@ -83,6 +90,8 @@ class Runs:
                         offered=search.foreign,
                         seen=max((each for each in stored if resumed is None or each <= resumed), default=None),
                     )
+                    if found is None and self._exchange.is_coordinator:
+                        _warn_of_a_restart(self._backend.url)
                     if found is not None and self._exchange.is_coordinator:
                         warn_of_other_versions(found.policy, found.generation, job.identity.versions)
                     return found
@@ -132,8 +141,22 @@ class Runs:
             )
         return (
             f"{self._backend.url} holds generations, but none can be restored:\n{lines}\n"
-            f"Repair one of them, or start anew with resume='never'.{instead}"
+            "Put back what is missing (`moe-ckpt repair URL` rebuilds a lost log), begin anew beside what is there with "
+            f"resume='never', or give another URL.{instead}"
         )
+
+
+def _warn_of_a_restart(url: str) -> None:
+    """A run begins: strange, where the launcher has started this job before."""
+    for name in _RESTART_COUNTS:
+        count = os.environ.get(name, "")
+        if count.isdigit() and int(count) > 0:
+            log.warning(
+                "%s: training begins from nothing, although %s=%s says that this job was started before. If it had stored "
+                "anything, check the URL",
+                *(url, name, count),
+            )
+            return
 
 
 def _refuse_process_memory(url: str, world_size: int) -> None:

@@ -42,6 +42,8 @@ from lightning_moe_ckpt.storage._record_table import RecordEntry as RecordEntry
 from lightning_moe_ckpt.storage._record_table import RecordRows as RecordRows
 from lightning_moe_ckpt.storage._records import Commit as Commit
 from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
+from lightning_moe_ckpt.storage._repair import RepairedLog as RepairedLog
+from lightning_moe_ckpt.storage._repair import repair_log as repair_log
 from lightning_moe_ckpt.storage._retention import Retention as Retention
 from lightning_moe_ckpt.storage._retry import Retrying as Retrying
 from lightning_moe_ckpt.storage._room import lacking_memory as lacking_memory

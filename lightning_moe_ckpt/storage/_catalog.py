@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.errors import Corrupt, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._names import (
@@ -62,11 +62,36 @@ def read_commit(backend: Backend, run_id: str, generation: GenerationId) -> Comm
         Corrupt: it is not what was written, or belongs elsewhere.
         KeyMissing: it was deleted.
     """
+    commit = read_manifest(backend, generation)
+    if commit.run_id != run_id:
+        raise Corrupt(f"{commit_key(generation)}: belongs to {generation} of run {commit.run_id}. It is skipped.")
+    return commit
+
+
+def read_manifest(backend: Backend, generation: GenerationId) -> Commit:
+    """Read a manifest, of whatever run. Raises `Corrupt`, `KeyMissing`."""
     key = commit_key(generation)
     commit = Commit.from_bytes(backend.get(key), key)
-    if (commit.run_id, commit.generation) != (run_id, generation):
+    if commit.generation != generation:
         raise Corrupt(f"{key}: belongs to {commit.generation} of run {commit.run_id}. It is skipped.")
     return commit
+
+
+class RunsOfGenerations:
+    """Which run wrote a generation, by its manifest; each is read once."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[GenerationId, str] = {}
+
+    def of(self, generation: GenerationId) -> str | None:
+        """Name of the run; `None` if the manifest does not say. Raises `StorageError`."""
+        if generation not in self._known:
+            try:
+                self._known[generation] = read_manifest(self._backend, generation).run_id
+            except (Corrupt, KeyMissing):
+                return None
+        return self._known[generation]
 
 
 def read_marker(backend: Backend, generation: GenerationId, rank: int) -> StoredMarker:

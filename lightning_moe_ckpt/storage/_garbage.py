@@ -19,7 +19,7 @@ from functools import cache
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend, Entry
-from lightning_moe_ckpt.storage._catalog import Catalog, Contents, delete_generation, read_catalog
+from lightning_moe_ckpt.storage._catalog import Catalog, Contents, RunsOfGenerations, delete_generation, read_catalog
 from lightning_moe_ckpt.storage._log import History, Log, watermark_event
 from lightning_moe_ckpt.storage._names import SNAP_PREFIX, GenerationId, parse_snap_key
 from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
@@ -101,7 +101,8 @@ def collect_garbage(
         if log.append(watermark_event(history.last_epoch, advanced.watermark), advanced):
             break
     history = advanced or history
-    doomed = doomed_generations(catalog, history, epoch=history.last_epoch)
+    runs = RunsOfGenerations(backend)
+    doomed = doomed_generations(catalog, history, epoch=history.last_epoch, run_of=runs.of)
     if not dry_run:
         for generation in doomed:
             delete_generation(backend, catalog[generation])
@@ -109,7 +110,9 @@ def collect_garbage(
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
     needed = survey.spare | survey.needed
     staying = {
-        g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g)) for g in sorted(catalog) if g not in doomed
+        g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), runs)
+        for g in sorted(catalog)
+        if g not in doomed
     }
     return Garbage(
         url=backend.url,
@@ -142,14 +145,18 @@ def _require_fence(backend: Backend, log: Log) -> None:
         )
 
 
-def _why_it_stays(contents: Contents, history: History, needed_by: GenerationId | None) -> str:
+def _why_it_stays(contents: Contents, history: History, needed_by: GenerationId | None, runs: RunsOfGenerations) -> str:
     generation = contents.generation
     if generation.epoch > history.last_epoch:
         return "of a later life than the log shows"
     if generation.epoch < history.first_epoch:
+        if runs.of(generation) not in history.replaced:
+            return "of a run that the log does not name"
         return "of an earlier run, until the newer one has more than it keeps"
     if not contents.committed:
         return "not committed yet"
+    if (unknown := history.why_unknown(generation)) is not None:
+        return unknown
     why = "kept below the watermark" if generation.step < history.watermark else "not given up"
     return why if needed_by is None else f"{why}; needed by {needed_by}"
 

@@ -186,7 +186,8 @@ class Log:
         if indices:
             raise Corrupt(
                 f"{self._backend.url}: none of the {len(indices)} log entries can be read. "
-                'Restore `_log/` from a copy, or start a new run with resume="never".'
+                "Rebuild the log with `moe-ckpt repair URL`, restore `_log/` from a copy, or start a new run with "
+                'resume="never".'
             )
         return None
 

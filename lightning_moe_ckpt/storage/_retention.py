@@ -11,7 +11,7 @@ is read, so every process that looks decides the same, whatever its clock says a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -106,27 +106,35 @@ def advanced_history(
     return advanced if (advanced.watermark, advanced.kept) != (history.watermark, history.kept) else None
 
 
-def doomed_generations(catalog: Catalog, history: History, *, epoch: int) -> dict[GenerationId, str]:
+def doomed_generations(
+    catalog: Catalog, history: History, *, epoch: int, run_of: Callable[[GenerationId], str | None]
+) -> dict[GenerationId, str]:
     """Generations to delete, oldest first, and why.
 
     Args:
         catalog: what is stored.
         history: state of the log, with the watermark already appended.
         epoch: the newest life.
+        run_of: which run wrote a committed generation; `None` if that cannot be told.
     """
     own = (epoch, history.life)
     ours = [g for g, contents in catalog.items() if (g.epoch, g.life) == own and contents.committed]
     newest_own = max(ours, default=GenerationId(step=-1, epoch=epoch))
-    reasons = {g: _why_garbage(g, catalog[g], history, newest_own) for g in sorted(catalog) if g.epoch <= epoch}
+    reasons = {g: _why_garbage(g, catalog[g], history, newest_own, run_of) for g in sorted(catalog) if g.epoch <= epoch}
     return {generation: reason for generation, reason in reasons.items() if reason is not None}
 
 
 def _why_garbage(
-    generation: GenerationId, contents: Contents, history: History, newest_own: GenerationId
+    generation: GenerationId,
+    contents: Contents,
+    history: History,
+    newest_own: GenerationId,
+    run_of: Callable[[GenerationId], str | None],
 ) -> str | None:
     if generation.epoch < history.first_epoch:
         # An earlier run stays whole until this one has more generations than it keeps.
-        if contents.committed and history.watermark == 0:
+        # What the log does not name may be all that is left of a run whose log was lost.
+        if contents.committed and (history.watermark == 0 or run_of(generation) not in history.replaced):
             return None
         return "of an earlier run" + ("" if contents.committed else ", not committed")
     if not contents.committed:

@@ -30,8 +30,8 @@ from lightning_moe_ckpt.errors import (
 )
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
-    Catalog,
     Contents,
+    RunsOfGenerations,
     delete_generation,
     read_catalog,
     read_committed_marker,
@@ -50,6 +50,7 @@ from lightning_moe_ckpt.storage._names import (
     overflow_key,
     segment_key,
 )
+from lightning_moe_ckpt.storage._opening import begin_run, expect_nothing_lost, losses, next_epoch, read_history
 from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
@@ -93,15 +94,23 @@ class RunStore:
         log.debug("%s: creates exclusively: %s", backend.url, backend.creates_exclusively)
         run_log = Log(backend)
         while True:
-            history = _read_history(run_log, resume)
+            history = read_history(run_log, forgiving=resume == "never")
             if history is not None and resume != "never":
-                return cls(backend, history.run_id, coordination=_Coordination(run_log, history))
+                return cls(
+                    backend, history.run_id, coordination=_Coordination(run_log, history, RunsOfGenerations(backend))
+                )
+            if resume != "never":
+                expect_nothing_lost(backend)
             if resume == "must":
                 raise NoUsableGeneration(f'{backend.url} holds no run, and resume="must" asks for one. Check the URL.')
-            history = _begin_run(history, run_log, read_catalog(backend))
+            history = begin_run(history, run_log, read_catalog(backend))
             if run_log.append(run_event(history.run_id), history):
                 log.info("%s: run %s begins", backend.url, history.run_id)
-                return cls(backend, history.run_id, coordination=_Coordination(run_log, history))
+                return cls(
+                    backend,
+                    history.run_id,
+                    coordination=_Coordination(run_log, history, RunsOfGenerations(backend)),
+                )
 
     @classmethod
     def join(cls, backend: Backend, *, run_id: str) -> RunStore:
@@ -244,6 +253,9 @@ class RunStore:
             level = logging.WARNING if each.is_loss else as_it_should_be
             fate = "has to do with older copies" if each.may_be_restored else "is skipped"
             log.log(level, "%s %s: %s", each.generation, fate, each.reason)
+        for where, reason in losses(self._backend, coordination.history, survey.offered):
+            self.unreadable.append((where, reason))
+            log.warning("%s: %s", where, reason)
         self.lenders = survey.lenders
         coordination.offered = frozenset(commit.generation for commit in survey.offered)
         return survey.offered
@@ -362,7 +374,9 @@ class RunStore:
             catalog = read_catalog(self._backend)
             survey = Survey.take(self._backend, coordination.history, catalog)
             advanced = coordination.advance(survey.give_up(coordination.history, retention, catalog))
-        doomed = doomed_generations(catalog, coordination.history, epoch=coordination.opened_epoch())
+        doomed = doomed_generations(
+            catalog, coordination.history, epoch=coordination.opened_epoch(), run_of=coordination.runs.of
+        )
         for generation in doomed:
             delete_generation(self._backend, catalog[generation])
         return list(doomed)
@@ -423,6 +437,7 @@ class _Coordination:
 
     log: Log
     history: History
+    runs: RunsOfGenerations
     epoch: int | None = None
     offered: frozenset[GenerationId] = frozenset()
     committed: frozenset[GenerationId] = frozenset()
@@ -439,9 +454,13 @@ class _Coordination:
         self.history = history
 
     def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
-        epoch = _next_epoch(self.history, self.log, known)
+        epoch = next_epoch(self.history, self.log, known)
         # A run of an older release has no key yet.
-        keyed = replace(self.history, key=self.history.key or uuid.uuid4().hex)
+        keyed = replace(
+            self.history,
+            key=self.history.key or uuid.uuid4().hex,
+            has_commits=self.history.has_commits or bool(self.offered),
+        )
         if resumed is not None and keyed.why_dead(resumed) is not None:
             keyed = keyed.adopted(resumed)
         history = keyed.opened(epoch, resumed, new_life())
@@ -460,8 +479,9 @@ class _Coordination:
     def advance(self, history: History | None) -> bool:
         """Append a watermark, if there is a new one; `False` if `moe-ckpt gc` was faster."""
         epoch = self.opened_epoch()
-        if history is None:
+        if history is None and self.history.has_commits:
             return True
+        history = replace(history or self.history, has_commits=True)
         if not self.log.append(watermark_event(epoch, history.watermark), history):
             if not self.catch_up():
                 raise Fenced("the log entry after ours was written by somebody else, and is not listed. Start again.")
@@ -473,27 +493,3 @@ class _Coordination:
         if self.epoch is None:
             raise ValueError("`open_epoch` comes before anything that deletes.")
         return self.epoch
-
-
-def _read_history(run_log: Log, resume: Resume) -> History | None:
-    try:
-        return run_log.read()
-    except Corrupt as error:
-        if resume != "never":
-            raise
-        log.warning("a new run begins over an unreadable log: %s", error)
-        return None
-
-
-def _begin_run(history: History | None, run_log: Log, catalog: Catalog) -> History:
-    """A new run; its epochs follow those of the runs before, so that names never meet."""
-    epoch = _next_epoch(history, run_log, catalog)
-    replaced = (*history.replaced, history.run_id) if history is not None else ()
-    key = uuid.uuid4().hex
-    return History(run_id=uuid.uuid4().hex, first_epoch=epoch, last_epoch=epoch - 1, replaced=replaced, key=key)
-
-
-def _next_epoch(history: History | None, run_log: Log, known: Collection[GenerationId]) -> int:
-    """One that no life has had, even if its `open` entry was lost."""
-    logged = run_log.num_lost + (history.last_epoch if history is not None else 0)
-    return 1 + max([logged, *(generation.epoch for generation in known)])

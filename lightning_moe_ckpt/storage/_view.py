@@ -18,9 +18,10 @@ from lightning_moe_ckpt.storage._catalog import (
     read_catalog,
     read_commit,
     read_committed_marker,
+    read_manifest,
 )
 from lightning_moe_ckpt.storage._log import History, Log, check_entry
-from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, commit_key, parse_log_key
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, parse_log_key
 from lightning_moe_ckpt.storage._needs import needed_by, spare_for, what_lacks
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 
@@ -169,11 +170,7 @@ class RunView:
         """The manifest; one that cannot be restored anyway may be of another run."""
         if dead is None:
             return read_commit(self._backend, self.run_id, generation)
-        key = commit_key(generation)
-        commit = Commit.from_bytes(self._backend.get(key), key)
-        if commit.generation != generation:
-            raise Corrupt(f"{key}: belongs to {commit.generation}. It is skipped.")
-        return commit
+        return read_manifest(self._backend, generation)
 
 
 def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:

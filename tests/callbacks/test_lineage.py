@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._sealed import SealedSegment
@@ -122,6 +123,14 @@ class Site:
         assert os.waitstatus_to_exitcode(status) == -wanted, beside(place, "failed").read_text()
         began_at, total = json.loads(beside(place, "said").read_text())
         return Said(began_at=began_at, total=total, warnings=json.loads(beside(place, "warned").read_text()))
+
+    def fail(self, place: Path) -> str:
+        """What a life says that cannot begin."""
+        child = os.fork()
+        if child == 0:
+            self._live(place, 1, kill_at=None, stored=0, until=1, resume="auto")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        return beside(place, "failed").read_text()
 
     def _live(self, place: Path, worth: float, *, kill_at: int | None, stored: int, until: int, resume: Resume) -> None:
         try:
@@ -257,3 +266,28 @@ def test_names_of_memory_cannot_be_guessed_and_squatted_ones_stop_nobody(site: S
     assert second.began_at == 3
     assert site.live(place, 10, kill_at=None, until=7).began_at == 6
     assert names(site.memory) == {ring.name, ring.name.replace(".ring", ".1.ring"), f"{ring.name}.5.e2.done"}
+
+
+def test_a_lost_log_is_repaired_and_the_run_goes_on(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` refuses, whatever is in memory; a repair is shown, then made; a job that begins from nothing says so."""
+    place = tmp_path / "run"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not site.live(place, 1, kill_at=5, stored=4).warnings
+    shutil.rmtree(place / "_log")
+    refused = site.fail(place)
+    assert "no log" in refused
+    assert "moe-ckpt repair" in refused
+    assert main(["repair", str(place)]) == 0
+    assert "nothing is written yet" in capsys.readouterr().out
+    assert main(["repair", str(place), "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"]
+    assert main(["repair", str(place), "--yes"]) == 2
+    went_on = site.live(place, 10, kill_at=None, until=6)
+    assert (went_on.began_at, went_on.total) == (4, 4)
+    shutil.rmtree(place / "snap")
+    assert "none of them is there" in site.fail(place)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    (warning,) = site.live(place, 10, kill_at=None, until=2, resume="never").warnings
+    assert "TORCHELASTIC_RESTART_COUNT=2" in warning

@@ -11,8 +11,18 @@ from pathlib import Path
 import pytest
 from stored._runs import begin, save, steps, write
 
-from lightning_moe_ckpt.errors import Fenced
-from lightning_moe_ckpt.storage import Backend, GenerationId, PosixBackend, Retention, RunStore, collect_garbage
+from lightning_moe_ckpt.errors import ConfigurationError, Fenced, NoUsableGeneration, StorageRefused
+from lightning_moe_ckpt.storage import (
+    Backend,
+    GenerationId,
+    PosixBackend,
+    Resume,
+    Retention,
+    RunStore,
+    RunView,
+    collect_garbage,
+    repair_log,
+)
 from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._json import decode_any, encode
 from lightning_moe_ckpt.storage._log import History, Log
@@ -196,3 +206,127 @@ def test_runs_of_older_releases_go_on(place: Path, monkeypatch: pytest.MonkeyPat
     save(store, 40, Retention(last=1, every_n_steps=20))
     assert steps(begin(PosixBackend(place))) == [10, 20, 40]
     assert len(history(place).key) == 32
+
+
+# What is lost must not look like nothing.
+
+
+@pytest.mark.parametrize("resume", ["auto", "must", "memory"])
+def test_generations_without_a_log_are_not_the_beginning_of_a_run(place: Path, resume: Resume) -> None:
+    store = begin(PosixBackend(place))
+    for step in (10, 20):
+        save(store, step, KEEP)
+    shutil.rmtree(place / "_log")
+    before = sorted(place.rglob("*"))
+    with pytest.raises(
+        NoUsableGeneration, match=r"2 committed generations.*no log.*repair.*resume='never'.*another URL"
+    ):
+        RunStore.open(PosixBackend(place), resume=resume)
+    assert sorted(each for each in place.rglob("*") if "_probe" not in str(each)) == before
+
+
+def test_generations_that_no_log_names_are_never_deleted(place: Path) -> None:
+    """A run that begins beside them keeps off, and so does a garbage collector; what a log names as replaced goes."""
+    lost = begin(PosixBackend(place))
+    save(lost, 10, KEEP)
+    shutil.rmtree(place / "_log")
+    replaced = RunStore.open(PosixBackend(place), resume="never")
+    replaced.candidates()
+    replaced.open_epoch(None)
+    save(replaced, 11, KEEP)
+    new = RunStore.open(PosixBackend(place), resume="never")
+    new.candidates()
+    new.open_epoch(None)
+    for step in (1, 2, 3, 4):
+        save(new, step, Retention(last=1))
+    found = collect_garbage(PosixBackend(place), Retention(last=1))
+    assert {each.generation: each.reason for each in found.stays}[
+        lost.name(10)
+    ] == "of a run that the log does not name"
+    left = {each.generation for each in RunView.open(PosixBackend(place)).generations()}
+    assert left == {lost.name(10), new.name(4)}
+
+
+def test_a_log_without_its_generations_is_not_the_beginning_of_a_run(place: Path) -> None:
+    """After the first commit already, and after any number; a run that has committed nothing begins again."""
+    store = begin(PosixBackend(place))
+    assert begin(PosixBackend(place)).candidates() == []
+    store = begin(PosixBackend(place))
+    assert store.unreadable == []
+    for step in (10, 20):
+        save(store, step, KEEP)
+        shutil.move(place / "snap", place / "elsewhere")
+        again = RunStore.open(PosixBackend(place), resume="auto")
+        assert again.candidates() == []
+        ((_, reason),) = again.unreadable
+        assert "none of them is there" in reason
+        shutil.move(place / "elsewhere", place / "snap")
+
+
+@pytest.mark.parametrize("log", [True, False], ids=["with a log", "without"])
+def test_folders_that_are_links_are_named(place: Path, tmp_path: Path, log: bool) -> None:
+    """Somebody moved generations to another disk."""
+    store = begin(PosixBackend(place))
+    for step in (10, 20):
+        save(store, step, KEEP)
+    for folder in ("snap/000000000020", store.name(10).prefix.rstrip("/")):
+        move_away(place / folder, tmp_path)
+    if not log:
+        shutil.rmtree(place / "_log")
+    with pytest.raises(StorageRefused, match="is a link"):
+        RunStore.open(PosixBackend(place), resume="auto").candidates()
+
+
+def move_away(folder: Path, to: Path) -> None:
+    target = to / f"moved-{folder.name}"
+    shutil.move(folder, target)
+    folder.symlink_to(target)
+
+
+def test_a_log_is_made_again_from_manifests(place: Path) -> None:
+    """First it is only shown. What a later life left behind stays behind, and what is damaged is named."""
+    first = begin(PosixBackend(place))
+    for step in (10, 20, 30):
+        save(first, step, KEEP)
+    second = begin(PosixBackend(place), at=20)
+    save(second, 25, Retention(last=4))
+    late = PosixBackend(place)
+    assert not [*place.glob("snap/*30/*/_COMMITTED")], "the second has deleted what it left behind"
+    shutil.rmtree(place / "_log")
+    shown = repair_log(late, dry_run=True)
+    assert (shown.written, list(shown.usable)) == (False, [second.name(25), first.name(20), first.name(10)])
+    assert not (place / "_log").exists()
+    done = repair_log(late, dry_run=False)
+    assert (done.written, done.usable, done.run_id) == (True, shown.usable, first.run_id)
+    with pytest.raises(Fenced):
+        second.commit(write(second, 26), timeout=NOW)
+    again = begin(PosixBackend(place))
+    assert (again.run_id, again.epoch, steps(again)) == (first.run_id, 3, [10, 20, 25])
+    for step in (30, 35):
+        save(again, step, Retention(last=1))
+    assert steps(begin(PosixBackend(place))) == [35]
+    with pytest.raises(ConfigurationError, match="nothing to repair"):
+        repair_log(late, dry_run=False)
+
+
+def test_a_log_that_cannot_be_read_is_made_again_behind_what_is_there(place: Path, tmp_path: Path) -> None:
+    """Of two lives of one number the one that committed last counts; another run's and damaged ones are left out."""
+    hung, successor = overtaken(place, tmp_path)
+    save(successor, 20, KEEP)
+    late = publish_late(place, hung, 15)
+    backend = PosixBackend(place)
+    for entry in backend.list("_log/"):
+        backend.put(entry.key, b"spoilt")
+    manifest = place / f"{successor.name(20).prefix}_COMMITTED"
+    (place / "snap/000000000050/e000001").mkdir(parents=True)
+    (place / "snap/000000000050/e000001/_COMMITTED").write_bytes(manifest.read_bytes())
+    found = repair_log(backend, dry_run=False)
+    assert successor.name(20) in found.usable or late in found.usable
+    assert GenerationId(step=50, epoch=1) in found.left_out
+    assert len([each for each in (successor.name(20), late) if each in found.left_out]) == 1
+    assert steps(begin(PosixBackend(place)))[-1] == max(found.usable).step
+
+
+def test_nothing_is_made_of_nothing(place: Path) -> None:
+    with pytest.raises(NoUsableGeneration, match="no committed generation"):
+        repair_log(PosixBackend(place), dry_run=True)

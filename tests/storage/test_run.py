@@ -140,7 +140,7 @@ def test_epochs_are_never_reused(backend: Backend) -> None:
     assert third.candidates()[0].generation == named(step=10, epoch=1)
     for entry in backend.list("_log/"):
         backend.delete(entry.key)
-    fourth = _start(backend)
+    fourth = _start(backend, "never")
     assert fourth.epoch == 2  # above every epoch of which anything is stored
     assert dict(fourth.rejected)["step 10 (epoch 1)"] == "belongs to an earlier run"
 
@@ -149,9 +149,9 @@ def test_an_unreadable_log_stops_auto_but_not_never(backend: Backend) -> None:
     _save(_start(backend), 10)
     for entry in backend.list("_log/"):
         backend.put(entry.key, b"spoilt")
-    with pytest.raises(Corrupt, match="none of the 2 log entries"):
+    with pytest.raises(Corrupt, match="none of the 3 log entries"):
         RunStore.open(backend, resume="auto")
-    assert _start(backend, "never").epoch == 3
+    assert _start(backend, "never").epoch == 4
 
 
 def test_of_jobs_started_at_once_each_gets_an_epoch_of_its_own(backend: Backend) -> None:

@@ -383,6 +383,7 @@ def look_at_memory(ring: bytes, beside: bytes) -> dict[int, int]:
 def collect(backend: storage.Backend) -> storage.JudgedGeneration:
     found = storage.collect_garbage(backend, storage.Retention(days=2), dry_run=True)
     assert_type(found, storage.Garbage)
+    assert_type(storage.repair_log(backend, dry_run=True), storage.RepairedLog)
     return found.goes[0]
 
 
