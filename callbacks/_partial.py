@@ -23,6 +23,9 @@ class PartialExpertCheckpoint(CheckpointCallback):
     portion of lost tokens (PLT) is logged and kept within `plt_budget` by taking more experts after faults. Experts of a generation that storage had
     no time for come next.
 
+    Storage keeps two copies of every expert, of which a background thread reads those in older files again. That takes about
+    twice as many older generations, each with its dense part, as a round of all experts.
+
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two snapshots.

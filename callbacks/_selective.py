@@ -24,6 +24,9 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
     dense part is as of its step, each expert as of the newest copy that memory of nodes that still live or storage has. What an
     expert had learned since is lost, and counted (PLT, MLT).
 
+    Storage keeps two copies of every expert, of which a background thread reads those in older files again. That takes about
+    twice as many older generations, each with its dense part, as a round of all experts.
+
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two snapshots.

@@ -202,6 +202,8 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
     count, speed = len(verdict.generations), verdict.nbytes_per_second / 1e6
     lines.append(f"{count} generations read: {', '.join(verdict.generations) or 'none'}; others: {verdict.skipped}")
     lines.append(f"{verdict.num_files} files, {decimal(verdict.nbytes)} in {verdict.seconds:.2f} s: {speed:.0f} MB/s")
+    if verdict.num_single:
+        lines.append(f"operators with one good copy only, of those taken in turns: {verdict.num_single}")
     lines.append("good" if verdict.sound else "NOT GOOD")
     return list(lines)
 

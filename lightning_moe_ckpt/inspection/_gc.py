@@ -22,7 +22,8 @@ Without --keep-...: what the run itself has given up but not deleted, because it
 generations below the watermark, of lives that others took over from, never committed by lives that are over, and of
 earlier runs once the newer one has more than it keeps; and what interrupted writes and uploads of those left.
 With --keep-...: first gives up all that none of these rules keeps, the newest always being kept. What a generation
-that stays borrows from stays with it; if the newest borrows, the last two are kept, since a save may borrow from both.
+that stays borrows from stays with it; if the newest borrows, the last two are kept, since a save may borrow from both,
+and with them the copy before the newest one of each operator that is taken in turns.
 Manifests and sizes say what is whole. With --verify, which reads every byte of as many of the newest as --keep-last says
 (2 without it), a damaged one does not count, and the next older one is kept in its place.
 

@@ -5,6 +5,7 @@ manifests and log entries carry their own. So a flipped bit or a missing end any
 written must also fit together: see `_agreement`.
 
 Files that a generation borrows from are read too, whether or not their own generation could be restored, and each once.
+So are those with the second copy of an operator, as long as the log lets them stay: what has no good copy left is named.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.inspection._agreement import disagreements
 from lightning_moe_ckpt.storage import (
     Backend,
+    BorrowedEntry,
     Commit,
+    GenerationId,
     OverflowEntry,
     RankMarker,
     RecordEntry,
     RunView,
     SegmentEntry,
     StoredGeneration,
+    read_record,
     scrub_overflow,
     scrub_segment,
 )
@@ -55,6 +59,8 @@ class Verdict:
     """Their size."""
     seconds: float = 0.0
     problems: list[FileProblem] = field(default_factory=list)
+    num_single: int = 0
+    """Operators that the newest generation borrows, or names older copies of, and that have one good copy only."""
 
     @property
     def sound(self) -> bool:
@@ -88,7 +94,10 @@ def verify(backend: Backend, *, step: int | None = None, everything: bool = Fals
     files = _Files(backend, {key: size for each in stored for key, size in each.sizes.items()}, verdict, show)
     for reading in chosen:
         reading.own_files(view, files)
-    _read_borrowed([each for each in chosen if each.stored.dead is None], files)
+    alive = [each for each in chosen if each.stored.dead is None]
+    _read_borrowed(alive, files, view)
+    for reading in reversed(alive):  # the newest comes last
+        verdict.num_single = reading.count_copies(files, view)
     retired = [each for each in chosen if each.reasons and _was_retired(view, each.stored)]
     for reading in [each for each in chosen if each not in retired]:
         verdict.generations.append(str(reading.stored.generation))
@@ -127,6 +136,23 @@ class _Reading:
         if self.markers and not self.reasons:
             self.reasons += self._disagreements()
 
+    def count_copies(self, files: _Files, view: RunView) -> int:
+        """Note operators without a good copy; how many have one only, of those that have copies in older files."""
+        older = [each for marker in self.markers for each in _named(marker, view)]
+        owned = [(marker.generation, segment) for marker in self.markers for segment in marker.segments]
+        copies: dict[str, dict[GenerationId, bool]] = {
+            record.operator: {} for _, each in older for record in each.segment.records
+        }
+        for generation, segment in [*owned, *((each.generation, each.segment) for _, each in older)]:
+            for name in {record.operator for record in segment.records if record.kind == "full"} & copies.keys():
+                good = name not in files.bad.get(segment.key, ())
+                copies[name][generation] = copies[name].get(generation, True) and good
+        numbers = {name: sum(found.values()) for name, found in copies.items()}
+        lost = sorted(name for name, number in numbers.items() if number == 0)
+        if lost:
+            self.reasons.append(f"no good copy is left of {len(lost)} operators, first {lost[0]}")
+        return sum(number == 1 for number in numbers.values())
+
     def _disagreements(self) -> list[str]:
         try:
             return disagreements(self.markers)
@@ -134,19 +160,25 @@ class _Reading:
             return [str(error)]
 
 
-def _read_borrowed(readings: Sequence[_Reading], files: _Files) -> None:
-    """Read the files that generations borrow from, each with all records that any of them borrows."""
-    wanted: dict[tuple[str, int, str], tuple[SegmentEntry, set[RecordEntry], dict[_Reading, str]]] = {}
+def _read_borrowed(readings: Sequence[_Reading], files: _Files, view: RunView) -> None:
+    """Read the older files that generations name, each with all records that any of them names."""
+    wanted: dict[tuple[str, int, str], tuple[SegmentEntry, set[RecordEntry], dict[tuple[_Reading, str], None]]] = {}
     for reading in readings:
-        for each in (each for marker in reading.markers for each in marker.borrowed):
+        for why, each in (named for marker in reading.markers for named in _named(marker, view)):
             file = each.segment
             entry = wanted.setdefault((file.key, file.nbytes, file.digest), (file, set(), {}))
             entry[1].update(file.records)
-            entry[2][reading] = str(each.generation)
+            entry[2][reading, f"{why} {each.generation}"] = None
     for file, records, borrowers in wanted.values():
         reason = files.read_again(replace(file, records=tuple(records)))
-        for reading, generation in borrowers.items() if reason is not None else ():
-            reading.reasons.append(f"needs {generation}: {reason}")
+        for reading, why in borrowers if reason is not None else ():
+            reading.reasons.append(f"{why}: {reason}")
+
+
+def _named(marker: RankMarker, view: RunView) -> list[tuple[str, BorrowedEntry]]:
+    """What a marker names in older files that have to be there, and why."""
+    spares = [each for each in marker.spares if view.history is None or view.history.why_dead(each.generation) is None]
+    return [*(("needs", each) for each in marker.borrowed), *(("has older copies in", each) for each in spares)]
 
 
 @dataclass(slots=True)
@@ -159,6 +191,8 @@ class _Files:
     verdict: Verdict
     show: Show | None
     good: dict[str, SegmentEntry] = field(default_factory=dict)
+    bad: dict[str, set[str]] = field(default_factory=dict)
+    """By key of a file that is not as it was written: operators of which a record is bad."""
 
     def read(self, entry: SegmentEntry | OverflowEntry) -> str | None:
         """Read a file whole; what is wrong with it."""
@@ -169,10 +203,20 @@ class _Files:
         try:
             _verify_file(self.backend, self.sizes, entry)
         except CheckpointError as error:
+            if isinstance(entry, SegmentEntry):
+                self.bad.setdefault(entry.key, set()).update(self._bad_operators(entry))
             return str(error)
         if isinstance(entry, SegmentEntry):
             self.good[entry.key] = entry
         return None
+
+    def _bad_operators(self, entry: SegmentEntry) -> Iterator[str]:
+        """Those that a restore could not take from a file, of which it checks single records."""
+        for record in entry.records:
+            try:
+                read_record(self.backend, entry.key, record, memoryview(bytearray(record.nbytes)))
+            except CheckpointError:  # noqa: PERF203  # each record is judged by itself
+                yield record.operator
 
     def read_again(self, entry: SegmentEntry) -> str | None:
         """As `read`, unless all that is asked for was read and found good."""

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from safetensors.torch import load_file
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import verify
-from lightning_moe_ckpt.storage import PosixBackend, open_backend
+from lightning_moe_ckpt.storage import Commit, PosixBackend, RunStore, carry_forward, digest_of, open_backend
+from lightning_moe_ckpt.storage._names import commit_key, marker_key
+from lightning_moe_ckpt.storage._records import StoredMarker
 
 Say = Callable[..., dict[str, Any]]
 OLD = [1, 2]
@@ -153,3 +156,47 @@ def test_what_is_only_there_for_others_is_no_damage(say: Say, copy: Path) -> Non
     assert verify(store).sound
     again = say("gc", str(copy))
     assert {row["step"]: row["reason"] for row in again["stays"]}[2].endswith("needed by step 5 (epoch 2)")
+
+
+def name_spares(root: Path) -> None:
+    """Generation 5 borrows from step 4, and names the copies in step 2 as well."""
+    backend = open_backend(str(root))
+    store = RunStore.open(backend, resume="must")
+    commits = {commit.generation.step: commit for commit in store.candidates()}
+    names = [f"moe/expert.{i}" for i in OLD]
+    written = []
+    for rank in range(commits[5].world_size):
+        older = {step: carry_forward(store.read_marker(commits[step], rank), names) for step in (2, 4)}
+        marker = replace(store.read_marker(commits[5], rank), borrowed=older[4], spares=older[2])
+        backend.put(marker_key(marker.generation, rank), marker.to_bytes())
+        written.append(StoredMarker(marker, digest_of(marker.to_bytes())))
+    backend.put(commit_key(commits[5].generation), Commit.of(written).to_bytes())
+
+
+def turn_a_bit(root: Path, step: int, operator: str) -> None:
+    store = RunStore.open(open_backend(str(root)), resume="must")
+    commit = next(each for each in store.candidates() if each.generation.step == step)
+    segments = [store.read_marker(commit, rank).segments[0] for rank in range(commit.world_size)]
+    segment, record = next((s, r) for s in segments for r in s.records if r.operator == operator)
+    path = root / segment.key
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[record.offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_counts_copies(say: Say, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of each expert; one is bad, and the operator is down to one; both are, and it is lost."""
+    name_spares(copy)
+    good = say("verify", str(copy))
+    assert (good["sound"], good["num_single"]) == (True, 0)
+    turn_a_bit(copy, 4, "moe/expert.1")
+    one = say("verify", str(copy), "--step", "5", status=1)
+    assert [each["reason"].split(":")[0] for each in one["problems"]] == ["needs step 4 (epoch 1)"]
+    assert one["num_single"] == 1
+    assert main(["verify", str(copy), "--step", "5"]) == 1
+    assert "one good copy only, of those taken in turns: 1" in capsys.readouterr().out
+    turn_a_bit(copy, 2, "moe/expert.1")
+    reasons = [each["reason"] for each in say("verify", str(copy), "--step", "5", status=1)["problems"]]
+    assert any(each.startswith("has older copies in step 2 (epoch 1): snap/") for each in reasons)
+    assert reasons[-1] == "no good copy is left of 1 operators, first moe/expert.1"
