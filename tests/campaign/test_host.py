@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,11 +11,15 @@ from typing import Any
 from urllib.parse import urlparse
 
 import pytest
+from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
+from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life, LifeResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 SPARSE = Setup(model="stacked", batches=6, checkpointing=Checkpointing(policy="sparse", window=3))
 EXPERTS = replace(SPARSE, world_size=3, options=(("num_experts", 6),), expert_parallel=3)
@@ -68,3 +73,38 @@ def test_killed_again_in_replay_they_restore_from_memory_again(campaigns: Campai
     lives = check(campaigns, setup, *kills)
     resumed = {line for life in lives[1:] for line in life.log().splitlines() if "resumes from step" in line}
     assert len({line.split("resumes from ")[1].split(",")[0] for line in resumed}) == 1, resumed
+
+
+class Cleaner(Callback):
+    """Removes all names from shared memory before a step."""
+
+    def __init__(self, memory: Path, step: int) -> None:
+        self._memory, self._step = memory, step
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        if trainer.global_step == self._step:
+            for path in self._memory.iterdir():
+                path.unlink()
+
+
+def train_beside_a_cleaner(setup: Setup, memory: Path, without_segments: bool, life: Life) -> Mapping[str, Any]:
+    """In memory of its own, whose names are removed in the first life before step 7."""
+    os.environ[DIRECTORY_VARIABLE] = str(memory)
+    if life.index == 0:
+        cleaner = Cleaner(memory, 6)
+        Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [cleaner]).apply()
+    return train_without_segments(setup, life) if without_segments else train(setup, life)
+
+
+@pytest.mark.parametrize("step", [7, 11])
+def test_killed_after_names_of_memory_were_removed(campaigns: Campaigns, folder: Path, step: int) -> None:
+    """Before the next window storage is all there is; after it, memory that was made again has everything."""
+    kill = Kill(phase="forward", step=step, settle=10.0)
+    again = step == 11
+    fit = partial(train_beside_a_cleaner, SPARSE, folder, again)
+    lives = campaigns.check(SPARSE, kill, fit=fit, may_complain=True)
+    told = [line for line in lives[1].log().splitlines() if " MiB from " in line]
+    assert told
+    assert all(line.endswith(" MiB from host" if again else " MiB from storage") for line in told), told
+    assert [*folder.iterdir()] == []
