@@ -2,6 +2,7 @@
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; the last line is pytest's summary
 #   make soak   the long campaigns of kills        make bench  throughput, planner figures, quality after faults; an hour
+#   make versions   killed runs under the lowest versions that pyproject.toml declares, and under the newest there are
 #   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer
 # PYTHON picks the interpreter that .venv is made from; PYTEST_ARGS goes to pytest (-k name, -x, --durations=20).
 # JOBS=0 runs tests in pytest's own process, one after another, as a debugger wants it.
@@ -28,7 +29,7 @@ SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient
 SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint style soak bench sanitize clean distclean
+.PHONY: demo test lint style soak bench sanitize versions clean distclean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -61,6 +62,15 @@ sanitize: $(STAMP)
 	LD_PRELOAD="$(call library,libtsan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/thread \
 	  TSAN_OPTIONS=suppressions=$(CURDIR)/ext/sanitizers/thread.supp:exitcode=66 \
 	  $(BIN)/pytest $(SANITIZED) $(PYTEST_ARGS)
+
+# Compiled code is the one built for .venv: it depends on no version. The lowest versions have wheels up to Python 3.11.
+versions: $(STAMP)
+	$(PYTHON) -m venv --clear $(VENV)/lowest
+	$(VENV)/lowest/bin/python -m pip --disable-pip-version-check install --quiet -r tests/versions/lowest.txt
+	PYTHONPATH=$(CURDIR) $(VENV)/lowest/bin/python tests/versions/exactness.py
+	$(PYTHON) -m venv --clear $(VENV)/newest
+	$(VENV)/newest/bin/python -m pip --disable-pip-version-check install --quiet "lightning<3" $$(sed -n 's/==.*//p' tests/versions/lowest.txt)
+	PYTHONPATH=$(CURDIR) $(VENV)/newest/bin/python tests/versions/exactness.py
 
 bench: $(STAMP)
 	$(BIN)/moe-ckpt bench all

@@ -142,7 +142,8 @@ class FitLoopTaps:
 def _makes_iterator(trainer: Trainer) -> bool:
     """Whether the epoch loop is about to make an iterator; in the first epoch `setup_data` already did."""
     fit_loop = trainer.fit_loop
-    return trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
+    resuming = getattr(fit_loop, "is_resuming", False)  # Lightning has it from 2.5.3 on
+    return trainer.current_epoch > 0 and not resuming and not fit_loop.epoch_loop.restarting
 
 
 class ClipTap:

@@ -33,6 +33,21 @@ CXX = shutil.which(os.environ.get("CXX", "g++"))
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 
+def test_the_lowest_versions_are_those_that_are_declared() -> None:
+    """`make versions` tries what pyproject.toml promises."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert declared is not None
+    pinned = re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "tests/versions/lowest.txt").read_text("utf-8"), re.MULTILINE)
+    bounds = re.findall(r'"(\w+)>=([\d.]+)', declared[1])
+    assert [(name, _numbers(version)) for name, version in pinned] == [(n, _numbers(v)) for n, v in bounds]
+
+
+def _numbers(version: str) -> list[int]:
+    """Without zeros at the end: 2.6 is 2.6.0."""
+    return [int(each) for each in re.sub(r"(\.0)+$", "", version).split(".")]
+
+
 def _pythons() -> list[str]:
     """Interpreters of other versions that are on this machine, and this one."""
     found = [sys.executable]
