@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 from lightning_moe_ckpt import _lightning_averages
+from lightning_moe_ckpt._lightning_data import loaders_of
 from lightning_moe_ckpt.parallel import ordered_hook
 
 
@@ -27,6 +28,7 @@ def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool)
         replays: whether a resume re-runs steps with part of the model frozen.
     """
     found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer), *_of_clocks(trainer)]
+    found += _of_loaders(trainer)
     if replays:
         found += _of_replay(module)
     return found
@@ -88,6 +90,12 @@ def _of_clocks(trainer: Trainer) -> Iterator[str]:
                 f"`{type(callback).__qualname__}(train_time_interval=...)` saves by the clock, so a resumed run writes "
                 "other files; the training itself is exact. Use `every_n_train_steps`"
             )
+
+
+def _of_loaders(trainer: Trainer) -> Iterator[str]:
+    for loader in loaders_of(trainer):
+        if not getattr(loader, "in_order", True) and loader.num_workers > 1:
+            yield f"`{type(loader).__name__}(in_order=False)` gives batches in the order in which workers finish them"
 
 
 def _has_weights(value: object) -> bool:

@@ -6,7 +6,7 @@ import logging
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ BEGINS = "this run cannot be reproduced bit for bit"
 
 class Plain(LightningModule):
     """Nothing about it is inexact."""
+
+    loader: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +52,10 @@ class Averages(Plain):
         self.ema.requires_grad_(requires_grad=False)
 
 
+class Unordered(Plain):
+    loader: ClassVar[dict[str, Any]] = {"num_workers": 2, "in_order": False}
+
+
 class Teacher(Callback):
     """Keeps a copy of the weights where nobody looks."""
 
@@ -57,7 +63,7 @@ class Teacher(Callback):
         self.teacher = nn.Linear(4, 4)
 
 
-def _said(module: LightningModule, callbacks: list[Callback], caplog: pytest.LogCaptureFixture) -> list[str]:
+def _said(module: Plain, callbacks: list[Callback], caplog: pytest.LogCaptureFixture) -> list[str]:
     trainer = Trainer(
         accelerator="cpu",
         max_steps=4,
@@ -67,7 +73,7 @@ def _said(module: LightningModule, callbacks: list[Callback], caplog: pytest.Log
         callbacks=callbacks,
     )
     with caplog.at_level(logging.WARNING, logger="lightning_moe_ckpt"):
-        trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2))
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, **module.loader))
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith(BEGINS)]
 
 
@@ -77,10 +83,11 @@ def _said(module: LightningModule, callbacks: list[Callback], caplog: pytest.Log
     [
         (Clips, None, "configure_gradient_clipping"),
         (Averages, None, "WeightAveraging"),
+        (Unordered, None, "in_order=False"),
         (Plain, Teacher, "`Teacher` keeps weights in ['teacher']"),
         (Plain, partial(ModelCheckpoint, train_time_interval=timedelta(hours=1)), "saves by the clock"),
     ],
-    ids=["clipping", "averages", "copies", "clock"],
+    ids=["clipping", "averages", "order", "copies", "clock"],
 )
 def test_each_reason_is_said_once(
     tmp_path: Path,
