@@ -259,6 +259,8 @@ def _sensible_data(setup: Drawn) -> dict[str, Any]:
         changes |= {"holds": "nothing", "sampler": "shuffle", "ragged": 0, "drop_last": False, "batch_size": 4}
     if setup.data == "sized_stream":
         changes |= {"workers": 0, "persistent": False}
+    if setup.loader == "stateful":
+        changes |= {"persistent": False}  # whose workers do not tell where they are, which is said
     return changes
 
 
