@@ -247,6 +247,9 @@ def _sensible_options(setup: Drawn) -> dict[str, Any]:
             options["val_check_interval"] = 1.0
     if setup.data not in {"map", "by_epoch"}:
         options.pop("overfit_batches", None)
+    if setup.loader == "stateful" and setup.world_size > 1 and setup.data != "by_epoch":
+        # Lightning shards such a loader anew when it is given again, and by that loses its sampler, in every process.
+        options.pop("reload_dataloaders_every_n_epochs", None)
     if setup.data == "by_epoch":
         options.setdefault("reload_dataloaders_every_n_epochs", 1)
     return options
