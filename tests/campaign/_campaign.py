@@ -24,9 +24,10 @@ HARMLESS = (
     "WARNING:lightning_moe_ckpt.session._skips:",
     "WARNING:lightning_moe_ckpt.callbacks._run:checkpoints need",
     "; the next plan reserves more",
+    "restarts are not exact if items draw random numbers",
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may
-come to say more than twice what they said at first."""
+come to say more than twice what they said at first; its items may draw no random numbers."""
 SCRATCH_PREFIX = "moe-ckpt-campaigns-"
 """Scratch folders are called so, followed by the process id of the tests."""
 

@@ -31,6 +31,15 @@ class Case:
     setup: Drawn
     kills: tuple[Kill, ...]
 
+    @property
+    def named(self) -> str | None:
+        """What the log says of this run at its start, where its restarts may not be exact; `None` if they have to be."""
+        setup = self.setup
+        streams = setup.data in {"sized_stream", "stream", "shuffled_stream"}
+        if setup.loader == "stateful" and setup.persistent and (setup.augment or setup.holds != "nothing" or streams):
+            return "`StatefulDataLoader(persistent_workers=True)` keeps their state to itself"
+        return None
+
     def line(self) -> str:
         """Everything that is not the default, as one line of JSON."""
         setup = _spelled(replace(self.setup, checkpointing=None), Drawn())

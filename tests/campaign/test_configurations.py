@@ -35,8 +35,13 @@ ONCE_FAILED = {
 
 def failure(campaigns: Campaigns, case: Case) -> str | None:
     """What is wrong with a run, beginning with the line that repeats it; `None` if nothing is."""
+    options: dict[str, Any] = {"must_strike": False, "timeout": 60.0}
     try:
-        campaigns.check(case.setup, *case.kills, must_strike=False, timeout=60.0)
+        if case.named is None:
+            campaigns.check(case.setup, *case.kills, **options)
+        else:
+            lives = campaigns.run(case.setup, *case.kills, **options)
+            assert any(case.named in life.log() for life in lives), f"no life said {case.named!r}"
     except (AssertionError, RuntimeError, TimeoutError) as error:
         return f"MOE_CKPT_CASE='{case.line()}'\n{error}"
     return None
