@@ -163,7 +163,13 @@ def survive(fault_free: list[Any], seed: int, *, forged: bool) -> None:
         root = shutil.copytree(url, Path(folder) / "run")
         for _ in range(1 if forged else rng.randrange(1, 3)):
             (forge if forged else spoil)(root, rng)
-        for argv in (["ls"], ["inspect"], ["verify", "--all"], ["gc", "--keep-last", "1", "--verify", "--dry-run"]):
+        for argv in (
+            ["ls"],
+            ["repair"],
+            ["inspect"],
+            ["verify", "--all"],
+            ["gc", "--keep-last", "1", "--verify", "--dry-run"],
+        ):
             look(argv[0], str(root), *argv[1:])
         for name in ("m.safetensors", "m.ckpt"):
             look("export", str(root), str(Path(folder) / name))
