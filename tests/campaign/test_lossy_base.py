@@ -143,7 +143,7 @@ def test_storage_that_was_down_at_the_start_is_used_when_it_is_back(
     found = restarts(campaigns, setup, machines, KILL, fit=partial(train_while_down, setup, machines, 3))
     assert found.require(1).generation.step == 9
     needs = stored_steps(found.workdir)
-    assert min(needs) > 3
+    assert min(needs) >= 3
     assert needs[min(needs)] == ()
     assert needs[9] != ()
     found.require_accounting()
