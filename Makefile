@@ -63,14 +63,16 @@ sanitize: $(STAMP)
 	  TSAN_OPTIONS=suppressions=$(CURDIR)/ext/sanitizers/thread.supp:exitcode=66 \
 	  $(BIN)/pytest $(SANITIZED) $(PYTEST_ARGS)
 
-# Compiled code is the one built for .venv: it depends on no version. The lowest versions have wheels up to Python 3.11.
+# Compiled in place, as for .venv: that depends on no version. The lowest versions have wheels up to Python 3.11.
 versions: $(STAMP)
 	$(PYTHON) -m venv --clear $(VENV)/lowest
-	$(VENV)/lowest/bin/python -m pip --disable-pip-version-check install --quiet -r tests/versions/lowest.txt
-	PYTHONPATH=$(CURDIR) $(VENV)/lowest/bin/python tests/versions/exactness.py
+	$(VENV)/lowest/bin/python -m pip --disable-pip-version-check install --quiet "setuptools>=77" -r tests/versions/lowest.txt
+	$(VENV)/lowest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation -e .
+	$(VENV)/lowest/bin/python tests/versions/exactness.py
 	$(PYTHON) -m venv --clear $(VENV)/newest
-	$(VENV)/newest/bin/python -m pip --disable-pip-version-check install --quiet "lightning<3" $$(sed -n 's/==.*//p' tests/versions/lowest.txt)
-	PYTHONPATH=$(CURDIR) $(VENV)/newest/bin/python tests/versions/exactness.py
+	$(VENV)/newest/bin/python -m pip --disable-pip-version-check install --quiet "setuptools>=77" "lightning<3" $$(sed -n 's/==.*//p' tests/versions/lowest.txt)
+	$(VENV)/newest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation -e .
+	$(VENV)/newest/bin/python tests/versions/exactness.py
 
 bench: $(STAMP)
 	$(BIN)/moe-ckpt bench all
