@@ -1,0 +1,305 @@
+"""Histories that nobody wishes for: copies, backups put back, jobs that wake up late, lost logs, turned bits.
+
+Lives of one rank run in this process over real directories and real rings. What each generation holds spells its whole
+past, so that what a start finds tells whether it is of the past of its place as that stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from lightning_moe_ckpt.errors import CheckpointError, Fenced
+from lightning_moe_ckpt.recovery import Inventory, Version, usable_versions
+from lightning_moe_ckpt.recovery._inventory import Item
+from lightning_moe_ckpt.recovery._reader import Reader
+from lightning_moe_ckpt.storage import (
+    Commit,
+    GenerationId,
+    PosixBackend,
+    RankMarker,
+    Retention,
+    RunStore,
+    SegmentEntry,
+    digest_of,
+    repair_log,
+)
+from lightning_moe_ckpt.storage._commit import await_markers, publish
+from lightning_moe_ckpt.storage._log import Log
+from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory
+
+NOW = timedelta()
+SLOT = 4096
+SLOTS = 4
+
+
+@dataclass
+class Place:
+    """A directory, and what is true of it: everything here is copied and put back with it."""
+
+    path: Path
+    committed: dict[GenerationId, str] = field(default_factory=dict)
+    """Pasts of this directory that were committed in it, by name; not those that were given up or left behind."""
+    ever: set[GenerationId] = field(default_factory=set)
+    """Names of all that was ever committed in it."""
+    life: str = ""
+    """Of the last job that was started here, as far as the directory tells."""
+
+
+@dataclass
+class Running:
+    """A life: dead, hung or at work."""
+
+    place: Place
+    store: RunStore
+    memory: RankMemory
+    past: str
+    step: int
+    seen: GenerationId | None
+
+
+class World:
+    """Places, their backups, and lives.
+
+    Args:
+        root: an empty directory.
+        shared: shared memory of the node.
+        draws: decides everything.
+    """
+
+    def __init__(self, root: Path, shared: Path, draws: random.Random) -> None:
+        self._root, self._shared, self._draws = root, shared, draws
+        self.places = [Place(root / "place0")]
+        self.backups: list[tuple[Place, Place]] = []
+        self.hung: list[Running] = []
+        self.in_memory: dict[GenerationId, tuple[str, GenerationId | None]] = {}
+        """Everything that was ever put into memory: its past, and the newest commit known then."""
+        self.written: dict[GenerationId, str] = {}
+        """Pasts of all that was stored as a whole, committed or not."""
+        self.ends: list[str] = []
+        """How each start ended: `exact`, `older`, or the class of its error."""
+
+    # -- lives
+
+    def live(self, place: Place) -> None:
+        """A start, some steps, and a death or a sleep."""
+        life = self._start(place)
+        if life is None:
+            return
+        for _ in range(self._draws.randrange(4)):
+            self._step(life)
+        if self._draws.random() < 0.3:
+            self.hung.append(life)
+        else:
+            life.memory.close(unlink=False)
+
+    def _start(self, place: Place) -> Running | None:
+        backend = PosixBackend(place.path)
+        try:
+            store = RunStore.open(backend, resume="auto")
+            for promoted in store.promote():
+                place.committed[promoted] = self.written[promoted]
+                place.ever.add(promoted)
+            commits = {Version(commit.generation, "p"): commit for commit in store.candidates()}
+            resumed, past, foreign, volatile = self._find(place, store, commits)
+        except CheckpointError as error:
+            self.ends.append(type(error).__name__)
+            return None
+        if resumed is None and (store.unreadable or foreign):
+            self.ends.append("NoUsableGeneration")  # as the session has it
+            return None
+        assert store.open_epoch(resumed, volatile=volatile) is not None
+        newest = max((each for each in place.committed), default=None)
+        older = newest is not None and (resumed is None or resumed < newest)
+        assert not older or store.unreadable, f"{newest} was passed over in silence for {resumed}"
+        self.ends.append("older" if older else "exact")
+        place.committed = {each: it for each, it in place.committed.items() if resumed and each <= resumed}
+        memory = RankMemory(store.memory_tag, 0, url=store.place, directory=self._shared)
+        memory.claim(resumed, offered=foreign)
+        seen = max((each.generation for each in commits if resumed and each.generation <= resumed), default=None)
+        memory.saw(seen)
+        memory.make(SLOT, SLOTS)
+        place.life = store.life
+        return Running(place, store, memory, past, 0 if resumed is None else resumed.step, seen)
+
+    def _find(
+        self, place: Place, store: RunStore, commits: dict[Version, Commit]
+    ) -> tuple[GenerationId | None, str, list[GenerationId], list[GenerationId]]:
+        """What is newest of the past of a place, with the past that it spells; what is of another; all in memory."""
+        tier = HostTier(store.memory_tag, self._shared)
+        with contextlib.closing(tier):
+            reader = Reader(store.run_id, [tier], ObjectTier(store, list(commits.values())))
+            inventory = Inventory.of([reader.stock("node").plain()], commits)
+            seen = inventory.seen
+            foreign = [v for v in inventory.in_memory if store.why_foreign(v.generation, seen.get(v)) is not None]
+            usable = usable_versions(
+                inventory, lambda each: store.why_dead(each) is None and each not in {v.generation for v in foreign}
+            )
+            volatile = [version.generation for version in inventory.in_memory]
+            if not usable:
+                return None, "", [each.generation for each in foreign], volatile
+            version = usable[0]
+            (copy, *_) = inventory.copies(version, 0)
+            item = Item(version, 0, copy.tier)
+            (entry,) = reader.marker(item).segments
+            out = bytearray(entry.nbytes)
+            reader.read_into(item, entry.step, 0, memoryview(out))
+            assert digest_of(bytes(out)) == entry.digest
+            past = out.decode()
+        self._expect_own_past(place, version.generation, past)
+        return version.generation, past, [each.generation for each in foreign], volatile
+
+    def _expect_own_past(self, place: Place, generation: GenerationId, past: str) -> None:
+        """Right bits: committed in this directory as it stands, or put into memory by a life that knew no more than it."""
+        if place.committed.get(generation) == past:
+            return
+        held, seen = self.in_memory[generation]
+        assert held == past, f"{generation} spells {past}, and was {held}"
+        assert seen is None or seen in place.ever, f"{generation} followed {seen}, which {place.path} does not have"
+
+    def _step(self, life: Running) -> None:
+        """One generation, to memory unless that is full, and to storage if that is quick enough."""
+        life.step += 1
+        life.past += f"{life.store.life[:4]}{life.step};"
+        generation, data = life.store.name(life.step), life.past.encode()
+        marker = self._marker(life, generation, data)
+        if self._draws.random() < 0.85:
+            self._keep(life, generation, marker, data)
+        if self._draws.random() < 0.6:
+            life.store.put_segment(generation, 0, life.step, memoryview(data))
+            life.store.put_marker(marker)
+            self.written[generation] = life.past
+            if self._draws.random() < 0.9:  # else it dies before the commit
+                life.store.commit(marker, timeout=NOW)
+                life.place.committed[generation] = life.past
+                life.place.ever.add(generation)
+                life.seen = generation
+                life.memory.saw(generation)
+                for gone in life.store.retain(Retention(last=3)):
+                    life.place.committed.pop(gone, None)
+
+    def _keep(self, life: Running, generation: GenerationId, marker: RankMarker, data: bytes) -> None:
+        ring = life.memory.ring
+        assert ring is not None
+        ring.begin_window(generation)
+        slot = ring.acquire(generation, life.step)
+        slot.view[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        ring.seal(slot)
+        ring.finish_window(generation)
+        ring.publish(generation, marker)
+        life.memory.complete_everywhere(generation)
+        self.in_memory[generation] = (life.past, life.seen)
+
+    def _marker(self, life: Running, generation: GenerationId, data: bytes) -> RankMarker:
+        key = f"{generation.prefix}rank00000.{life.step:012d}.safetensors"
+        entry = SegmentEntry(step=life.step, key=key, nbytes=len(data), digest=digest_of(data))
+        return RankMarker(
+            run_id=life.store.run_id, rank=0, world_size=1, generation=generation, plan_hash="p", segments=(entry,)
+        )
+
+    # -- what befalls them
+
+    def wake(self) -> None:
+        """A job that hung goes on: as if nothing had been, if nothing has; else it is fenced, and commits too late."""
+        if not self.hung:
+            return
+        life = self.hung.pop(self._draws.randrange(len(self.hung)))
+        if life.place.life == life.store.life and (life.place.path / "_log").exists():
+            with contextlib.suppress(Fenced):
+                self._step(life)
+        else:
+            life.step += 1
+            generation, data = life.store.name(life.step), f"{life.past}late".encode()
+            marker = self._marker(life, generation, data)
+            life.store.put_segment(generation, 0, life.step, memoryview(data))
+            life.store.put_marker(marker)
+            try:
+                life.store.commit(marker, timeout=NOW)
+                raise AssertionError(f"{generation} was committed by a job that another one had followed")
+            except CheckpointError:
+                backend = PosixBackend(life.place.path)
+                history = Log(backend).read()
+                if history is not None:  # it had looked at the log before
+                    publish(backend, await_markers(backend, marker, timeout=NOW), history)
+        life.memory.close(unlink=False)
+
+    def copy(self) -> None:
+        """`cp -r`."""
+        place = self._draws.choice(self.places)
+        if len(self.places) < 3 and place.path.exists():
+            self.places.append(self._copied(place, self._root / f"place{len(self.places)}"))
+
+    def back_up(self) -> None:
+        place = self._draws.choice(self.places)
+        if place.path.exists():
+            self.backups.append((place, self._copied(place, self._root / f"backup{len(self.backups)}")))
+
+    def put_back(self) -> None:
+        if not self.backups:
+            return
+        place, backup = self._draws.choice(self.backups)
+        shutil.rmtree(place.path, ignore_errors=True)
+        shutil.copytree(backup.path, place.path)
+        place.committed, place.ever, place.life = dict(backup.committed), set(backup.ever), backup.life
+
+    def _copied(self, place: Place, path: Path) -> Place:
+        shutil.copytree(place.path, path)
+        return Place(path, dict(place.committed), set(place.ever), place.life)
+
+    def lose_log(self) -> None:
+        """The next start refuses, or there was nothing to lose; the log is made again from what is there."""
+        place = self._draws.choice(self.places)
+        if not (place.path / "_log").exists():
+            return
+        shutil.rmtree(place.path / "_log")
+        place.life = ""
+        before = len(self.ends)
+        self.live(place)
+        if place.committed:
+            assert self.ends[before:] == ["NoUsableGeneration"]
+            found = repair_log(PosixBackend(place.path), dry_run=False)
+            place.committed = {each: past for each, past in place.committed.items() if each in found.usable}
+
+    def lose_snap(self) -> None:
+        """The next start refuses; then everything is gone for good."""
+        place = self._draws.choice(self.places)
+        if not (place.path / "snap").exists():
+            return
+        shutil.rmtree(place.path / "snap")
+        had, place.committed, place.ever = bool(place.committed), {}, set()
+        before = len(self.ends)
+        self.live(place)
+        assert not had or self.ends[before:] == ["NoUsableGeneration"], self.ends[before:]
+        shutil.rmtree(place.path)
+        place.life = ""
+
+    def turn_a_bit(self) -> None:
+        """In the newest manifest of a place."""
+        place = self._draws.choice(self.places)
+        if not place.committed:
+            return
+        path = place.path / f"{max(place.committed).prefix}_COMMITTED"
+        data = bytearray(path.read_bytes())
+        data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
+        path.write_bytes(data)
+
+    # -- a whole history
+
+    def run(self, num_events: int) -> None:
+        """Events, each followed by a start somewhere."""
+        self.live(self.places[0])
+        events = [self.wake, self.copy, self.back_up, self.put_back, self.lose_log, self.lose_snap, self.turn_a_bit]
+        for event in self._draws.choices(events, weights=[4, 2, 3, 4, 1, 1, 1], k=num_events):
+            event()
+            self.live(self._draws.choice(self.places))
+
+    def end(self) -> None:
+        """Let go of all memory."""
+        for life in self.hung:
+            life.memory.close(unlink=True)
