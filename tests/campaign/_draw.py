@@ -271,8 +271,6 @@ def _sensible_data(setup: Drawn) -> dict[str, Any]:
         changes |= {"holds": "nothing", "sampler": "shuffle", "ragged": 0, "drop_last": False, "batch_size": 4}
     if setup.data == "sized_stream":
         changes |= {"workers": 0, "persistent": False}
-    if setup.loader == "stateful":
-        changes |= {"persistent": False}  # whose workers do not tell where they are, which is said
     return changes
 
 
@@ -296,6 +294,8 @@ def _sensible_training(setup: Drawn) -> dict[str, Any]:
         sharded = setup.model == "stacked" and setup.world_size == 3 and strategy == "moe"
         options = (*setup.options, ("num_experts", 6)) if sharded else setup.options
         changes |= {"expert_parallel": 3 if sharded else 1, "options": options}
+    if changes["compiled"]:  # torch's compiler warns of its own look at gradients when a model recomputes
+        changes["options"] = tuple(each for each in setup.options if each[0] != "recompute")
     if setup.world_size > 1:  # a gradient that comes twice in one backward pass is refused by name
         options = changes.get("options", setup.options)
         changes["options"] = tuple((name, "not_reentrant" if name == "recompute" else value) for name, value in options)
