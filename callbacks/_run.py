@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
 from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
@@ -333,6 +333,11 @@ def _refuse_unsupported(trainer: Trainer, policy: WindowPolicy) -> None:
         raise ConfigurationError(
             "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
             "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
+        )
+    if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that resumes "
+            "after that has none of them. Prune when training has ended."
         )
     if policy.kind == "sparse" and not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -395,6 +395,13 @@ def test_averaging_that_swaps_the_scheduler_is_refused_at_start(tmp_path: Path) 
     """Not found out by the first run that resumes with other learning rates."""
     with pytest.raises(ConfigurationError, match="Use WeightAveraging"):
         fit(SparseCheckpoint(str(tmp_path)), StochasticWeightAveraging(1e-3), steps=4)
+
+
+def test_pruning_while_training_is_refused_at_start(tmp_path: Path) -> None:
+    """It replaces parameters, which no resumed run would have."""
+    pruning = ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])
+    with pytest.raises(ConfigurationError, match="Prune when training has ended"):
+        fit(DenseCheckpoint(str(tmp_path)), pruning, steps=4)
 
 
 def test_what_was_asked_of_batches_holds_for_all_lives(tmp_path: Path) -> None:
