@@ -278,7 +278,7 @@ class World:
         # Memory from before the first commit is of this past too; that storage has lost something is a warning then.
         assert not had or self.ends[before:] in (["NoUsableGeneration"], ["exact"]), self.ends[before:]
         shutil.rmtree(place.path)
-        place.life = ""
+        place.committed, place.ever, place.life = {}, set(), ""
 
     def turn_a_bit(self) -> None:
         """In the newest manifest of a place."""
