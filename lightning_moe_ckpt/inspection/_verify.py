@@ -27,8 +27,9 @@ from lightning_moe_ckpt.storage import (
     RunView,
     SegmentEntry,
     StoredGeneration,
-    read_record,
+    check_header,
     scrub_overflow,
+    scrub_record,
     scrub_segment,
 )
 
@@ -211,10 +212,18 @@ class _Files:
         return None
 
     def _bad_operators(self, entry: SegmentEntry) -> Iterator[str]:
-        """Those that a restore could not take from a file, of which it checks single records."""
+        """Those that a restore could not take from a file, of which it checks single records.
+
+        All, if the file cannot be what is said of it: what is said of its records' sizes is then not believed either.
+        """
+        try:
+            check_header(self.backend, entry)
+        except CheckpointError:
+            yield from (record.operator for record in entry.records)
+            return
         for record in entry.records:
             try:
-                read_record(self.backend, entry.key, record, memoryview(bytearray(record.nbytes)))
+                scrub_record(self.backend, entry.key, record)
             except CheckpointError:  # noqa: PERF203  # each record is judged by itself
                 yield record.operator
 

@@ -49,8 +49,10 @@ from lightning_moe_ckpt.storage._retry import Retrying as Retrying
 from lightning_moe_ckpt.storage._room import lacking_memory as lacking_memory
 from lightning_moe_ckpt.storage._run import Resume as Resume
 from lightning_moe_ckpt.storage._run import RunStore as RunStore
+from lightning_moe_ckpt.storage._scrub import check_header as check_header
 from lightning_moe_ckpt.storage._scrub import read_record as read_record
 from lightning_moe_ckpt.storage._scrub import scrub_overflow as scrub_overflow
+from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout
 from lightning_moe_ckpt.storage._segment import Span as Span

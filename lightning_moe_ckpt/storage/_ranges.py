@@ -10,8 +10,8 @@ from lightning_moe_ckpt.storage._backend import Backend
 CHUNK_NBYTES = 4 * 2**20
 
 
-def read_chunks(backend: Backend, key: str, nbytes: int) -> Iterator[memoryview]:
-    """Bytes `[0, nbytes)` of an object, in order; while one chunk is used, the next is being read.
+def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> Iterator[memoryview]:
+    """Bytes `[first, first + nbytes)` of an object, in order; while one chunk is used, the next is being read.
 
     A view is overwritten by the chunk after the next: use it at once. Memory is two chunks, whatever the object.
     """
@@ -20,7 +20,7 @@ def read_chunks(backend: Backend, key: str, nbytes: int) -> Iterator[memoryview]
     def read(turn: int) -> memoryview:
         start = turn * CHUNK_NBYTES
         view = buffers[turn % 2][: min(CHUNK_NBYTES, nbytes - start)]
-        backend.get_range(key, start, view)
+        backend.get_range(key, first + start, view)
         return view
 
     turns = -(-nbytes // CHUNK_NBYTES)

@@ -29,8 +29,7 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
         Corrupt: the first thing that is not as written.
         KeyMissing: it is gone.
     """
-    # Before the rest: a file that cannot be a segment of this size is not read to its end.
-    _check_places(entry, _read_header(backend, entry))
+    check_header(backend, entry)  # before the rest: what cannot be a segment of this size is not read to its end
     records = sorted(entry.records, key=lambda record: record.offset)
     file = xxhash.xxh3_128()
     digests = [xxhash.xxh3_128() for _ in records]
@@ -42,6 +41,19 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
     _expect(entry.key, file.hexdigest(), entry.digest)
     for record, digest in zip(records, digests, strict=True):
         _expect(f"{entry.key}: {record.name}", digest.hexdigest(), record.digest)
+
+
+def check_header(backend: Backend, entry: SegmentEntry) -> None:
+    """Read the header of a segment file and compare it with what is said of the file. Raises as `scrub_segment`."""
+    _check_places(entry, _read_header(backend, entry))
+
+
+def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
+    """Read one record of a segment, in pieces, and check its digest. Raises as `read_record`."""
+    digest = xxhash.xxh3_128()
+    for chunk in read_chunks(backend, key, record.nbytes, first=record.offset):
+        digest.update(chunk)
+    _expect(f"{key}: {record.name}", digest.hexdigest(), record.digest)
 
 
 def scrub_overflow(backend: Backend, entry: OverflowEntry) -> None:
