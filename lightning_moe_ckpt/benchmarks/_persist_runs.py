@@ -86,7 +86,7 @@ def take_pairs(
     url: str, storage_options: StorageOptions | None, nbytes: int, num_segments: int, hand_over: HandOver[Pair]
 ) -> None:
     """Store a generation and the same bytes barely, turn by turn, each first in turn."""
-    segments = [_segment(nbytes // num_segments) for _ in range(num_segments)]
+    segments = [_segment(number, nbytes // num_segments) for number in range(num_segments)]
     views = [view for view, _ in segments]
     bare = _bare(url, storage_options)
     store = RunStore.open(open_backend(f"{url}/run", storage_options=storage_options), resume="auto")
@@ -112,9 +112,9 @@ def _timed(work: Callable[[], object], nbytes: int) -> Cost:
     return Cost(nbytes=nbytes, seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu)
 
 
-def _segment(nbytes: int) -> tuple[memoryview, RecordRows]:
-    """Random bytes in the layout of a segment."""
-    names = [f"record {index}" for index in range(_RECORDS)]
+def _segment(number: int, nbytes: int) -> tuple[memoryview, RecordRows]:
+    """Random bytes in the layout of a segment, of parameters that no segment of another number has."""
+    names = [f"record {number}.{index}" for index in range(_RECORDS)]
     layout = SegmentLayout([TensorSpec(name, torch.float32, (nbytes // 4 // _RECORDS,)) for name in names], metadata={})
     memory = torch.randint(256, (layout.nbytes,), dtype=torch.uint8)
     layout.write_header(memory)

@@ -47,6 +47,8 @@ class Held:
         return bytes(self.objects[key])
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
+        if key not in self.objects:
+            raise KeyMissing(key)
         if start + out.nbytes > len(self.objects[key]):
             raise Corrupt(f"{key}: ended")
         out[:] = memoryview(self.objects[key])[start : start + out.nbytes]
@@ -316,7 +318,9 @@ def test_every_truncation_of_a_file_that_is_borrowed_from_is_noticed_by_who_borr
     borrowing.objects[entry.key] = original + b"\0"
     assert not verify(borrowing, step=5).sound
     del borrowing.objects[entry.key]
-    assert not verify(borrowing, step=5).sound
+    reasons = [problem.reason for problem in verify(borrowing, step=5).problems]
+    assert any(f"{entry.key}: is gone" in reason for reason in reasons)
+    assert "no good copy is left of 1 operators, first net.1" in reasons
 
 
 class Bomb:
