@@ -403,6 +403,9 @@ def look_at_segments(url: str, segment: storage.SegmentEntry, overflow: storage.
     view = storage.RunView.open(ranged)
     assert_type(view.generations(), list[storage.StoredGeneration])
     storage.scrub_segment(ranged, segment)
+    storage.check_header(ranged, segment)
+    for record in segment.records:
+        storage.scrub_record(ranged, segment.key, record)
     assert_type(storage.check_places(segment, memoryview(ranged.get(segment.key))), storage.SegmentLayout)
     storage.scrub_overflow(ranged, overflow)
     storage.read_record(ranged, segment.key, segment.records[0], memoryview(bytearray(4)))
