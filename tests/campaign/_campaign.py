@@ -14,6 +14,7 @@ from campaign._faults import Breaking, memory_of, record_of
 from campaign._overlap import Overlap, run_overlapping
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
+from lightning_moe_ckpt.storage._url import memory_tag
 from lightning_moe_ckpt.testing._lives import LifeResult, assert_same_end, run_lives
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 
@@ -186,9 +187,14 @@ def checkpoints(folder: Path) -> Path:
 
 def _rings(folder: Path) -> list[str]:
     """What the run in `folder` has in shared memory; other runs on this machine have theirs."""
-    logged = "".join(path.read_text(encoding="utf-8") for path in checkpoints(folder).glob("_log/*.json"))
-    named = [(entry.name, re.match(r"moe-ckpt-\d+-([0-9a-f]{32})-", entry.name)) for entry in os.scandir(SHARED_MEMORY)]
-    return [name for name, match in named if match is not None and match[1] in logged]
+    return memory_of_run(checkpoints(folder))
+
+
+def memory_of_run(root: Path) -> list[str]:
+    """Names in shared memory of the run whose checkpoints are in `root`."""
+    logged = "".join(path.read_text(encoding="utf-8") for path in root.glob("_log/*.json"))
+    tags = [memory_tag(key, root.as_uri()) for key in set(re.findall(r'"key": ?"([0-9a-f]{16,})"', logged))]
+    return [entry.name for entry in os.scandir(SHARED_MEMORY) if any(f"-{tag}-" in entry.name for tag in tags)]
 
 
 def lose_memory(folder: Path) -> None:

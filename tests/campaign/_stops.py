@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import optim
 from typing_extensions import override
 
+from campaign._campaign import memory_of_run
 from campaign._training import Setup, train
 from lightning_moe_ckpt.testing._lives import Fit, Life, LifeResult, record_differences
 from lightning_moe_ckpt.testing._lives_end import differences
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
 
 
 def looking_around(setup: Setup) -> Fit:
@@ -116,10 +116,8 @@ def _matters(thread: threading.Thread) -> bool:
 
 def _rings(life: Life) -> list[str]:
     """What this rank of this run has in shared memory; others have theirs."""
-    folder = Path(life.url.removeprefix("file://"))
-    logged = "".join(path.read_text() for path in folder.glob("_log/*.json"))
-    rings = [path.name for path in SHARED_MEMORY.glob(f"moe-ckpt-*-{life.rank}.*")]
-    return [name for name in rings if name.split("-")[3] in logged]
+    names = memory_of_run(Path(life.url.removeprefix("file://")))
+    return [name for name in names if fnmatch(name, f"moe-ckpt-*-{life.rank}.*")]
 
 
 def _path(workdir: Path, index: int, rank: int) -> Path:
