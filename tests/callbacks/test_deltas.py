@@ -174,7 +174,7 @@ class Net(LightningModule):
 def fit(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[Seen], Any]:
     mirrors: list[Mirror] = []
 
-    def join(config: Any, markers: Markers, *args: Any, plan: Any, **more: Any) -> list[Mirror]:
+    def join(config: Any, claim: Any, markers: Markers, *args: Any, plan: Any, **more: Any) -> list[Mirror]:
         plan.deltas()
         mirrors.append(Mirror(markers, plan.peer_level))
         return mirrors
