@@ -273,6 +273,7 @@ class SpoilsAndScrubs(Callback):
         planner = own._run.life._planner
         assert isinstance(planner, LossyPlanner)
         assert planner._bad.scrubber is not None
+        assert own.wait_committed(), "the newest marker of each rank is that of what is stored last"
         if self._life.rank == 0:
             _, markers = next(iter(stored(self._life.workdir, promote=False).values()))
             entry = markers[0].borrowed[-1]  # whose turn is far away
