@@ -110,15 +110,15 @@ class Drawn(Variant):
             **super().returned(life, trainer),
             "batches": [batches.ready, batches.completed],
             "stopped": trainer.should_stop,
-            "metrics": {name: bits(value) for name, value in sorted(trainer.callback_metrics.items())},
+            "epoch_end/metrics": {name: bits(value) for name, value in sorted(trainer.callback_metrics.items())},
         }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
             if isinstance(callback, EarlyStopping | ModelCheckpoint):
-                found[type(callback).__name__ + str(callback.monitor)] = _plain(callback.state_dict())
+                found[f"epoch_end/{type(callback).__name__} {callback.monitor}"] = _plain(callback.state_dict())
         if life.rank == 0:
             root = _files(self, life)
-            found["files"] = sorted(str(path.relative_to(root)) for path in root.rglob("*.ckpt"))
-            found["rows"] = sorted(_rows(root))
+            found["epoch_end/files"] = sorted(str(path.relative_to(root)) for path in root.rglob("*.ckpt"))
+            found["epoch_end/rows"] = sorted(_rows(root))
         return found
 
 
