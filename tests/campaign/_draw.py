@@ -7,21 +7,17 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from campaign._drawn import Drawn
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
+from lightning_moe_ckpt.testing._phases import HookPhase
 
-PHASES: tuple[Phase, ...] = (
-    "batch_start",
-    "forward",
-    "after_backward",
-    "before_optimizer_step",
-    "batch_end",
-    "after_batch_end",
-    "validation",
+PHASES: tuple[Phase, ...] = tuple(
+    phase for phase in get_args(HookPhase) if phase not in {"sanity_check", "epoch_start", "epoch_end"}
 )
+"""Moments of a batch; those of an epoch are drawn apart."""
 
 
 @dataclass(frozen=True)
