@@ -39,7 +39,7 @@ def _add(state: Any, value: Any) -> None:
         _add_bytes(state, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
     elif isinstance(value, Mapping):
         for key in value:
-            state.update(repr(key).encode())
+            _add(state, key)  # not its `repr`, which may hold an address
             _add(state, value[key])
     elif isinstance(value, list | tuple):
         for each in value:

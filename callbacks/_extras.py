@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -33,6 +34,11 @@ class Extras:
 
     def take_callbacks(self, callbacks: Sequence[Callback]) -> dict[str, Any]:
         """States of callbacks, by state key."""
+        for callback in callbacks:
+            if isinstance(callback, SpikeDetection) and not is_overridden("load_state_dict", callback, SpikeDetection):
+                self._refuse(
+                    callback.state_key, "Lightning's class cannot load what it saves; its running mean begins anew"
+                )
         states = {c.state_key: c.state_dict() for c in callbacks if c.state_key not in self._refused}
         return {key: copied(state) for key, state in states.items() if state and self._storable(key, state)}
 
@@ -71,6 +77,8 @@ class Extras:
         return name not in self._refused
 
     def _refuse(self, name: str, reason: str) -> None:
+        if name in self._refused:
+            return
         self._refused.add(name)
         log.warning("the state of %s is not restored after a restart: %s", name, reason)
 

@@ -71,6 +71,7 @@ class CheckpointFigures:
             "moe/windows_skipped": now.windows_skipped,
             "moe/windows_missed": now.windows_missed,
             **{f"moe/generations_skipped/{tier}": number for tier, number in now.generations_skipped.items()},
+            **{f"moe/generations_failed/{tier}": number for tier, number in now.generations_failed.items()},
             **_lost(now.lost),
         }
 

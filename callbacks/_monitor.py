@@ -44,6 +44,8 @@ class ExpertLoadMonitor(Callback):
     * `moe/generation/<tier>` and `moe/lag_steps/<tier>`: the newest generation that is whole in a tier (`storage`), and
       how many steps training is ahead of it, less than none in replay; `moe/generations_complete` and
       `moe/generations_committed`: how many; `moe/generations_skipped/<tier>`: how many a tier never got, being busy;
+      `moe/generations_failed/<tier>`: how many it was given and some rank failed to keep there. One that grows with every
+      generation is a tier that is gone, as other nodes are to a rank whose connection to them broke;
     * `moe/windows_skipped`: windows that were not begun; `moe/windows_missed`: how many in a row, up to now, gave no
       generation, whatever for;
     * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. While steps are repeated, every one

@@ -14,7 +14,7 @@ In a resumed process the same moments come by again, and each is given the state
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -63,6 +63,7 @@ class BoundaryRecorder:
         parts: what else belongs to a boundary, by a name of its own.
         trained: what the user lets train.
         deterministic_dataset: whether fetching an item draws nothing.
+        layers: names of modules whose attributes are in one of the parts.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class BoundaryRecorder:
         trained: Trained,
         *,
         deterministic_dataset: bool = False,
+        layers: Collection[str] = (),
     ) -> None:
         self._deterministic = deterministic_dataset
         self._parts, self._trained = parts, trained
@@ -88,7 +90,7 @@ class BoundaryRecorder:
         self._fetches = FetchLog()
         self._held = _lightning_held.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
-        self._moved = _lightning_moved.MovedAttributes(trainer, module, skip_callbacks)
+        self._moved = _lightning_moved.MovedAttributes(trainer, module, skip_callbacks, layers)
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._start: Start | None = None
         self._wanted = True
@@ -203,6 +205,7 @@ class BoundaryRecorder:
 
     def before_iter(self) -> None:
         """Samplers and workers are about to draw their seeds."""
+        _lightning_data.begin_epoch(self._trainer)
         if not self._mid_epoch:
             self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
         self._held.look()
@@ -405,9 +408,14 @@ class BoundaryRecorder:
             num_batches,
             before_iter=lambda: self._restore_random(random["iter"]),
             before_fetch=lambda index: self._restore_random(states.get(index)),
-            restarts=fetches["restarts"]
-            if self._deterministic and _lightning_data.can_advance(self._trainer)
-            else None,
+            restarts=fetches["restarts"] if self._can_advance() else None,
         )
         self._fetches.restore(fetches, num_fetched=num_batches)
         self._mid_epoch = False
+
+    def _can_advance(self) -> bool:
+        """Whether nothing has to be fetched that was consumed."""
+        draws = any(name.startswith("loader") for name in self._held.now())
+        return _lightning_data.can_advance(self._trainer, draw_nothing=self._deterministic) and (
+            self._deterministic or not draws
+        )

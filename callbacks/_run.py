@@ -6,6 +6,7 @@ Two callbacks call this, one that runs first (replay) and one that runs last (ca
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -60,8 +61,7 @@ class FitRun:
         _refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
         self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
-        strategy = trainer.strategy
-        groups: ParallelGroups = _groups_of(strategy)
+        groups: ParallelGroups = _groups_of(trainer.strategy)
         schema, self._trains = StateSchema.of(self._optimizer), Trained(module, self._optimizer)
         self._num_groups = self._trains.num_groups
         self.life = Life(
@@ -72,16 +72,17 @@ class FitRun:
             groups=groups,
             autocast_dtype=_lightning.autocast_dtype(trainer),
             may_skip=_lightning.may_toggle_requires_grad(trainer),
+            compiled=_lightning.is_compiled(module),
             extra=_lightning.checkpoint_extra(trainer, module),
             averages=_lightning_averages.averages_of(trainer),
             as_user=lambda start: self._trains.restore(start["trained"]),
         )
-        self._files = _lightning_files.CheckpointFiles(trainer)
         _warn_if_short(trainer, self.life.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
         self._batches = self._batch_log(batches, keep=policy.kind == "sparse")
         self._layers = LayerState(module, self.life.layers)
         self._findings = Findings(trainer, module)
+        self._files = _lightning_files.CheckpointFiles(trainer)
         parts: dict[str, Part] = {
             "files": self._files,
             "logs": self._logs,
@@ -89,11 +90,9 @@ class FitRun:
             "layers": self._layers,
             "findings": self._findings,
         }
-        self._recorder = BoundaryRecorder(
-            trainer, module, own_callbacks, parts, self._trains, deterministic_dataset=deterministic_dataset
-        )
-        self._ended = False
-        self._clip = _lightning.ClipTap(trainer, getattr(strategy, "grad_norm", None))
+        self._recorder = self._make_recorder(own_callbacks, parts, deterministic=deterministic_dataset)
+        self._ended = self._half_a_step = False
+        self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
@@ -103,8 +102,21 @@ class FitRun:
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.leave_nothing_behind
         )
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
-        self._validated = self._trained = self._told_to_stop = False
+        self._disturbed = self._trained = self._told_to_stop = False
         self._replays = policy.kind == "sparse"
+
+    def _make_recorder(
+        self, skip: tuple[type[Callback], ...], parts: Mapping[str, Part], *, deterministic: bool
+    ) -> BoundaryRecorder:
+        return BoundaryRecorder(
+            self._trainer,
+            self._module,
+            skip,
+            parts,
+            self._trains,
+            deterministic_dataset=deterministic,
+            layers={layer.fqn for layer in self.life.layers},
+        )
 
     def _batch_log(self, mode: Batches, *, keep: bool) -> BatchLog:
         return BatchLog(
@@ -158,6 +170,7 @@ class FitRun:
     def before_epoch(self) -> None:
         """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
         self._recorder.before_epoch()
+        self._disturbed = True  # hooks of an epoch's end and start may change what they like, through `.data` too
         self.life.freeze_again()
         self._release_files()
         self._stop_if_agreed()
@@ -252,10 +265,10 @@ class FitRun:
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
-        validated, self._validated = self._validated, False
-        self.life.settle(disturbed=validated)
+        disturbed, self._disturbed = self._disturbed, False
+        self.life.settle(disturbed=disturbed)
         if start is not None:
-            self.life.seal(start, step=self._step, disturbed=validated, room=self._recorder.room)
+            self.life.seal(start, step=self._step, disturbed=disturbed, room=self._recorder.room)
         outcome = self.life.replay_outcome(self._step + 1)
         self._clip.override = None if outcome is None else outcome["grad_norm"]
         self.life.forward_begins()
@@ -271,12 +284,13 @@ class FitRun:
 
     @clocked
     def batch_end(self, outputs: Any) -> None:
+        self._half_a_step = not self._stepped
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
             self._losses.append(outputs["loss"].detach().clone())
 
     def validation_begins(self) -> None:
         # It may swap weights through `.data` and back (averages), which no version counter sees.
-        self._validated = True
+        self._disturbed = True
 
     # -- last callback
 
@@ -295,7 +309,18 @@ class FitRun:
         """Training has ended. First of all hooks: one may put averaged weights in the place of those to go on with."""
         self._release_files()
         if not self._ended:
+            self._say_half_a_step()
             self.life.end(self._step, self._recorder.take_end())
+
+    def _say_half_a_step(self) -> None:
+        """Batches behind the last step are in gradients only, which nobody keeps."""
+        stored = self.life.report().generations.get("storage") == self._step
+        if self.life.dense_possible and self._half_a_step and not stored:
+            log.warning(
+                "training ends in the middle of an accumulation, some batches behind step %d: a run that goes on from here does "
+                "not train on those again, and is not exact. End it where a step ends, or take a generation in every step",
+                self._step,
+            )
 
     def fit_end(self) -> None:
         if not self._trained:

@@ -1,11 +1,17 @@
-"""What the user lets train: `requires_grad` of every parameter, and groups that were added to the optimizer meanwhile."""
+"""What the user lets train: `requires_grad` of every parameter, and groups that were added to the optimizer meanwhile.
+
+Where the module sets gradients to zero in its own way, also which parameters have one: the optimizer passes those by that
+have none, and moves those whose gradient is zero.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 State = dict[str, Any]
@@ -19,9 +25,10 @@ class Trained:
         optimizer: as the user has just configured it: with the groups that every life of the run begins with.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, module: LightningModule, optimizer: Optimizer) -> None:
         self._params, self._optimizer = dict(module.named_parameters()), optimizer
         self._names = {id(param): name for name, param in self._params.items()}
+        self._keeps_gradients = is_overridden("optimizer_zero_grad", module)
         self._num_configured = len(optimizer.param_groups)
 
     @property
@@ -32,7 +39,9 @@ class Trained:
     def take(self) -> State:
         """The state, of types that the journal stores."""
         added = self._optimizer.param_groups[self._num_configured :]
+        graded = (param.grad is not None for param in self._params.values()) if self._keeps_gradients else ()
         return {
+            "gradients": bytes(graded),
             "requires_grad": bytes(param.requires_grad for param in self._params.values()),
             "added": [[self._names[id(param)] for param in group["params"]] for group in added],
         }
@@ -42,5 +51,8 @@ class Trained:
         for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):
             if param.requires_grad != bool(trains):  # most are as they were
                 param.requires_grad_(bool(trains))
+        for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
+            if graded and param.grad is None:
+                param.grad = torch.zeros_like(param)
         for names in state["added"][self.num_groups - self._num_configured :]:
             self._optimizer.add_param_group({"params": [self._params[name] for name in names]})

@@ -14,6 +14,7 @@ re-enters its loop with every "restarting" flag cleared: from then on it is an o
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
+from torch._dynamo import OptimizedModule
 
 LoopState = dict[str, Any]
 
@@ -419,3 +421,15 @@ def autocast_dtype(trainer: Trainer) -> torch.dtype | None:
 def may_toggle_requires_grad(trainer: Trainer) -> bool:
     """Whether gradients of frozen parameters can be switched off: `DistributedDataParallel` waits for them forever."""
     return not isinstance(trainer.model, torch.nn.parallel.DistributedDataParallel)
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Whether `torch.compile` was applied to any part of a module, to a method of it, or to all of it."""
+    return module._compiler_ctx is not None or any(map(_is_compiled, module.modules()))
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        return True
+    attributes = itertools.chain(vars(module).values(), vars(type(module)).values())
+    return any(hasattr(each, "_torchdynamo_orig_callable") for each in attributes if callable(each))

@@ -6,7 +6,7 @@ Like `_lightning`, it touches what Lightning and torch have no public name for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate, default_convert
+
+from lightning_moe_ckpt.data import SeededItems
 
 _KNOWN_SAMPLERS = ("torch", "torchdata", "lightning")
 """Packages whose samplers draw where their iterator is made or first asked, and from nothing shared after that."""
@@ -46,7 +48,7 @@ def skip_batches(
     fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
     assert fetcher is not None
     assert loader is not None
-    epoch: int = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+    epoch = _epoch(trainer)
     for each in loader.flattened:
         _set_sampler_epoch(each, epoch)
     if epoch == 0:
@@ -70,9 +72,53 @@ def skip_batches(
     fetcher.fetched = 0  # the epoch loop adds the consumed batches itself
 
 
-def can_advance(trainer: Trainer) -> bool:
-    """Whether every loader can be brought to a place by its sampler alone, where items draw nothing."""
-    return all(map(_can_advance, loaders_of(trainer)))
+def begin_epoch(trainer: Trainer) -> None:
+    """Tell data sets that seed their items which epoch an iterator is about to be made for."""
+    for loader in loaders_of(trainer):
+        for each in _seeded_items(getattr(loader, "dataset", None)):
+            each.set_epoch(_epoch(trainer))
+
+
+def _epoch(trainer: Trainer) -> int:
+    """Not `current_epoch`, which while loaders are made after a restart is the epoch in which they were made."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    return int(progress.processed)
+
+
+def _seeded_items(dataset: Any) -> Iterator[SeededItems[Any]]:
+    if isinstance(dataset, SeededItems):
+        yield dataset
+    else:
+        for each in _parts_of(dataset):
+            yield from _seeded_items(each)
+
+
+def _parts_of(dataset: Any) -> Sequence[Any]:
+    """Data sets that one of torch's own gives the items of, as they are."""
+    if type(dataset) is Subset:
+        return [dataset.dataset]
+    return dataset.datasets if type(dataset) is ConcatDataset else []
+
+
+def can_advance(trainer: Trainer, *, draw_nothing: bool = True) -> bool:
+    """Whether every loader can be brought to a place by its sampler alone.
+
+    Args:
+        trainer: whose loaders.
+        draw_nothing: whether the user says of all items, and of what becomes of them in workers, that they draw no random
+            numbers. If not, only what is seeded item by item and collated by torch is known to.
+    """
+    return all(_can_advance(each) and (draw_nothing or _draws_nothing(each)) for each in loaders_of(trainer))
+
+
+def _draws_nothing(loader: Any) -> bool:
+    collate = getattr(loader.collate_fn, "collate", loader.collate_fn)  # ours is around it where workers persist
+    return collate in (default_collate, default_convert) and _is_seeded(loader.dataset)
+
+
+def _is_seeded(dataset: Any) -> bool:
+    parts = _parts_of(dataset)
+    return isinstance(dataset, SeededItems) or (len(parts) > 0 and all(map(_is_seeded, parts)))
 
 
 def _can_advance(loader: Any) -> bool:

@@ -40,6 +40,12 @@ def _of_replay(module: LightningModule) -> Iterator[str]:
             "the module overrides `configure_gradient_clipping`: unless it calls `self.clip_gradients`, "
             "the clipping of a replayed step is not recorded"
         )
+    if is_overridden("on_before_optimizer_step", module):
+        yield (
+            "the module overrides `on_before_optimizer_step`: parts that are frozen in replay have no gradient there, so a norm "
+            "over all gradients, or random numbers drawn for each, differ in a replayed step. Clip by the Trainer's "
+            "`gradient_clip_val`, draw elsewhere, or use DenseCheckpoint"
+        )
     averaged = [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]
     if averaged:
         yield (

@@ -5,8 +5,8 @@ the folder is fixed, `CSVLogger` deletes what an earlier process wrote. So the s
 resumed run goes on in it, reads what is there, and drops what it would write a second time. What is already there was
 written by steps that are trained again bit for bit, so it has the same values.
 
-This holds for `CSVLogger` and `TensorBoardLogger` on a local disk. Both are flushed after every row, and a SIGKILL loses
-nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
+This holds for `CSVLogger` and `TensorBoardLogger` on a local disk. Both are flushed after every row, by Lightning where the
+trainer logs and here, before each boundary, where others do; a SIGKILL loses nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
 
 Like `_lightning`, a place that touches private attributes.
 """
@@ -82,13 +82,17 @@ class _Log:
         self._there: Counts = Counter()
         """What is in the folder and will be logged again."""
         self._newest: dict[str, Any] = {"step": -1, "keys": {}}
+        self._unsaved = False
         self._kept: Path | None = None
         self._log, self._save = logger.log_metrics, logger.save
         logger.log_metrics = self._log_once  # type: ignore[method-assign]
-        if isinstance(logger, CSVLogger):
-            logger.save = self._save_and_keep  # type: ignore[method-assign]
+        logger.save = self._save_and_keep  # type: ignore[method-assign]
 
     def take(self) -> dict[str, Any]:
+        if (
+            self._unsaved
+        ):  # by a callback that gives rows to the logger itself; a life that goes on from here will not again
+            self._logger.save()
         return {"version": self._logger.version, "step": self._newest["step"], "keys": dict(self._newest["keys"])}
 
     def restore(self, taken: Mapping[str, Any]) -> None:
@@ -115,12 +119,14 @@ class _Log:
     def _log_once(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if step is None:
             self._log(metrics, step)  # type: ignore[arg-type]
+            self._unsaved = True
             return
         if step != self._newest["step"]:
             self._newest = {"step": step, "keys": {}}
         fresh = {key: value for key, value in metrics.items() if self._is_fresh(step, key)}
         if fresh:
             self._log(fresh, step)
+            self._unsaved = True
 
     def _is_fresh(self, step: int, key: str) -> bool:
         prefix = self._logger._prefix
@@ -133,6 +139,9 @@ class _Log:
 
     def _save_and_keep(self) -> None:
         self._save()
+        self._unsaved = False
+        if not isinstance(self._logger, CSVLogger):
+            return
         folder = Path(self._logger.log_dir)
         if self._owner and self._kept is None and (folder / "metrics.csv").is_file():
             self._kept = folder / KEPT

@@ -86,6 +86,7 @@ def _take(metric: _ResultMetric) -> dict[str, Any]:
         "reduction": next(name for name, function in _REDUCTIONS.items() if function is meta.reduce_fx),
         "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "grouped": sync.group is not None},
         "value": metric.value if metric.is_tensor else None,
+        "default": metric._defaults["value"] if metric.is_tensor else None,
         "cumulated_batch_size": getattr(metric, "cumulated_batch_size", None),
         "forward_cache": metric._forward_cache if isinstance(metric._forward_cache, Tensor) else None,
         "updates": metric._update_count,
@@ -102,6 +103,8 @@ def _rebuild(trainer: Trainer, module: LightningModule, taken: dict[str, Any]) -
     metric = _ResultMetric(_metadata(trainer, taken), is_tensor)
     if is_tensor:
         metric.value = taken["value"].to(device)
+        if "default" in taken:  # of the dtype that was torch's default in the step that logged
+            metric._defaults["value"] = taken["default"].to(device)
         if taken["cumulated_batch_size"] is not None:
             metric.cumulated_batch_size = taken["cumulated_batch_size"].to(device)
     else:

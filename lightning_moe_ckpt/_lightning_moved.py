@@ -1,4 +1,5 @@
-"""Plain attributes of the user's objects that move while training: a counter of a callback, the difficulty of a data set.
+"""Plain attributes of the user's objects that move while training: a counter of a callback, the difficulty of a data set,
+the mode, dropout or temperature of a part of the model.
 
 Nothing says which attributes are part of a run. Those that are as they were when training began are not: they came from the
 user's code, which makes them again. What has changed since then, and is a number, a text, a flag or `None`, goes into the
@@ -10,11 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torchmetrics import Metric
 
 from lightning_moe_ckpt import _lightning
 from lightning_moe_ckpt._lightning_data import loaders_of
@@ -36,13 +40,21 @@ class MovedAttributes:
         trainer: whose callbacks, data module and loaders.
         module: what it trains.
         skip: callbacks that are not the user's.
+        kept: names of modules whose attributes others take and restore.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> None:
-        self._trainer, self._module, self._skip = trainer, module, skip
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        skip: tuple[type[Callback], ...],
+        kept: Collection[str] = (),
+    ) -> None:
+        self._trainer, self._module, self._skip, self._kept = trainer, module, skip, kept
         self._owners: dict[str, object] = {}
-        self._own: dict[str, frozenset[str]] = {}
-        """Attributes that are Lightning's."""
+        self._own: dict[type, frozenset[str]] = {}
+        """Attributes that are Lightning's or torch's, by class of their owner."""
+        self._parts: dict[str, _Part] = {}
         self._first: dict[str, Any] | None = None
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
@@ -51,19 +63,13 @@ class MovedAttributes:
         """Find the objects, again when an epoch begins; what they are when the first one does is where they begin."""
         self._owners = dict(self._roots())
         if self._first is None:
-            bare = {
-                LightningModule: LightningModule(),
-                LightningDataModule: LightningDataModule(),
-                Callback: Callback(),
-            }
-            self._own = {
-                name: frozenset(
-                    attribute for kind, each in bare.items() if isinstance(owner, kind) for attribute in vars(each)
-                )
-                for name, owner in self._owners.items()
-            }
             self._sizes = {name: len(value) for name, value in self._attributes() if isinstance(value, _CONTAINERS)}
             self._first = {name: value for name, value in self._attributes() if _is_plain(value)}
+            self._parts = {
+                name: _Part(owner, [attribute for attribute, value in self._of(owner) if _is_plain(value)])
+                for name, owner in self._owners.items()
+                if isinstance(owner, nn.Module) and owner is not self._module
+            }
 
     def take(self) -> dict[str, Any]:
         """What has moved, by name."""
@@ -95,30 +101,73 @@ class MovedAttributes:
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for name, owner in self._owners.items():
-            own = self._own.get(name, frozenset())
-            for attribute, value in getattr(owner, "__dict__", {}).items():
-                if attribute not in own:
+            if name not in self._parts or self._parts[name].may_have_moved(owner):
+                for attribute, value in self._of(owner):
                     yield f"{name}.{attribute}", value
+
+    def _of(self, owner: object) -> Iterator[tuple[str, Any]]:
+        own = self._own.get(type(owner))
+        if own is None:
+            own = self._own[type(owner)] = _not_users(owner)
+        return ((name, value) for name, value in getattr(owner, "__dict__", {}).items() if name not in own)
 
     def _roots(self) -> Iterator[tuple[str, object]]:
         yield "module", self._module
+        for name, part in self._module.named_modules():
+            if (
+                name
+                and name not in self._kept
+                and not isinstance(part, Metric)
+                and not _is_of(part, "lightning_moe_ckpt")
+            ):
+                yield f"module.{name}", part
         datamodule = _lightning.datamodule_of(self._trainer)
         if datamodule is not None and not is_overridden("state_dict", datamodule):
             yield "datamodule", datamodule
         for name, callback in user_callbacks(self._trainer, self._skip):
-            if not is_overridden("state_dict", callback, Callback) and not _is_library(callback):
+            if not is_overridden("state_dict", callback, Callback) and not _is_of(callback, *_LIBRARIES):
                 yield name, callback
         for index, loader in enumerate(loaders_of(self._trainer)):
             name, dataset = f"loader{index}.dataset", getattr(loader, "dataset", None)
             for _ in range(3):  # a subset of a subset
-                if dataset is not None and not hasattr(dataset, "state_dict") and not _is_library(dataset):
+                if dataset is not None and not hasattr(dataset, "state_dict") and not _is_of(dataset, *_LIBRARIES):
                     yield name, dataset
                 name, dataset = f"{name}.dataset", getattr(dataset, "dataset", None)
+
+
+class _Part:
+    """A part of the model as it was at first: there may be thousands, and none has moved in most steps."""
+
+    def __init__(self, owner: nn.Module, plain: Sequence[str]) -> None:
+        self._values, self._length = vars(owner), len(vars(owner))
+        # Twice, since the getter of one name gives no tuple.
+        self._get = itemgetter(*plain, *plain) if plain else None
+        self._first = self._get(self._values) if self._get is not None else ()
+
+    def may_have_moved(self, owner: object) -> bool:
+        """Quickly; whether an attribute is new or another object."""
+        values = vars(owner)
+        if values is not self._values or len(values) != self._length or self._get is None:
+            return True
+        try:
+            return not all(map(is_, self._get(values), self._first))
+        except KeyError:  # one is gone and another new
+            return True
 
 
 def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN and not (isinstance(value, str) and len(value) > _MOST_TEXT)
 
 
-def _is_library(owner: object) -> bool:
-    return type(owner).__module__.split(".")[0] in _LIBRARIES
+def _is_of(owner: object, *packages: str) -> bool:
+    return type(owner).__module__.split(".")[0] in packages
+
+
+def _not_users(owner: object) -> frozenset[str]:
+    """What every object of its kind has. Of a part of a model, `training` is the user's: frozen norms are set to `eval`."""
+    kinds: dict[type, Any] = {LightningModule: LightningModule(), LightningDataModule: LightningDataModule()}
+    kinds[Callback] = Callback()
+    own = {name for kind, bare in kinds.items() if isinstance(owner, kind) for name in vars(bare)}
+    if isinstance(owner, nn.Module):
+        own |= vars(nn.Module()).keys() - {"training"}
+    return frozenset(own)

@@ -8,6 +8,8 @@ code and Lightning's own callbacks recognise it.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from types import FrameType
 
@@ -23,12 +25,16 @@ class SigtermTap:
     """
 
     def __init__(self, trainer: Trainer, listener: Callable[[], None]) -> None:
-        self._trainer, self._listener = trainer, listener
+        self._trainer, self._listener, self._pid = trainer, listener, os.getpid()
         self._connector = trainer._signal_connector
         self._connector._sigterm_notifier_fn = self._received  # type: ignore[method-assign,assignment]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
     def _received(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child: no news for who trains, nor for its other processes
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
         launcher = self._trainer.strategy.launcher
         if launcher is not None:
             launcher.kill(signum)  # the processes that Lightning has started itself

@@ -19,6 +19,9 @@ PUBLIC: dict[str, str] = {
         CapacityBoost CheckpointArguments DenseCheckpoint ExpertLoadMonitor PartialExpertCheckpoint Popularity
         Retention SelectiveExpertCheckpoint SparseCheckpoint
     """,
+    "lightning_moe_ckpt.data": """
+        SeededItems
+    """,
     "lightning_moe_ckpt.strategy": """
         MoEStrategy
     """,
@@ -52,7 +55,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.storage": """
         Backend BadCopies BorrowedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
-        JudgedGeneration MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine NestedLayout ObjectBackend OverflowEntry PERSISTED_HEADER
+        JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine NestedLayout ObjectBackend OverflowEntry PERSISTED_HEADER
         Pace
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
         RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward carry_spares check_header check_places

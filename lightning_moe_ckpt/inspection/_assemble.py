@@ -2,24 +2,30 @@
 
 A record is an interval of a flattened global tensor, so parts of all ranks are put together by their coordinates
 alone. Every element must come from exactly one record, or the tensor is refused.
+
+An operator comes from one generation, weights and optimizer state. So where a part of it is bad and there is an older copy,
+all of it has to be taken from there: see `without`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
 from lightning_moe_ckpt.session import is_average
 from lightning_moe_ckpt.storage import (
     Backend,
+    BadCopies,
+    GenerationId,
     RankMarker,
     RecordEntry,
     SegmentEntry,
+    carry_forward,
     dtype_of,
     lacking_memory,
     read_record,
@@ -54,6 +60,40 @@ class _Tensor:
     parts: list[tuple[str, RecordEntry]] = field(default_factory=list)
 
 
+class BadCopyError(Corrupt):
+    """A part of an operator is bad, and an older copy of all of it is named.
+
+    Args:
+        operator: its name.
+        generation: whose copy is bad.
+        spare: whose copy there is.
+        reason: what is wrong.
+    """
+
+    def __init__(self, operator: str, generation: GenerationId, spare: GenerationId, reason: str) -> None:
+        super().__init__(f"{operator}: its copy of {generation} is bad, that of {spare} is taken: {reason}")
+        self.operator, self.generation = operator, generation
+
+
+def without(markers: Sequence[RankMarker], bad: BadCopies) -> list[RankMarker]:
+    """The markers of all ranks, of one segment each, with older copies of operators in place of those that are bad."""
+    return [
+        replace(
+            marker,
+            segments=tuple(_less(segment, bad) for segment in marker.segments),
+            borrowed=(
+                *(replace(each, segment=_less(each.segment, bad)) for each in marker.borrowed),
+                *carry_forward(marker, bad, bad),
+            ),
+        )
+        for marker in markers
+    ]
+
+
+def _less(segment: SegmentEntry, bad: BadCopies) -> SegmentEntry:
+    return replace(segment, records=[record for record in segment.records if record.operator not in bad])
+
+
 class Assembler:
     """Assembles the tensors of one generation that holds, or borrows, the full state of everything.
 
@@ -69,6 +109,9 @@ class Assembler:
         self._segments += [each.segment for each in borrowed]
         self.borrowed = {record.operator: each.generation for each in borrowed for record in each.segment.records}
         """Operators that are of older generations."""
+        self._spares = {r.operator: each.generation for m in markers for each in m.spares for r in each.segment.records}
+        self._generations = {segment.key: m.generation for m in markers for segment in m.segments}
+        self._generations |= {each.segment.key: each.generation for each in borrowed}
         self.notes: list[str] = []
         """What a user should know about the result."""
 
@@ -175,7 +218,13 @@ class Assembler:
             raise Corrupt(f"{key}: {record.name} has {record.nbytes} bytes for {record.numel} elements.")
         # numpy's stubs do not say that arrays are buffers.
         view = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        read_record(self._backend, key, record, view)
+        try:
+            read_record(self._backend, key, record, view)
+        except (Corrupt, StorageError) as error:
+            generation, spare = self._generations[key], self._spares.get(record.operator)
+            if spare is None or spare == generation:
+                raise
+            raise BadCopyError(record.operator, generation, spare, str(error)) from error
 
 
 def _zeros(name: str, numel: int, code: str) -> Tensor:

@@ -6,6 +6,7 @@ None of them has what an exact restart needs (random state, data position): that
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CodecError, ConfigurationError, NoUsableGeneration
-from lightning_moe_ckpt.inspection._assemble import Assembler
+from lightning_moe_ckpt.inspection._assemble import Assembler, BadCopyError, without
 from lightning_moe_ckpt.inspection._checkpoint import VERSIONS, LightningCheckpoint, shared_scalars
 from lightning_moe_ckpt.inspection._hugging_face import CONFIG, choose_model, model_names, write_folder
 from lightning_moe_ckpt.inspection._names import state_dict_names
 from lightning_moe_ckpt.inspection._select import kind_of, select
 from lightning_moe_ckpt.session import decode_journal
-from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
+from lightning_moe_ckpt.storage import Backend, Commit, GenerationId, ModuleEntry, RankMarker, RunView
+
+log = logging.getLogger(__name__)
 
 ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -69,6 +72,8 @@ class ExportOptions:
 def export(backend: Backend, out: Path, options: ExportOptions | None = None, *, step: int | None = None) -> Export:
     """Write a generation to `out`, with operators that it borrows as they were when they were stored last.
 
+    An operator whose copy is bad is as it was when it was stored before that, where there is such a copy: a warning says so.
+
     Args:
         backend: from `open_backend`.
         out: `*.safetensors`, `*.ckpt`, or a folder.
@@ -86,12 +91,14 @@ def export(backend: Backend, out: Path, options: ExportOptions | None = None, *,
     view = RunView.open(backend)
     commit = _dense_commit(view, step)
     markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
-    job = _Job(out, options, commit, Assembler(backend, markers), _module_of(markers))
-    done = Export(step=commit.generation.step, epoch=commit.generation.epoch, format=chosen)
-    files = {"safetensors": job.safetensors, "ckpt": job.checkpoint, "huggingface": job.folder}[chosen](done)
-    done.files = {str(path): path.stat().st_size for path in files}
-    done.notes += [*_age_note(commit, job.parts), *job.parts.notes]
-    return done
+    bad: dict[str, set[GenerationId]] = {}
+    while True:
+        parts = Assembler(backend, without(markers, bad) if bad else markers)
+        try:
+            return _Job(out, options, commit, parts, _module_of(markers)).write(chosen)
+        except BadCopyError as error:  # from the beginning: what has been read of the operator is of the bad copy
+            log.warning("%s", error)
+            bad.setdefault(error.operator, set()).add(error.generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,14 @@ class _Job:
         """Names of the module's `state_dict`, each with the name under which it is stored."""
         options = self.options
         return state_dict_names(self.parts.stored, self.module, leave_out=options.leave_out, ties=options.ties)
+
+    def write(self, chosen: ExportFormat) -> Export:
+        """Raises `BadCopyError` if it has to be done again without one."""
+        done = Export(step=self.commit.generation.step, epoch=self.commit.generation.epoch, format=chosen)
+        files = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "huggingface": self.folder}[chosen](done)
+        done.files = {str(path): path.stat().st_size for path in files}
+        done.notes += [*_age_note(self.commit, self.parts), *self.parts.notes]
+        return done
 
     def safetensors(self, done: Export) -> list[Path]:
         tensors = {name: self.parts.read(stored) for name, stored in self.names.items()}

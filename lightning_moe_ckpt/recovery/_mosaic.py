@@ -364,7 +364,8 @@ class Mosaic:
         for rank, rows in enumerate(told):
             for expert, reason, stored in _losses(rows):
                 self._reasons.setdefault(expert, []).append(f"rank {rank}: {reason}")
-                self._bad.setdefault(expert, {})[origins[expert].generation] = stored
+                bad, generation = self._bad.setdefault(expert, {}), origins[expert].generation
+                bad[generation] = stored or bad.get(generation, False)  # ranks know of different copies
         return any(told)
 
 

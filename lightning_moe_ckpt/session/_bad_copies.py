@@ -1,14 +1,15 @@
 """Which stored copies of experts turned out bad, on any rank: told to all of them, so that all plan and borrow alike.
 
 A few integers of the exchange before a window carry what a rank has found since; more wait for the next one. An expert
-of which a copy is bad is taken again, and its bad copy is not borrowed any more, until a newer one is complete.
+of which a copy is bad is taken again, and its bad copy is not borrowed any more, until a newer one is complete that was
+begun since: one that was under way may name the bad copy as its second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from lightning_moe_ckpt.policies import TierBook
+from lightning_moe_ckpt.policies import NEVER, TierBook
 from lightning_moe_ckpt.session._scrubbing import BadCopy, Scrubber
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
@@ -35,15 +36,20 @@ class BadCopyList:
         """Experts whose newest copy is among them."""
         self._alone: set[int] = set()
         """Of these, those that had no other one, as far as the rank knew that found it."""
+        self._begun: dict[int, int] = {}
+        """Newest boundary that storage had begun when an expert got here: up to that, markers may name the bad copy."""
         self.scrubber: Scrubber | None = None
         """Finds some on this rank."""
 
     @property
-    def not_borrowed(self) -> BadCopies | None:
-        """Of experts whose newest copy is bad; `None` if one of them has no other, so that nothing completes others."""
-        if any(place in self._alone or len(self._known[place]) > 1 for place in self._newest):
-            return None
+    def not_borrowed(self) -> BadCopies:
+        """Of experts whose newest copy is bad."""
         return {self._names[place]: frozenset(self._known[place]) for place in sorted(self._newest)}
+
+    @property
+    def all_have_copies(self) -> bool:
+        """Whether each of these experts has another one; else nothing completes a generation without it."""
+        return not any(place in self._alone or len(self._known[place]) > 1 for place in self._newest)
 
     def restored(self, bad: Mapping[str, Collection[GenerationId]]) -> None:
         """The restore that this life began with found these, by name of expert; the newest one among them."""
@@ -61,9 +67,11 @@ class BadCopyList:
         """Storage has all of generation `step`; call before its book takes that in."""
         for each in storage.pending:
             for expert in each.experts.tolist() if each.step == step else ():
-                self._known.pop(expert, None)
                 self._newest.discard(expert)
                 self._alone.discard(expert)
+                if step > self._begun.get(expert, NEVER):
+                    self._known.pop(expert, None)
+                    self._begun.pop(expert, None)
 
     def close(self) -> None:
         """Nothing is looked for any more."""
@@ -85,6 +93,7 @@ class BadCopyList:
                     continue
                 generation = GenerationId(step=step, epoch=epoch, life=f"{life:012x}" if life >= 0 else "")
                 self._known.setdefault(place, set()).add(generation)
+                self._begun[place] = max((each.step for each in storage.pending), default=NEVER)
                 if int(storage.step[place]) == step:
                     self._newest.add(place)
                     self._alone |= set() if spared else {place}

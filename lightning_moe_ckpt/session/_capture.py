@@ -80,12 +80,13 @@ class CaptureSession:
         gradients: GradientRecorder | None = None,
     ) -> None:
         self._name, self._exchange, self._engine, self._gradients = name, exchange, engine, gradients
-        self._tiers, self._stalls = tiers, stalls
-        self._make_ring, self._renew_ring = make_ring, renew_ring
+        self._tiers, self._stalls, self._make_ring, self._renew_ring = tiers, stalls, make_ring, renew_ring
         self._relayout, self._reordering = relayout, reordering
         self._journal_nbytes = 0
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
+        self._given_up: GenerationId | None = None
+        """Of a window that was ended before its time: tiers may still read from it, so no other gets its name."""
         self._layout: WindowLayout | None = None
         self._ring: SegmentRing | None = None
         self._window: Window | None = None
@@ -134,14 +135,12 @@ class CaptureSession:
         if self._ring is None:
             with self._exchange.together():
                 self._ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
-        elif self._layout is None:
-            if not self._fitted(layout):
-                return False
+        elif self._layout is None and not self._fitted(layout):
+            return False
         elif not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
             log.warning(
                 "a new plan needs %d segments of %d bytes, more than the ring has; the old plan stays in force",
-                len(layout.slots),
-                layout.slot_nbytes,
+                *(len(layout.slots), layout.slot_nbytes),
             )
             return False
         self._layout = layout
@@ -150,6 +149,7 @@ class CaptureSession:
 
     def forget_layout(self) -> None:
         """Nothing is taken until another plan is in force, in a larger ring if need be. All ranks call it."""
+        self._given_up = None if self._window is None else self._window.generation
         self.abort_window()
         self._layout = None
 
@@ -161,6 +161,8 @@ class CaptureSession:
             use: puts a plan in force, if it may change here.
         """
         assert self._layout is not None
+        if self._name(step + len(self._layout.slots) - 1) == self._given_up:
+            return False
         # In replay the plan stays, so looks at the order wait: else the next one would overtake a plan made before.
         reordering = self._reordering if use is not None else None
         following = self._following(reordering)
@@ -198,7 +200,7 @@ class CaptureSession:
         assert ring is not None
         if step > window.first and self._tiers.outstanding:
             with self._stalls.measure("exchange"):
-                self._hear(self._exchange.gather(self._tiers.votes()), filling=window.generation)
+                self.hear(filling=window.generation)
         if window.spoiled:
             return
         layout = window.layout.slots[step - window.first]
@@ -266,11 +268,8 @@ class CaptureSession:
                 self._journal_nbytes = 2 * error.nbytes
                 self._spoil(str(error))
                 return
-            except CodecError as error:
-                self._spoil(f"the journal cannot hold the state of this step: {error}")
-                return
-            except BufferChanged as error:
-                self._spoil(str(error))
+            except (CodecError, BufferChanged) as error:
+                self._spoil(f"its journal and buffers cannot be stored: {error}")
                 return
         self._ring.seal(pending.slot)
         segment = pending.writer.sealed(window.generation, pending.step, pending.ticket, pending.step_record)
@@ -286,16 +285,17 @@ class CaptureSession:
             return None
         return self._gradients.start(layout, slot.view)
 
+    def hear(self, *, filling: GenerationId | None = None) -> None:
+        """Ranks tell each other what tiers hold. Collective; `filling` as in `Tiers.agreed`."""
+        self._hear(self._exchange.gather(self._tiers.votes()), filling=filling)
+
     def abort_window(self) -> None:
         """Forget the window being filled; every rank does so at the same boundary."""
         self.whole_at = None
         self._await_copies()
-        self._pending = None
-        window, self._window = self._window, None
-        if window is None:
-            return
-        self._tiers.abandon(window)
-        window.ring.abort_window(window.generation)
+        if self._window is not None:
+            self._tiers.withdraw(self._window)
+            self._drop(self._window)
 
     def close(self) -> None:
         """Nothing writes to the ring after this."""
@@ -336,17 +336,19 @@ class CaptureSession:
         self._tiers.open(self._window)
 
     def _settle_last(self, *, spoiled: Sequence[int]) -> None:
-        """Everybody who is here has ended the previous window: it is sealed everywhere, or nowhere of use.
+        """Everybody who is here has ended the previous window: it is sealed everywhere, or of no use and what was before stays.
 
         Args:
             spoiled: ranks on which it is not.
         """
         newest, self._newest = self._newest, None
         why, self._why, self._spoiled_last = self._why, "", False
-        if spoiled and self._complete is not None:
+        if spoiled and newest is not None and self._complete is not None:
             self._tiers.abandon(self._complete)
-            self._complete.ring.discard(self._complete.generation)
+            self._complete.ring.discard(newest)
             self._complete = None
+        elif 0 < len(spoiled) < self._exchange.world_size:
+            self._forget_complete()  # the others have let go of it: what one cannot offer to a tier, nobody may
         if spoiled:
             self.misses.missed(self._first, why or f"ranks {list(spoiled)} could not take it, and their logs say why.")
         elif newest is not None:
@@ -387,7 +389,7 @@ class CaptureSession:
         with self._stalls.measure("flush"):
             if not self._ring.can_begin(len(self._layout.slots)):
                 self._tiers.flush(_FLUSH_TIMEOUT.total_seconds())
-            self._hear(self._exchange.gather(self._tiers.votes()))
+            self.hear()
             return self._has_room_now()
 
     def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
@@ -465,7 +467,8 @@ class CaptureSession:
     def _finish(self, window: Window) -> None:
         self._spoiled_last, self._first = window.spoiled, window.first
         if window.spoiled:
-            self.abort_window()
+            self._await_copies()
+            self._drop(window)
             return
         self._window, self._newest = None, window.generation
         window.ring.finish_window(window.generation)
@@ -473,6 +476,10 @@ class CaptureSession:
             self._tiers.superseded(self._complete)
         self._complete = window
         self.generations_complete += 1
+
+    def _drop(self, window: Window) -> None:
+        self._window = self._pending = None
+        window.ring.abort_window(window.generation)
 
     def _writer(self, layout: SlotLayout, slot: Slot) -> SegmentWriter:
         """The writer that last filled this place, if it filled the same slot of the plan."""

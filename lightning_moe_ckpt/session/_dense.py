@@ -24,13 +24,13 @@ from lightning_moe_ckpt.session._planning import dense_layout
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.session._writer import SegmentWriter
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
 log = logging.getLogger(__name__)
 
 
 class JournalSource(Protocol):
-    """What the planner adds to journals."""
+    """What the planner adds to journals, and to markers."""
 
     @property
     def journal_nbytes(self) -> int:
@@ -38,6 +38,10 @@ class JournalSource(Protocol):
 
     def state(self) -> dict[str, Any]:
         """What the outcome has of the boundary at hand."""
+
+    @property
+    def bad_copies(self) -> BadCopies:
+        """Copies in storage that no generation names any more; the same on all ranks."""
 
 
 class DenseCapture:
@@ -127,7 +131,13 @@ class DenseCapture:
         ticket = writer.start()
         writer.write_local(journal)
         self._worker.begin(
-            Announced(generation=generation, plan_hash=layout.plan_hash, plan_json=layout.plan_json, num_segments=1)
+            Announced(
+                generation=generation,
+                plan_hash=layout.plan_hash,
+                plan_json=layout.plan_json,
+                num_segments=1,
+                bad=self._journal.bad_copies,
+            )
         )
         self._worker.add(generation, writer.sealed(generation, step, ticket))
         return generation, ticket

@@ -65,6 +65,7 @@ class Life:
         groups: this rank's place in the world.
         autocast_dtype: low precision of forward under autocast, `None` without.
         may_skip: whether `requires_grad` may be toggled in replay.
+        compiled: whether a compiler makes other programs, of other rounding, where modules are watched or frozen.
         extra: what the trainer adds to checkpoints of its own, for exports; what cannot be stored is left out.
         averages: running averages of the module that callbacks keep.
         as_user: see `Replay`.
@@ -80,12 +81,13 @@ class Life:
         groups: ParallelGroups,
         autocast_dtype: torch.dtype | None,
         may_skip: bool,
+        compiled: bool = False,
         extra: Mapping[str, object] | None = None,
         averages: Averages | None = None,
         as_user: Callable[[Journal], None] = lambda _: None,
     ) -> None:
         self._as_user = as_user
-        self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip
+        self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip and not compiled
         self._config, self._policy, self._groups = config, policy, groups
         exact = not isinstance(policy, LossyWindows)  # exact ones restore everything, whatever it is
         self._operators = discover(module, ep_size=groups.ep_size, unknown="dense" if exact else "refuse")
@@ -94,12 +96,7 @@ class Life:
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
         self._planner = make_planner(
-            policy,
-            view=self._view,
-            groups=groups,
-            exchange=self._exchange,
-            autocast_dtype=autocast_dtype,
-            module=module,
+            policy, self._view, groups, self._exchange, module, autocast_dtype=autocast_dtype, may_probe=not compiled
         )
         self._stalls, self.clock, self._heap = StallMeter(), HookClock(), FrozenHeap(wanted=config.freeze_heap)
         self._runs: Runs | None = None
@@ -159,8 +156,7 @@ class Life:
             gradients=GradientRecorder(view, self._engine) if view.gradient_dtype is not None else None,
         )
         self._planner.begin()
-        found = self._found
-        if found is None:
+        if (found := self._found) is None:
             return None
         start = self._load(found)
         self._restore_seconds = time.perf_counter() - started
@@ -180,6 +176,7 @@ class Life:
             world_size=self._groups.world_size,
             policy={"policy": self._policy.kind, **identity.policy()},
             module=describe(self._view.module, self._view.schema, self._extra) if is_first else None,
+            lineage=runs.store.lineage,
         )
         resumed = self._found.generation if self._found is not None else None
         with self._exchange.together():
@@ -394,12 +391,13 @@ class Life:
         Returns:
             Whether it is durable on all ranks.
         """
-        capture, storage = made(self._capture), made(self._storage)
-        began = time.perf_counter()
+        capture, storage, began = made(self._capture), made(self._storage), time.perf_counter()
         capture.abort_window()
-        saved = self._exchange.all_agree(storage.drain(timeout)) and self._write_dense(
-            step, start, timeout=timeout - (time.perf_counter() - began)
-        )
+        drained = self._exchange.all_agree(storage.drain(timeout))
+        capture.hear()  # the generation at hand names copies of the newest that storage has
+        # In the middle of the next step the boundary may have given one already, whose files would be replaced.
+        committed = self.any_rank(self._exchange.is_coordinator and storage.holds(made(self._runs).name(step)))
+        saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         seconds = time.perf_counter() - began
         level, what = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
         log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", step, what, seconds, timeout)

@@ -298,9 +298,14 @@ class LossyPlanner:
     # -- at window boundaries
 
     @property
-    def bad_copies(self) -> BadCopies | None:
-        """Copies of experts in storage that are not borrowed any more; `None` if there is no other of one."""
+    def bad_copies(self) -> BadCopies:
+        """Copies of experts in storage that are not borrowed any more."""
         return self._bad.not_borrowed
+
+    @property
+    def all_have_copies(self) -> bool:
+        """Whether there is another one of each of these experts."""
+        return self._bad.all_have_copies
 
     def inputs(self) -> list[int]:
         """Tokens of this rank since the last window, by expert, and what a choice needs to know of it."""

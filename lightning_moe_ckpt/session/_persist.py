@@ -30,6 +30,7 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     carry_forward,
     carry_spares,
+    full_records,
 )
 
 log = logging.getLogger(__name__)
@@ -186,10 +187,16 @@ class PersistWorker(TierWorker):
             return References()
         if len(marker.segments) != 1 or not (base.lacking or self._twofold):
             return References()  # of a window of several steps, which holds no states of one step
-        return References(
-            carry_forward(marker, base.lacking, base.bad),
-            carry_spares(marker, base.lacking, self._twofold - base.lacking, base.bad),
-        )
+        bad = job.announced.bad
+        borrowed = carry_forward(marker, base.lacking, bad)
+        gone = {record.operator for _, record in full_records(marker)} & base.lacking
+        gone -= {record.operator for each in borrowed for record in each.segment.records}
+        if gone:
+            self.lost_base = True
+            raise CheckpointError(
+                f"storage has no good copy of {', '.join(sorted(gone))}, which it was to take from there."
+            )
+        return References(borrowed, carry_spares(marker, base.lacking, self._twofold - base.lacking, bad))
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:

@@ -18,14 +18,23 @@ WindowPolicy = DenseWindows | SparseWindows | LossyWindows
 
 def make_planner(
     policy: WindowPolicy,
-    *,
     view: StateView,
     groups: ParallelGroups,
     exchange: Exchange,
-    autocast_dtype: torch.dtype | None,
     module: torch.nn.Module,
+    *,
+    autocast_dtype: torch.dtype | None,
+    may_probe: bool = True,
 ) -> Planner | LossyPlanner:
     """The planner of a policy; arguments as `Planner` has them."""
     if isinstance(policy, LossyWindows):
         return LossyPlanner(policy, view=view, groups=groups, exchange=exchange, module=module)
-    return Planner(policy, view=view, groups=groups, exchange=exchange, autocast_dtype=autocast_dtype, module=module)
+    return Planner(
+        policy,
+        view=view,
+        groups=groups,
+        exchange=exchange,
+        autocast_dtype=autocast_dtype,
+        module=module,
+        may_probe=may_probe,
+    )

@@ -131,6 +131,8 @@ class Planner:
         exchange: control exchange.
         autocast_dtype: low precision under autocast, `None` without.
         module: probed for the precision in which parameters are consumed.
+        may_probe: whether the first steps may be watched by what later ones are not. If not, parameters are stored in
+            the precision that they have, and counts of tokens are believed.
     """
 
     def __init__(
@@ -142,14 +144,16 @@ class Planner:
         exchange: Exchange,
         autocast_dtype: torch.dtype | None,
         module: torch.nn.Module,
+        may_probe: bool = True,
     ) -> None:
         self._policy, self._view, self._groups = policy, view, groups
         self._exchange = exchange
-        self._probe = Probe(module, autocast_dtype) if autocast_dtype is not None and policy.kind == "sparse" else None
+        low = autocast_dtype if policy.kind == "sparse" and may_probe else None
+        self._probe = Probe(module, low) if low is not None else None
         self._current: WindowLayout | None = None
         self._meter, self.reordering = self._popularity(module)
-        counts_tokens = self._meter is not None and self._meter.counts_tokens
-        self._proof = CountProof(view.operators, module, exchange, required=False) if counts_tokens else None
+        proves = may_probe and self._meter is not None and self._meter.counts_tokens
+        self._proof = CountProof(view.operators, module, exchange, required=False) if proves else None
         self._journal = JournalCapacity()
         self._steps = 0
         self._step_seconds: list[float] = []
@@ -181,6 +185,8 @@ class Planner:
     def forget_layout(self) -> None:
         """Records hold more than they did: a plan is due as in the first steps."""
         self._current = None
+        if self.reordering is not None:
+            self.reordering.forget_next()
 
     def begin(self) -> None:
         """Start measuring popularity."""
@@ -276,6 +282,11 @@ class Planner:
 
     def lost(self, tier: str) -> None:
         """Plans do not depend on it."""
+
+    @property
+    def all_have_copies(self) -> bool:
+        """Nothing is borrowed."""
+        return True
 
     @property
     def bad_copies(self) -> BadCopies:

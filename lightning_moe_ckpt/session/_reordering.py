@@ -84,6 +84,10 @@ class Reordering:
         background, self._next = self._next, None
         return None if background is None else background.result()
 
+    def forget_next(self) -> None:
+        """Records hold more than they did: a plan that was made before does not hold any more."""
+        self._next = None
+
     def started(self, step: int, layout: WindowLayout) -> None:
         """A window begins; plans change only with what is measured."""
 

@@ -76,11 +76,6 @@ class Replay:
         """Whether every operator is active."""
         return len(self._active) == len(self._view.operators.operators)
 
-    @property
-    def last_step(self) -> int:
-        """The boundary at which the state is dense."""
-        return self._first + len(self._slots) - 1
-
     def outcome(self, step: int) -> Journal:
         """What the original run recorded of the optimizer step that ends at boundary `step`."""
         outcome: Journal = self.journals[step - self._first]["outcome"]
@@ -127,6 +122,8 @@ class Replay:
         for name in self._view.buffer_names:
             buffer = self._view.buffer(name)
             if buffer is not None:
+                if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                    buffer.data = buffer.data.contiguous()  # of an expanded one, elements share memory
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
 
     def settle(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
@@ -134,7 +131,7 @@ class Replay:
 
         Args:
             agree: whether all ranks say yes.
-            disturbed: whether parameters may have changed unseen by their version counters.
+            disturbed: whether parameters and state may have changed unseen by their version counters.
         """
         untouched = not disturbed and versions(self._loaded) == self._versions
         if not agree(untouched):

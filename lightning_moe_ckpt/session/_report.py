@@ -79,6 +79,9 @@ class Report:
     """
     generations_skipped: dict[str, int]
     """Complete generations that a tier never got, because it was still busy when a newer one was complete."""
+    generations_failed: dict[str, int]
+    """Generations that a tier was given and some rank does not have there, for good, over all ranks: storage that failed, memory
+    that was full, a node or a connection that is gone."""
     windows_skipped: int
     """Windows that were not begun, because memory was full of generations that are still being read, or was taken away."""
     windows_missed: int
@@ -147,6 +150,7 @@ def tier_figures(tiers: Tiers, found: Found | None) -> dict[str, Any]:
         "reserved_nbytes": tiers.reserved(),
         "generations": (found.tiers if found is not None else {}) | tiers.newest(),
         "generations_skipped": tiers.skipped(),
+        "generations_failed": tiers.failed(),
         "deltas": next((worker.deltas for worker in tiers.workers if worker.deltas is not None), None),
     }
 

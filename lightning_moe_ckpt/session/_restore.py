@@ -86,6 +86,7 @@ class Runs:
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
                         tag=self._tag,
+                        run_id=self.run_id,
                         url=self.store.place,
                         offered=search.foreign,
                         seen=max((each for each in stored if resumed is None or each <= resumed), default=None),

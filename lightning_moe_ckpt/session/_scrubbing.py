@@ -18,7 +18,7 @@ from typing import Protocol
 
 import xxhash
 
-from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing, StorageError
 from lightning_moe_ckpt.session._fork import guard_forks
 from lightning_moe_ckpt.storage import GenerationId, Pace, RankMarker, RecordEntry, SegmentEntry
 
@@ -69,6 +69,8 @@ class Scrubber:
         self._copies: set[tuple[str, GenerationId]] = set()
         """What the newest marker names: operators, and whose files have them."""
         self._closing = threading.Event()
+        self._said = ""
+        """What the last round failed at, which is worth a word once."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -96,20 +98,29 @@ class Scrubber:
             Bytes read.
 
         Raises:
-            StorageError: the medium failed where that says nothing about the bytes.
+            StorageError: the medium failed where that says nothing about the bytes; all other files were read.
         """
         nbytes = 0
+        unread: dict[str, StorageError] = {}
         for generation, file, record in _named(self._newest()):
             copy = record.operator, generation
-            if copy in self._known or not self._is_named(copy):
+            if copy in self._known or file.key in unread or not self._is_named(copy):
+                continue
+            try:
+                reason = self._what_is_wrong(file, record)
+            except StorageError as error:
+                if self._closing.is_set():
+                    raise
+                unread[file.key] = error
                 continue
             nbytes += record.nbytes
-            reason = self._what_is_wrong(file, record)
             if reason and self._is_named(copy):
                 self._known.add(copy)
                 others = {at for name, at in self._copies if name == record.operator}
                 self._found.append(BadCopy(record.operator, generation, spared=others != {generation}))
                 log.warning("%s: its copy of %s is bad; it is taken again: %s", record.operator, generation, reason)
+        if unread:
+            raise next(iter(unread.values()))
         return nbytes
 
     # -- private
@@ -118,8 +129,10 @@ class Scrubber:
         while not self._closing.is_set():
             try:
                 self.round()
-            except CheckpointError as error:  # also that it was closed
-                log.debug("what is borrowed could not be read again: %s", error)
+            except CheckpointError as error:
+                if not self._closing.is_set() and str(error) != self._said:
+                    self._said = str(error)
+                    log.warning("some of what is borrowed could not be read again, and is tried on: %s", error)
             except BaseException:  # thread entry: nothing above would see it
                 log.exception("what is borrowed is not read again any more")
                 return

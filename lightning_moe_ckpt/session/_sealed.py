@@ -18,6 +18,7 @@ from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.storage import (
     BorrowedEntry,
     GenerationId,
+    Lineage,
     ModuleEntry,
     ModuleLine,
     RankMarker,
@@ -135,6 +136,7 @@ class Markers:
         world_size: ranks whose markers a commit needs.
         policy: what the markers say of the policy, the same on all ranks; JSON values.
         module: what the marker of rank 0 says of the module.
+        lineage: what it says of this life's past.
     """
 
     def __init__(
@@ -145,9 +147,11 @@ class Markers:
         world_size: int,
         policy: Mapping[str, object] | None = None,
         module: ModuleEntry | None = None,
+        lineage: Lineage | None = None,
     ) -> None:
         self.run_id, self.rank, self.world_size = run_id, rank, world_size
         self._policy = dict(policy or {})
+        self._lineage = lineage
         self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
         self._lock = threading.Lock()
         self._made: dict[tuple[GenerationId, str], RankMarker] = {}
@@ -190,6 +194,7 @@ class Markers:
                 unix_time=self._times.setdefault(generation, int(time.time())),
                 borrowed=tuple(borrowed),
                 spares=tuple(spares),
+                lineage=self._lineage,
             )
             self._made[generation, plan_hash] = marker
             _forget(self._made, _REMEMBERED)

@@ -81,8 +81,12 @@ class TierWatcher(Protocol):
         """Some rank has lost all that a tier held."""
 
     @property
-    def bad_copies(self) -> BadCopies | None:
-        """Copies in storage that are not built on any more; `None` if none is left of some operator. The same on all ranks."""
+    def bad_copies(self) -> BadCopies:
+        """Copies in storage that are not built on any more; the same on all ranks."""
+
+    @property
+    def all_have_copies(self) -> bool:
+        """Whether a good one is left of each of these operators; the same on all ranks."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,6 +101,8 @@ class _Lane:
     """Whether it was idle on all ranks at the latest vote."""
     base: GenerationId | None = None
     """What a generation with only some operators may be built on: the newest that is complete on all ranks."""
+    num_failed: int = 0
+    """Generations that it was given and that some rank gave up."""
     attempted: bool = False
     """Whether the window before was an attempt to get a whole generation, and the tier still has no base."""
 
@@ -119,6 +125,7 @@ class _Lane:
         complete = [each for index, each in enumerate(self.given) if common >> index & 1]
         given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]
         self.given = [each for each in self.given[common.bit_length() :] if each not in given_up]
+        self.num_failed += len(given_up)
         return complete, given_up
 
     def complete(self, generation: GenerationId) -> None:
@@ -285,6 +292,14 @@ class Tiers:
         for worker in self._of(window):
             worker.abandon(window.generation)
 
+    def withdraw(self, window: Window) -> None:
+        """All ranks end a window before its time: tiers give it up, of which none has failed to keep it."""
+        for lane in self._lanes:
+            if window.generation in lane.given:
+                lane.given.remove(window.generation)
+                self._give_up(lane.worker, window.generation)
+        self.abandon(window)
+
     def superseded(self, window: Window) -> None:
         """A newer generation is complete: who has not had this one never will."""
         for lane in self._lanes:
@@ -320,6 +335,10 @@ class Tiers:
     def skipped(self) -> dict[str, int]:
         """Complete generations that passed a tier by, of those that do not take every one."""
         return {lane.worker.name: lane.skips.total for lane in self._lanes if not lane.worker.takes_every}
+
+    def failed(self) -> dict[str, int]:
+        """Generations that tiers were given and some rank does not have there, for good; the same on all ranks."""
+        return {lane.worker.name: lane.num_failed for lane in self._lanes}
 
     def reserved(self) -> dict[str, int]:
         """Bytes of memory that tiers take on this rank; those that take none are left out."""
@@ -358,12 +377,10 @@ class Tiers:
         lane.take(window.generation)
         window.ring.pin(window.generation)
         plan, borrows = layout.at(worker.level), worker.level == "storage" and layout.borrows
-        bad = {} if self._watcher is None else self._watcher.bad_copies
-        base = (
-            Base(generation=None if bad is None else lane.base, lacking=layout.lacking, bad=dict(bad or {}))
-            if borrows
-            else None
+        bad, completes = (
+            ({}, True) if self._watcher is None else (self._watcher.bad_copies, self._watcher.all_have_copies)
         )
+        base = Base(generation=lane.base if completes else None, lacking=layout.lacking) if borrows else None
         worker.begin(
             Announced(
                 generation=window.generation,
@@ -372,6 +389,7 @@ class Tiers:
                 num_segments=len(plan.slots),
                 on_released=window.ring.unpin,
                 base=base,
+                bad=bad,
             )
         )
 

@@ -65,8 +65,6 @@ class Base:
     """The newest one that is complete in the tier on all ranks; `None` if there is none, and this one cannot be whole."""
     lacking: frozenset[str]
     """Names of operators on this rank that are taken from it."""
-    bad: BadCopies = field(default_factory=dict)
-    """Copies of them that turned out bad: not taken from it any more."""
 
 
 class References(NamedTuple):
@@ -92,6 +90,8 @@ class Announced:
     """Called once, from the worker's thread, when the segments' memory is not read any more."""
     base: Base | None = None
     """What completes it, where it has only some operators."""
+    bad: BadCopies = field(default_factory=dict)
+    """Copies that turned out bad: it names none of them, however many operators it has."""
 
 
 @dataclass(kw_only=True, eq=False)

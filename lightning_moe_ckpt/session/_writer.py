@@ -69,8 +69,11 @@ class SegmentWriter:
         now = versions(self._bases)
         if now == self._versions and not everything:
             return
-        changed = {i for i, version in enumerate(self._versions) if everything or version != now[i]}
+        changed = {i for i, version in enumerate(self._versions) if version != now[i]}
         ticket.wait()
+        if everything:
+            self._refresh()  # there may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`
+            changed = set(range(len(self._bases)))
         pairs = [pair for pair, owner in zip(self._pairs, self._owners, strict=True) if owner in changed]
         self._engine.submit(pairs).wait()
 

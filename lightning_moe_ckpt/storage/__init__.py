@@ -23,6 +23,7 @@ from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._garbage import Garbage as Garbage
 from lightning_moe_ckpt.storage._garbage import JudgedGeneration as JudgedGeneration
 from lightning_moe_ckpt.storage._garbage import collect_garbage as collect_garbage
+from lightning_moe_ckpt.storage._lineage import Lineage as Lineage
 from lightning_moe_ckpt.storage._memory import RING_HEADER_NBYTES as RING_HEADER_NBYTES
 from lightning_moe_ckpt.storage._memory import MemoryMarker as MemoryMarker
 from lightning_moe_ckpt.storage._memory import RingHeader as RingHeader

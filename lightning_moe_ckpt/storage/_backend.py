@@ -17,7 +17,8 @@ from datetime import timedelta
 from typing import Protocol, TypeVar
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._names import PROBE_PREFIX, most_nbytes
+from lightning_moe_ckpt.storage._json import described_nbytes
+from lightning_moe_ckpt.storage._names import MAX_DOCUMENT_NBYTES, PROBE_PREFIX, is_marker, most_nbytes
 from lightning_moe_ckpt.storage._object_options import SCHEMES
 from lightning_moe_ckpt.storage._url import checked_url, scheme_of
 
@@ -183,15 +184,21 @@ _FACTORIES: dict[str, Callable[[str, StorageOptions, int | None], Backend]] = {
 }
 
 
-def expect_readable(key: str, nbytes: int, where: str) -> None:
-    """Raise `Corrupt` if an object is too large to be read whole, before anything is read.
+def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str, int, memoryview], None]) -> None:
+    """Raise `Corrupt` if an object is too large to be read whole, before it is read.
 
     Args:
         key: of the object.
         nbytes: its size.
         where: path or URL, for the message.
+        read_range: see `Backend.get_range`; of a large marker the document is looked at, which says how large it is.
     """
-    if nbytes > (most := most_nbytes(key)):
+    most = most_nbytes(key)
+    if is_marker(key) and MAX_DOCUMENT_NBYTES < nbytes <= most:
+        head = bytearray(MAX_DOCUMENT_NBYTES)
+        read_range(key, 0, memoryview(head))
+        most = described_nbytes(bytes(head)) or MAX_DOCUMENT_NBYTES
+    if nbytes > most:
         raise Corrupt(
             f"{where}: has {nbytes} bytes, more than the {most} that such an object may have, and is not read. It was not "
             "written by this package: remove it, or restore it from a copy."

@@ -14,6 +14,7 @@ from lightning_moe_ckpt.storage._names import (
     GenerationId,
     commit_key,
     marker_key,
+    parse_data_name,
     parse_marker_name,
     parse_snap_key,
 )
@@ -137,7 +138,10 @@ def missing_parts(commit: Commit, contents: Contents) -> str | None:
     absent = sorted(set(range(commit.world_size)) - contents.ranks)
     if absent:
         return f"markers of ranks {absent[:8]} are missing"
-    if (nbytes := data_nbytes(contents.sizes)) != commit.nbytes:
+    # A window that was given up may have left segments of other steps beside a generation of its last step.
+    steps = {key: parse_data_name(key.rpartition("/")[2]) for key in contents.sizes}
+    nbytes = sum(size for key, size in contents.sizes.items() if steps[key] in commit.steps)
+    if nbytes != commit.nbytes:
         return f"{nbytes} of {commit.nbytes} bytes of segments are there"
     return None
 

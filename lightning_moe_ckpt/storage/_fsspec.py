@@ -97,7 +97,7 @@ class FsspecBackend:
 
     def get(self, key: str) -> bytes:
         """Download one object."""
-        expect_readable(key, self._call("get", key, self._size), f"{self.url}/{key}")
+        expect_readable(key, self._call("get", key, self._size), f"{self.url}/{key}", self.get_range)
         return bytes(self._call("get", key, self._fs.cat_file))
 
     def get_into(self, key: str, out: memoryview) -> None:

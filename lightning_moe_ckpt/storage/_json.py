@@ -100,6 +100,27 @@ def decode_any(data: bytes, *, kind: str, where: str, versions: tuple[int, ...])
     return version, body
 
 
+def described_nbytes(head: bytes) -> int | None:
+    """Size of a file that begins with a document, with the lines that it says are behind it; `None` if it does not."""
+    end = head.find(b"\n") + 1
+    payload = head[_HEAD_NBYTES : max(end - 2, 0)]
+    if _sealed(payload) != head[:end]:
+        return None
+    nbytes = end
+
+    def add(value: dict[str, object]) -> dict[str, object]:
+        nonlocal nbytes
+        if value.keys() == {"nbytes", "digest"} and isinstance(value["nbytes"], int):
+            nbytes += value["nbytes"]
+        return value
+
+    try:
+        json.loads(payload, object_hook=add)
+    except (ValueError, RecursionError):
+        return None
+    return nbytes
+
+
 def _format(kind: str) -> str:
     return f"lightning-moe-ckpt/{kind}"
 

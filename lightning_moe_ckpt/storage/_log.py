@@ -19,34 +19,18 @@ import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
-from lightning_moe_ckpt.storage._entries import generation_body, read_life
-from lightning_moe_ckpt.storage._json import VERSION, Fields, decode_any, encode, read_integer, read_text
+from lightning_moe_ckpt.storage._entries import generation_body
+from lightning_moe_ckpt.storage._json import VERSION, decode_any, encode, read_text
+from lightning_moe_ckpt.storage._lineage import Cut, Lineage, cuts_body, kept_body, read_cuts, read_kept
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
 
 log = logging.getLogger(__name__)
 
 _OF_LIVES = 2
 """Version of entries that name lives."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """An epoch and the step it began from; generations of earlier epochs beyond that step are dead."""
-
-    epoch: int
-    step: int | None
-    """`None` if the epoch began from nothing."""
-    life: str = ""
-    """Name of the epoch's life; empty for one that an older release began."""
-
-    @property
-    def floor(self) -> int:
-        """Newest step that survives."""
-        return -1 if self.step is None else self.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +62,18 @@ class History:
     def life(self) -> str:
         """Name of the newest life."""
         return next((cut.life for cut in self.cuts if cut.epoch == self.last_epoch), "")
+
+    def lineage(self, opened_ns: int) -> Lineage | None:
+        """What its newest life repeats of it in all that it stores; `None` for one without a name."""
+        if not self.life:
+            return None
+        return Lineage(
+            opened_ns=opened_ns,
+            first_epoch=self.first_epoch,
+            watermark=self.watermark,
+            kept=self.kept,
+            cuts=self.cuts,
+        )
 
     def opened(self, epoch: int, resumed: GenerationId | None, life: str = "") -> History:
         """The history after `epoch` began."""
@@ -289,8 +285,8 @@ def _body(history: History) -> dict[str, object]:
         "first_epoch": history.first_epoch,
         "last_epoch": history.last_epoch,
         "watermark": history.watermark,
-        "kept": _kept_body(history.kept),
-        "cuts": [{"epoch": cut.epoch, "step": cut.step, "life": cut.life} for cut in history.cuts],
+        "kept": kept_body(history.kept),
+        "cuts": cuts_body(history.cuts),
         "key": history.key,
         "replaced": list(history.replaced),
         "has_commits": history.has_commits,
@@ -311,8 +307,8 @@ def _parse_entry(data: bytes, index: int) -> _Entry:
         first_epoch=body.integer("first_epoch"),
         last_epoch=body.integer("last_epoch"),
         watermark=body.integer("watermark"),
-        kept=frozenset(chain.from_iterable(body.rows("kept", _read_kept))),
-        cuts=body.rows("cuts", _read_cut),
+        kept=read_kept(body),
+        cuts=read_cuts(body),
     )
     if version == _OF_LIVES:
         history = replace(
@@ -328,32 +324,3 @@ def _parse_entry(data: bytes, index: int) -> _Entry:
 def check_entry(data: bytes, index: int) -> None:
     """Raise `Corrupt` unless the bytes are entry `index`."""
     _parse_entry(data, index)
-
-
-def _kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
-    """By life, which is shorter: every entry repeats them."""
-    lives: dict[tuple[int, str], list[int]] = {}
-    for each in sorted(kept, key=lambda each: (each.epoch, each.life, each.step)):
-        lives.setdefault((each.epoch, each.life), []).append(each.step)
-    return [{"epoch": epoch, "life": life, "steps": steps} for (epoch, life), steps in lives.items()]
-
-
-def _read_kept(value: object, where: str) -> list[GenerationId]:
-    body = Fields(value, where)
-    epoch, life = body.integer("epoch"), _read_life(body, where)
-    kept = [GenerationId(step=step, epoch=epoch, life=life) for step in body.rows("steps", read_integer)]
-    body.end()
-    return kept
-
-
-def _read_cut(value: object, where: str) -> Cut:
-    body = Fields(value, where)
-    cut = Cut(body.integer("epoch"), body.optional("step", read_integer), _read_life(body, where))
-    body.end()
-    return cut
-
-
-def _read_life(body: Fields, where: str) -> str:
-    """Name of a life; older releases say nothing."""
-    life = body.text("life") if body.has("life") else ""
-    return read_life(life, where) if life else ""

@@ -27,12 +27,14 @@ COMMITTED = "_COMMITTED"
 _LOG = re.compile(r"_log/(00\d{18})\.json")
 _SNAP = re.compile(r"snap/(\d{12,18})/e(\d{6,18})(?:-([0-9a-f]{12}))?/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
+_DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.(?:safetensors|overflow)")
 _OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/e\d{6,18}(-[0-9a-f]{12})?(/[^/]+)?)?)?")
 
 MAX_DOCUMENT_NBYTES = 16 * 2**20
 """Of a document: what parses slowly, and into many times its size, is not parsed unless it can be one of ours."""
 MAX_MARKER_NBYTES = 256 * 2**20
-"""Of a marker, with the lines behind its document, and of whatever else is read whole."""
+"""Of a marker, with the lines behind its document, and of whatever else is read whole. A marker above the size of a document
+is read only if that says so: see `expect_readable`."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -71,6 +73,11 @@ def most_nbytes(key: str) -> int:
     Far above what is ever written, and little enough that a made-up file does not take the memory of whoever reads it.
     """
     return MAX_DOCUMENT_NBYTES if key.endswith((".json", COMMITTED)) else MAX_MARKER_NBYTES
+
+
+def is_marker(key: str) -> bool:
+    """Whether an object is a rank's marker, by its key."""
+    return key.endswith(".done")
 
 
 def is_ours(key: str, *, folder: bool) -> bool:
@@ -121,6 +128,12 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
     if match is None:
         return None
     return GenerationId(step=int(match[1]), epoch=int(match[2]), life=match[3] or ""), match[4]
+
+
+def parse_data_name(name: str) -> int | None:
+    """Step of a segment or side file from the last part of its key, `None` for any other object."""
+    match = _DATA.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def parse_marker_name(name: str) -> int | None:

@@ -131,7 +131,7 @@ class ObjectBackend:
         """Download one object."""
         what = f"get {key} at {self.url}"
         found = self._call(what, lambda: obstore.get(self._store, key))
-        expect_readable(key, int(found.meta["size"]), f"{self.url}/{key}")
+        expect_readable(key, int(found.meta["size"]), f"{self.url}/{key}", self.get_range)
         return self._call(what, lambda: bytes(memoryview(found.bytes())))
 
     def get_into(self, key: str, out: memoryview) -> None:

@@ -95,7 +95,7 @@ class PosixBackend:
         """Read a whole file."""
         path = self._path(key)
         with _reported("get", path), _opened(path) as (file, nbytes):
-            expect_readable(key, nbytes, str(path))
+            expect_readable(key, nbytes, str(path), self.get_range)
             out = bytearray(nbytes)
             return bytes(memoryview(out)[: _read_into(file, memoryview(out))])
 

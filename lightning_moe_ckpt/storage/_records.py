@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from lightning_moe_ckpt.errors import Corrupt, StorageRefused
@@ -42,6 +42,7 @@ from lightning_moe_ckpt.storage._json import (
     read_integer,
     read_text,
 )
+from lightning_moe_ckpt.storage._lineage import Lineage
 from lightning_moe_ckpt.storage._module import ModuleLine
 from lightning_moe_ckpt.storage._names import MAX_MARKER_NBYTES, GenerationId, marker_key, overflow_key, segment_key
 from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
@@ -71,6 +72,8 @@ class RankMarker:
     """What of this rank's part older generations hold, oldest first; see `carry_forward`."""
     spares: tuple[BorrowedEntry, ...] = ()
     """Older copies of operators than the one above, or than its own, oldest first; see `carry_spares`."""
+    lineage: Lineage | None = None
+    """What its life descends from; rank 0 says it for all."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -123,6 +126,7 @@ class RankMarker:
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
             unix_time=body.integer("unix_time"),
         )
+        marker = replace(marker, lineage=Lineage.read(body, marker.generation, where))
         body.end()
         lines.end()
         _expect_version(version, marker.generation, marker.borrowed, marker.spares, where)
@@ -161,6 +165,8 @@ class Commit:
     """Older generations whose files hold part of this one, in order."""
     spares: tuple[GenerationId, ...] = ()
     """Older generations whose files hold the copy before the newest one of some operator, in order."""
+    lineage: Lineage | None = None
+    """What the life that wrote it descends from; `None` where rank 0's marker does not say."""
 
     @classmethod
     def of(cls, stored: Sequence[StoredMarker]) -> Commit:
@@ -188,13 +194,14 @@ class Commit:
             unix_time=first.unix_time,
             needs=tuple(sorted({need for marker in markers for need in marker.needs})),
             spares=tuple(sorted({each.generation for marker in markers for each in marker.spares})),
+            lineage=first.lineage,
         )
 
     def to_bytes(self) -> bytes:
         """The document as it is stored."""
         version = _version(self.generation, self.needs, self.spares)
-        body = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in {"needs", "spares"}}
-        body |= {"generation": generation_body(self.generation), "digests": DIGEST_NAME}
+        body = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in _SOMETIMES}
+        body |= {"generation": generation_body(self.generation), "digests": DIGEST_NAME} | _lineage_body(self.lineage)
         if _form(version) != VERSION:
             body["needs"] = [generation_body(need) for need in self.needs]
         if _form(version) == SPARING:
@@ -220,6 +227,7 @@ class Commit:
             needs=() if form == VERSION else body.rows("needs", read_generation),
             spares=body.rows("spares", read_generation) if form == SPARING else (),
         )
+        commit = replace(commit, lineage=Lineage.read(body, commit.generation, where))
         body.end()
         _expect_version(version, commit.generation, commit.needs, commit.spares, where)
         if not commit.steps:
@@ -245,6 +253,10 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
 
 _FORMS = (VERSION, BORROWING, SPARING)
 _VERSIONS = (*_FORMS, *(form + OF_A_LIFE for form in _FORMS))
+
+
+_SOMETIMES = frozenset({"needs", "spares", "lineage"})
+"""Keys of a manifest that not every one has."""
 
 
 def _form(version: int) -> int:
@@ -274,6 +286,7 @@ def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str,
     return {
         **({"borrowed": borrowed} if borrowed or spares else {}),
         **({"spares": spares} if spares else {}),
+        **_lineage_body(marker.lineage),
         "run_id": marker.run_id,
         "rank": marker.rank,
         "world_size": marker.world_size,
@@ -286,6 +299,10 @@ def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str,
         "unix_time": marker.unix_time,
         "module": None if marker.module is None else line_body(marker.module.line),
     }
+
+
+def _lineage_body(lineage: Lineage | None) -> dict[str, object]:
+    return {} if lineage is None else {"lineage": lineage.body()}
 
 
 def _read_policy(body: Fields, where: str) -> dict[str, object]:

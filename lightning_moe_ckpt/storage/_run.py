@@ -16,15 +16,12 @@ belongs to the coordinator (rank 0), one thread at a time: the main thread at st
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
 from lightning_moe_ckpt.errors import (
     Corrupt,
-    Fenced,
     NoUsableGeneration,
     StorageError,
 )
@@ -38,19 +35,20 @@ from lightning_moe_ckpt.storage._catalog import (
 )
 from lightning_moe_ckpt.storage._checks import expect_digest
 from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
+from lightning_moe_ckpt.storage._coordination import Coordination
 from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._entries import OverflowEntry, SegmentEntry
-from lightning_moe_ckpt.storage._log import History, Log, open_event, run_event, watermark_event
+from lightning_moe_ckpt.storage._lineage import Lineage
+from lightning_moe_ckpt.storage._log import Log, run_event
 from lightning_moe_ckpt.storage._names import (
     LOG_PREFIX,
     SNAP_PREFIX,
     GenerationId,
     marker_key,
-    new_life,
     overflow_key,
     segment_key,
 )
-from lightning_moe_ckpt.storage._opening import begin_run, expect_nothing_lost, losses, next_epoch, read_history
+from lightning_moe_ckpt.storage._opening import begin_run, expect_nothing_lost, losses, read_history
 from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
@@ -66,7 +64,7 @@ Resume = Literal["auto", "must", "never", "memory"]
 class RunStore:
     """The checkpoints of one run. Make one with `open` on the coordinator and with `join` on every other rank."""
 
-    def __init__(self, backend: Backend, run_id: str, *, coordination: _Coordination | None = None) -> None:
+    def __init__(self, backend: Backend, run_id: str, *, coordination: Coordination | None = None) -> None:
         self.run_id = run_id
         self.rejected: list[tuple[str, str]] = []
         """What the last `candidates` passed over, newest first: generation and reason."""
@@ -97,7 +95,7 @@ class RunStore:
             history = read_history(run_log, forgiving=resume == "never")
             if history is not None and resume != "never":
                 return cls(
-                    backend, history.run_id, coordination=_Coordination(run_log, history, RunsOfGenerations(backend))
+                    backend, history.run_id, coordination=Coordination(run_log, history, RunsOfGenerations(backend))
                 )
             if resume != "never":
                 expect_nothing_lost(backend)
@@ -109,7 +107,7 @@ class RunStore:
                 return cls(
                     backend,
                     history.run_id,
-                    coordination=_Coordination(run_log, history, RunsOfGenerations(backend)),
+                    coordination=Coordination(run_log, history, RunsOfGenerations(backend)),
                 )
 
     @classmethod
@@ -131,6 +129,11 @@ class RunStore:
     def life(self) -> str:
         """Name of this life; empty before `open_epoch`, and on ranks that joined."""
         return self._coordination.history.life if self._coordination is not None and self.epoch is not None else ""
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """What markers of rank 0 say of this life's past; `None` before `open_epoch`, and on ranks that joined."""
+        return None if self._coordination is None else self._coordination.lineage
 
     @property
     def place(self) -> str:
@@ -352,6 +355,8 @@ class RunStore:
             self._backend, own, timeout=timeout, cancelled=cancelled, check_fence=coordination.catch_up
         )
         coordination.catch_up()
+        while not coordination.advance(None):
+            coordination.catch_up()
         return publish(self._backend, stored, coordination.history)
 
     def retain(self, retention: Retention) -> list[GenerationId]:
@@ -397,12 +402,12 @@ class RunStore:
         """Release the backend."""
         self._backend.close()
 
-    def _coordinator(self) -> _Coordination:
+    def _coordinator(self) -> Coordination:
         if self._coordination is None:
             raise ValueError("`RunStore.join` gives a store for data; only the coordinator's `open` may coordinate.")
         return self._coordination
 
-    def _promotable(self, coordination: _Coordination) -> list[Contents]:
+    def _promotable(self, coordination: Coordination) -> list[Contents]:
         """Uncommitted generations of the preceding epoch, newer than every committed one; oldest first."""
         history = coordination.history
         if coordination.log.num_lost or coordination.epoch is not None:
@@ -429,67 +434,3 @@ class RunStore:
                 self._backend.sweep(prefix)
         except StorageError as error:  # the epoch is open already; leftovers cost space only
             log.warning("leftovers of interrupted writes stay for now: %s", error)
-
-
-@dataclass(slots=True)
-class _Coordination:
-    """What the coordinator knows: where the log stands, and which epoch is its own."""
-
-    log: Log
-    history: History
-    runs: RunsOfGenerations
-    epoch: int | None = None
-    offered: frozenset[GenerationId] = frozenset()
-    committed: frozenset[GenerationId] = frozenset()
-    """What has a manifest, readable or not, as of the last listing."""
-
-    def refresh(self) -> None:
-        """See what others wrote; once we have an epoch of our own, that can only be a fence."""
-        if self.epoch is not None:
-            self.catch_up()
-            return
-        history = self.log.read()
-        if history is None or history.run_id != self.history.run_id:
-            raise Fenced(f"another run replaced run {self.history.run_id} while this one was starting. Start again.")
-        self.history = history
-
-    def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
-        epoch = next_epoch(self.history, self.log, known)
-        # A run of an older release has no key yet.
-        keyed = replace(
-            self.history,
-            key=self.history.key or uuid.uuid4().hex,
-            has_commits=self.history.has_commits or bool(self.offered),
-        )
-        if resumed is not None and keyed.why_dead(resumed) is not None:
-            keyed = keyed.adopted(resumed)
-        history = keyed.opened(epoch, resumed, new_life())
-        volatile = resumed is not None and resumed not in self.offered
-        if not self.log.append(open_event(epoch, resumed, volatile=volatile), history):
-            return False
-        self.history, self.epoch = history, epoch
-        return True
-
-    def catch_up(self) -> bool:
-        """Take over what `moe-ckpt gc` has said since; whether it said anything. Raises `Fenced` for any other entry."""
-        news = self.log.news(self.history)
-        self.history = news or self.history
-        return news is not None
-
-    def advance(self, history: History | None) -> bool:
-        """Append a watermark, if there is a new one; `False` if `moe-ckpt gc` was faster."""
-        epoch = self.opened_epoch()
-        if history is None and self.history.has_commits:
-            return True
-        history = replace(history or self.history, has_commits=True)
-        if not self.log.append(watermark_event(epoch, history.watermark), history):
-            if not self.catch_up():
-                raise Fenced("the log entry after ours was written by somebody else, and is not listed. Start again.")
-            return False
-        self.history = history
-        return True
-
-    def opened_epoch(self) -> int:
-        if self.epoch is None:
-            raise ValueError("`open_epoch` comes before anything that deletes.")
-        return self.epoch

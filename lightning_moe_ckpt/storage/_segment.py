@@ -32,6 +32,7 @@ _FORMAT = "1"
 _TORCH_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
@@ -46,8 +47,12 @@ def dtype_code(dtype: torch.dtype) -> str:
         ValueError: the format has no such type.
     """
     if dtype not in _CODES:
-        raise ValueError(f"`{dtype}` cannot be stored; supported are {', '.join(_TORCH_NAMES.values())}.")
+        raise ValueError(_not_stored(dtype))
     return _CODES[dtype]
+
+
+def _not_stored(dtype: torch.dtype) -> str:
+    return f"`{dtype}` cannot be stored; supported are {', '.join(_TORCH_NAMES.values())}."
 
 
 def itemsize_of(code: str) -> int | None:
@@ -183,8 +188,9 @@ def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: in
         raise ValueError(f"`SegmentLayout`: reserved names {reserved}.")
     if reserved := sorted({_FORMAT_KEY, _ALIGN_KEY} & metadata.keys()):
         raise ValueError(f"`SegmentLayout`: reserved metadata {reserved}.")
-    for dtype in {spec.dtype for spec in tensors}:
-        dtype_code(dtype)  # raises
+    for dtype, name in {spec.dtype: spec.name for spec in tensors}.items():
+        if dtype not in _CODES:
+            raise ValueError(f"{name!r}: {_not_stored(dtype)}")
     if align < 8 or _PAGE_NBYTES % align:
         raise ValueError(f"`SegmentLayout(align={align})` must be a power of two from 8 to {_PAGE_NBYTES}.")
 

@@ -49,8 +49,7 @@ class Recorder(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        self._line(trainer, "train", batch_idx, loss=bits(loss), data=self._batch, lr=_lrs(trainer))
+        self._line(trainer, "train", batch_idx, loss=bits(outputs), data=self._batch, lr=_lrs(trainer))
 
     @override
     def on_validation_batch_end(
@@ -89,11 +88,11 @@ class Recorder(Checkpoint):
 
 
 def bits(value: Any) -> str | None:
-    """The exact bits of a scalar, as text; `None` stays `None`."""
+    """The exact bits of a scalar, or of the loss that a step returned, as text; `None` stays `None`."""
+    if isinstance(value, Mapping):
+        value = value.get("loss")  # a step that returns `None` leaves an empty one
     if value is None:
         return None
-    if isinstance(value, Mapping):
-        value = value.get("loss")
     number = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value)
     return f"{str(number.dtype).removeprefix('torch.')}:{float(number.double()).hex()}"
 
@@ -120,6 +119,8 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
         yield torch.empty(0)
     elif isinstance(batch, str):
         yield torch.tensor(list(batch.encode()), dtype=torch.uint8)
+    elif hasattr(batch, "__dict__"):  # a data class, or a batch class of the user's own
+        yield from _leaves(vars(batch))
     elif batch is not None:  # what a combined loader gives for one that is exhausted
         yield torch.tensor(batch)
 

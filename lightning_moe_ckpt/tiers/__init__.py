@@ -28,6 +28,7 @@ from lightning_moe_ckpt.tiers._placement import Placement as Placement
 from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim as MemoryClaim
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory
+from lightning_moe_ckpt.tiers._rank_memory import unused_memory as unused_memory
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
 from lightning_moe_ckpt.tiers._ring import Slot as Slot
 from lightning_moe_ckpt.tiers._ring import slots_needed as slots_needed

@@ -28,11 +28,12 @@ from lightning_moe_ckpt.tiers._names import (
     MemoryName,
     listing,
     marker_files,
+    marker_paths,
     memory_files,
     orphaned_markers,
     shared_name,
 )
-from lightning_moe_ckpt.tiers._ring import SegmentRing, read_header
+from lightning_moe_ckpt.tiers._ring import SegmentRing, read_header, read_statement
 from lightning_moe_ckpt.tiers._shm import (
     FileId,
     close_shared,
@@ -57,6 +58,8 @@ class MemoryClaim:
 
     tag: str
     """Of the run at its place."""
+    run_id: str
+    """Of the run, wherever it is."""
     url: str
     """Of the run, as `RunStore.place` has it."""
     offered: frozenset[GenerationId] = frozenset()
@@ -348,6 +351,31 @@ class RankMemory:
         for path, name in memory_files(self._directory):
             if name.tag != self._tag and _origin(path) == self._origin:
                 _remove_if_dead(path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnusedMemory:
+    """Memory of a rank of a run under a name that the run does not have any more, or has at another place."""
+
+    path: Path
+    newest: GenerationId
+    """Generation in it."""
+    here: bool
+    """Whether it is of this place, of before the log was repaired: then `RankMemory.claim` removes it, once its owner is dead.
+    Else it is of a copy of the run's folder, whose job may live, or of this folder before it was moved."""
+
+
+def unused_memory(claim: MemoryClaim, rank: int, directory: Path | None = None) -> list[UnusedMemory]:
+    """What there is of a rank of this run, on this node, that its life cannot use."""
+    origin = digest_of(claim.url.encode())
+    found: list[UnusedMemory] = []
+    for path, name in memory_files(directory if directory is not None else shared_directory()):
+        if name.owner == rank and name.tag != claim.tag:
+            markers = [said.marker for each in marker_paths(path) if (said := read_statement(each)) is not None]
+            held = [marker.generation for marker in markers if marker.run_id == claim.run_id]
+            if held:
+                found.append(UnusedMemory(path=path, newest=max(held), here=_origin(path) == origin))
+    return found
 
 
 def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int) -> bool:

@@ -338,7 +338,7 @@ class SegmentRing:
         """Of the generations that a restarted process would find, oldest first; read from where it would read them."""
         with self._lock:
             paths = [entry.marker for entry in self._generations.values() if entry.marker is not None]
-        return [found.marker for path in paths if (found := _read_marker(path)) is not None]
+        return [found.marker for path in paths if (found := read_statement(path)) is not None]
 
     def view(self, generation: GenerationId, step: int) -> Tensor | None:
         """Slot of a published generation; `None` if it has none. Pin the generation, or know that nobody gives it up."""
@@ -428,7 +428,7 @@ class SegmentRing:
             entry.marker = None
 
     def _restore_published(self) -> None:
-        found = [(path, _read_marker(path)) for path in marker_paths(self.path)]
+        found = [(path, read_statement(path)) for path in marker_paths(self.path)]
         good = [(path, marker) for path, marker in found if marker is not None and self._holds(marker)]
         taken: set[int] = set()
         restored: dict[GenerationId, _Generation] = {}
@@ -476,7 +476,7 @@ def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
     return header
 
 
-def _read_marker(path: Path) -> MemoryMarker | None:
+def read_statement(path: Path) -> MemoryMarker | None:
     """What a file beside a ring says; `None` if it is not whole."""
     with contextlib.suppress(Corrupt, FileNotFoundError):
         return MemoryMarker.from_bytes(read_shared(path), str(path))

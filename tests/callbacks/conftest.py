@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from lightning_moe_ckpt.tiers import shared_directory
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of other folders of tests are `stored._x`
 
 
 @pytest.fixture(autouse=True)

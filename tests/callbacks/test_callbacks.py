@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -402,6 +403,15 @@ def test_pruning_while_training_is_refused_at_start(tmp_path: Path) -> None:
     pruning = ModelPruning("l1_unstructured", amount=0.3, parameter_names=["weight"])
     with pytest.raises(ConfigurationError, match="Prune when training has ended"):
         fit(DenseCheckpoint(str(tmp_path)), pruning, steps=4)
+
+
+def test_a_callback_that_cannot_load_its_own_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning's class fails in `load_state_dict`: a run that began with it could not resume."""
+    fit(DenseCheckpoint(str(tmp_path)), SpikeDetection(atol=1e9), steps=4)
+    assert [each.getMessage().split(":")[0] for each in caplog.records if "SpikeDetection" in each.getMessage()] == [
+        "the state of SpikeDetection is not restored after a restart"
+    ]
+    assert fit(DenseCheckpoint(str(tmp_path)), SpikeDetection(atol=1e9), steps=6).global_step == 6
 
 
 def test_what_was_asked_of_batches_holds_for_all_lives(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ class Clips(Plain):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+class Measures(Plain):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 class Averages(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -82,12 +87,13 @@ def _said(module: Plain, callbacks: list[Callback], caplog: pytest.LogCaptureFix
     ("module", "own", "words"),
     [
         (Clips, None, "configure_gradient_clipping"),
+        (Measures, None, "on_before_optimizer_step"),
         (Averages, None, "WeightAveraging"),
         (Unordered, None, "in_order=False"),
         (Plain, Teacher, "`Teacher` keeps weights in ['teacher']"),
         (Plain, partial(ModelCheckpoint, train_time_interval=timedelta(hours=1)), "saves by the clock"),
     ],
-    ids=["clipping", "averages", "order", "copies", "clock"],
+    ids=["clipping", "gradients", "averages", "order", "copies", "clock"],
 )
 def test_each_reason_is_said_once(
     tmp_path: Path,

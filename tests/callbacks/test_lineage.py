@@ -16,18 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from stored._outages import stop_storing_after
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._worker import Job
-from lightning_moe_ckpt.storage import Resume, SegmentEntry
-from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.storage import Resume
 
 PATIENCE_SECONDS = 20.0
 
@@ -165,17 +161,6 @@ class Warned(logging.Handler):
         self._path.write_text(json.dumps(self._lines))
 
 
-def stop_storing_after(stored: int) -> None:
-    put = PersistWorker._put
-
-    def put_until(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
-        if job.generation.step > stored:
-            raise StorageError("this store takes nothing any more.")
-        return put(worker, job, segment)
-
-    Seam(module=PersistWorker.__module__, attribute="PersistWorker._put", replacement=put_until).apply()
-
-
 @pytest.fixture
 def site(shared_memory: Path) -> Iterator[Site]:
     yield Site(memory=shared_memory)
@@ -196,12 +181,30 @@ def test_a_copied_directory_goes_on_from_what_it_has_itself(site: Site, tmp_path
     memory = names(site.memory)
     copied = site.live(b, 100, kill_at=7, stored=5)
     assert (copied.began_at, copied.total) == (4, 4)
+    assert sum("has step 8 (epoch 2) of this run" in line for line in copied.warnings) == 1
     assert memory <= names(site.memory)
     went_on = site.live(a, 1000, kill_at=None, until=9)
     assert (went_on.began_at, went_on.total) == (8, 4 + 40)
     copy_went_on = site.live(b, 1000, kill_at=None, until=9)
     assert (copy_went_on.began_at, copy_went_on.total) == (7, 4 + 300)
     assert names(site.memory) == set()
+
+
+def test_a_moved_directory_says_what_memory_it_left(site: Site, tmp_path: Path) -> None:
+    """It goes on from what it has itself; where it was, it would have gone on from memory."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    site.live(a, 1, kill_at=8, stored=4)
+    (ring,) = site.memory.glob("*.ring")
+    a.rename(b)
+    moved = site.live(b, 10, kill_at=7, stored=4)
+    assert (moved.began_at, moved.total) == (4, 4)
+    (warning,) = [line for line in moved.warnings if "of this run" in line]
+    assert warning.startswith(
+        f"{ring} has step 8 (epoch 1) of this run, taken while it was stored elsewhere than at file://{b}"
+    )
+    b.rename(a)
+    back = site.live(a, 100, kill_at=None, until=9)
+    assert (back.began_at, back.total) == (4, 4)
 
 
 def test_a_backup_that_was_put_back_is_followed_and_memory_is_offered(site: Site, tmp_path: Path) -> None:
@@ -271,10 +274,16 @@ def test_names_of_memory_cannot_be_guessed_and_squatted_ones_stop_nobody(site: S
 def test_a_lost_log_is_repaired_and_the_run_goes_on(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` refuses, whatever is in memory; a repair is shown, then made; a job that begins from nothing says so."""
+    """`auto` refuses, whatever is in memory; a repair is shown, then made, also of a manifest that was damaged too.
+
+    A job that begins from nothing says so.
+    """
     place = tmp_path / "run"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert not site.live(place, 1, kill_at=5, stored=4).warnings
+    (manifest,) = place.glob("snap/*4/*/_COMMITTED")
+    assert json.loads(manifest.read_bytes())["document"]["body"]["lineage"]["cuts"][0]["step"] is None
+    manifest.write_bytes(manifest.read_bytes()[1:])
     shutil.rmtree(place / "_log")
     refused = site.fail(place)
     assert "no log" in refused
@@ -282,10 +291,13 @@ def test_a_lost_log_is_repaired_and_the_run_goes_on(
     assert main(["repair", str(place)]) == 0
     assert "nothing is written yet" in capsys.readouterr().out
     assert main(["repair", str(place), "--yes", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["written"]
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["written"], shown["mended"]) == (True, [{"step": 4, "epoch": 1}])
     assert main(["repair", str(place), "--yes"]) == 2
     went_on = site.live(place, 10, kill_at=None, until=6)
     assert (went_on.began_at, went_on.total) == (4, 4)
+    (warning,) = [line for line in went_on.warnings if "of this run" in line]
+    assert "has step 5 (epoch 1) of this run, from before its log was repaired" in warning
     shutil.rmtree(place / "snap")
     assert "none of them is there" in site.fail(place)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")

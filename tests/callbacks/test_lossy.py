@@ -21,6 +21,7 @@ from lightning_moe_ckpt.callbacks import (
 )
 from lightning_moe_ckpt.errors import ConfigurationError, UnknownLayout
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.storage import RankMarker
 
 FEATURES, NUM_EXPERTS = 32, 8
 
@@ -134,6 +135,20 @@ def test_a_budget_without_room_for_an_expert_takes_one_all_the_same(
     report = checkpoint.report
     assert report.generations_complete > NUM_EXPERTS
     assert report.nbytes_per_step < 0.4 * dense.report.nbytes_per_step
+
+
+def test_the_generation_of_the_end_names_copies_of_the_newest_before_it(tmp_path: Path) -> None:
+    """Of which no window came any more to tell ranks that it is whole."""
+    checkpoint = PartialExpertCheckpoint(tmp_path, every_n_steps=5, k=2)
+
+    class Wait(Callback):
+        def on_train_batch_start(self, *args: object) -> None:
+            assert checkpoint.wait_committed()
+
+    fit(checkpoint, Wait())
+    markers = [RankMarker.from_bytes(path.read_bytes(), path.name) for path in sorted(tmp_path.rglob("*.done"))]
+    assert [marker.generation.step for marker in markers] == [0, 5, 10, 12]
+    assert [each.generation.step for each in markers[-1].spares] == [0, 5, 10]
 
 
 def test_budgets_that_are_measured_train(tmp_path: Path) -> None:

@@ -256,6 +256,7 @@ def test_figures_of_checkpoints_stand_beside_the_load(tmp_path: Path) -> None:
     row, before, now = found[5], reports[-2], reports[-1]
     assert (row["moe/window"], row["moe/window_position"], row["moe/replaying"]) == (2, now.window_position, 0)
     assert row["moe/captured_nbytes_per_step"] == (now.nbytes_captured - before.nbytes_captured) / 3 > 0
+    assert (row["moe/generations_failed/host"], row["moe/generations_failed/storage"]) == (0, 0)
     assert row["moe/generations_complete"] == now.generations_complete == 2
     assert row["moe/generations_committed"] <= row["moe/generations_complete"] + 1
     assert row["moe/generation/storage"] + row["moe/lag_steps/storage"] == 6

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_moe_ckpt._lightning_moved import MovedAttributes
@@ -83,6 +85,26 @@ def test_what_moved_elsewhere_goes_back() -> None:
     run.train()
     run.moved.restore({"callback.Counting.count": 1})
     assert (run.counting.count, run.module.temperature) == (1, 1.0)
+
+
+def test_parts_of_the_model_have_attributes_too() -> None:
+    """Their mode, which hooks set to freeze norms, is one; what others keep of a layer is left to them."""
+    runs = []
+    for _ in range(2):
+        module: Any = LightningModule()
+        module.drop, module.kept, module.mean = nn.Dropout(0.1), nn.Dropout(0.1), MeanMetric()
+        trainer: Any = SimpleNamespace(callbacks=[], datamodule=None, fit_loop=SimpleNamespace(_combined_loader=None))
+        runs.append((module, MovedAttributes(trainer, module, (), kept={"kept"})))
+        runs[-1][1].look()
+    (first, moved), (second, other) = runs
+    first.drop.eval()
+    first.drop.p = first.kept.p = 0.5
+    first.mean.update(1.0)
+    first.drop.register_forward_hook(print)
+    taken = moved.take()
+    assert taken == {"module.drop.training": False, "module.drop.p": 0.5}
+    other.restore(taken)
+    assert (second.drop.training, second.drop.p, second.kept.p) == (False, 0.5, 0.1)
 
 
 def test_what_cannot_be_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import override
 
-from lightning_moe_ckpt._lightning_data import can_advance, loader_generators, restarted_loaders, skip_batches
-from lightning_moe_ckpt.session import RngState, capture_rng, restore_rng
+from lightning_moe_ckpt._lightning_data import (
+    begin_epoch,
+    can_advance,
+    loader_generators,
+    restarted_loaders,
+    skip_batches,
+)
+from lightning_moe_ckpt.data import SeededItems
+from lightning_moe_ckpt.session import RngState, capture_rng, differs, restore_rng
 
 # torchdata calls what torch deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")
@@ -39,6 +57,15 @@ class Counted(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         self.asked += 1
         return index
+
+
+class Drawing(Counted):
+    """Items that draw from whatever there is."""
+
+    @override
+    def __getitem__(self, index: int) -> int:
+        drawn = float(torch.rand(())) + random.random() + np.random.rand()  # noqa: NPY002  # what data sets draw from
+        return super().__getitem__(index) + int(1e6 * drawn)
 
 
 class Stream(IterableDataset[int]):
@@ -63,7 +90,17 @@ def _shuffled(dataset: Counted, *, kind: Any = DataLoader, **options: Any) -> An
     return kind(dataset, **{"batch_size": 4, "shuffle": True, **options})
 
 
+def _seeded(**options: Any) -> Any:
+    return DataLoader(SeededItems(Drawing()), **{"batch_size": 4, "shuffle": True, **options})
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
+    "seeded": _seeded,
+    "seeded_workers": lambda: _seeded(num_workers=2),
+    "seeded_persistent": lambda: _seeded(num_workers=1, persistent_workers=True),
+    "seeded_parts": lambda: DataLoader(
+        ConcatDataset([Subset(SeededItems(Drawing(), seed=part), range(3, 15)) for part in range(2)]), 4, shuffle=True
+    ),
     "shuffled": lambda: _shuffled(Counted()),
     "single_items": lambda: _shuffled(Counted(8), batch_size=None),
     "generator": lambda: _shuffled(Counted(), generator=torch.Generator().manual_seed(3)),
@@ -79,7 +116,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "persistent": lambda: _shuffled(Counted(), num_workers=1, persistent_workers=True),
     "cycle_workers": _combined("max_size_cycle", num_workers=1),
 }
-PROCESSES = ("workers", "persistent", "cycle_workers")
+PROCESSES = ("workers", "persistent", "cycle_workers", "seeded_workers", "seeded_persistent")
 
 
 class Feed:
@@ -102,11 +139,12 @@ class Feed:
     @property
     def asked(self) -> int:
         """Items that were fetched in this process."""
-        return sum(each.dataset.asked for each in self.loader.flattened)
+        return sum(each.asked for loader in self.loader.flattened for each in _counted(loader.dataset))
 
     def begin(self) -> None:
         """An iterator is made, under the random state it is made in."""
         self.begun, self.restarts, self.states = self.random(), [], []
+        begin_epoch(self.trainer)
         iter(self.fetcher)
 
     def random(self) -> RngState:
@@ -131,6 +169,13 @@ class Feed:
         return found
 
 
+def _counted(dataset: Any) -> Iterator[Counted]:
+    if isinstance(dataset, Counted):
+        yield dataset
+    for each in getattr(dataset, "datasets", [dataset.dataset] if hasattr(dataset, "dataset") else []):
+        yield from _counted(each)
+
+
 def _plain(batch: Any) -> Any:
     if isinstance(batch, list | tuple):
         return [_plain(each) for each in batch]
@@ -144,14 +189,17 @@ def test_the_rest_of_the_epoch_and_the_next_one_are_those_of_the_original(name: 
     original.begin()
     batches = original.rest()
     states, restarts, begun = original.states, original.restarts, original.begun
+    original.trainer.fit_loop.epoch_progress.current.processed = 1
     original.begin()
     following = original.rest()
+    assert following != batches
     places = range(len(batches)) if name not in PROCESSES else (1, len(batches) - 2)
     for place in places:
         resumed = Feed(LOADERS[name])
         iter(resumed.fetcher)  # as Lightning does before anybody can stop it
         before = resumed.asked
-        assert can_advance(resumed.trainer)
+        assert can_advance(resumed.trainer, draw_nothing="seeded" not in name)
+        begin_epoch(resumed.trainer)
         skip_batches(
             resumed.trainer,
             place,
@@ -163,6 +211,7 @@ def test_the_rest_of_the_epoch_and_the_next_one_are_those_of_the_original(name: 
         resumed.fetcher.fetched = place
         resumed.restore(states[place])
         assert resumed.rest() == batches[place:], f"from batch {place}"
+        resumed.trainer.fit_loop.epoch_progress.current.processed = 1
         resumed.begin()
         assert resumed.rest() == following, f"the epoch after one resumed at batch {place}"
 
@@ -180,3 +229,31 @@ def test_the_rest_of_the_epoch_and_the_next_one_are_those_of_the_original(name: 
 def test_other_loaders_have_to_fetch(make: Callable[[], Any]) -> None:
     """A stream has no index, and a sampler of the user's own may draw in every step."""
     assert not can_advance(Feed(make).trainer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _shuffled(Counted()),
+        lambda: _seeded(collate_fn=list),
+        lambda: DataLoader(ConcatDataset([SeededItems(Drawing()), Drawing()]), batch_size=4),
+    ],
+    ids=["items", "collation", "a_part"],
+)
+def test_what_nobody_vouches_for_is_fetched(make: Callable[[], Any]) -> None:
+    """Only items that are all seeded, and collated by torch, are known to draw nothing that training sees."""
+    assert not can_advance(Feed(make).trainer, draw_nothing=False)
+
+
+def test_seeded_items_depend_on_seed_epoch_and_index_alone() -> None:
+    """And what this process draws goes on as if they had not been read."""
+    items = SeededItems(Drawing(), seed=1)
+    before = capture_rng()
+    first = [items[index] for index in (5, 3, 5)]
+    assert not differs(capture_rng(), before)
+    assert first[0] == first[2]
+    assert SeededItems(Drawing(), seed=1)[3] == first[1] != SeededItems(Drawing(), seed=2)[3]
+    items.set_epoch(1)
+    assert items[3] != first[1]
+    with pytest.raises(TypeError, match="items of a stream have no index"):
+        SeededItems(Stream())

@@ -6,8 +6,9 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError, StorageRefused
-from lightning_moe_ckpt.storage import PosixBackend
+from lightning_moe_ckpt.inspection import verify
+from lightning_moe_ckpt.storage import PosixBackend, open_backend
 
 FEATURES = 4
 STOPPED = 143
@@ -163,6 +166,60 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path: Path) -> None:
     assert (second.report.resumed_from, second.report.steps) == (18, 0)
 
 
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("policy", [partial(DenseCheckpoint, every_n_steps=1), partial(SparseCheckpoint, window=2)])
+def test_a_stop_in_the_middle_of_an_accumulation_leaves_what_its_boundary_has_given(
+    policy: Callable[[str], CheckpointCallback], step: int, tmp_path: Path
+) -> None:
+    """The generation of the boundary before it is stored already: another one of that name would take its files."""
+
+    class Stop(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, i: int
+        ) -> None:
+            assert checkpoint.wait_committed()
+            trainer.should_stop = trainer.should_stop or (trainer.global_step == step and i % 3 == 1)
+
+    for stored, stop in ((tmp_path / "whole", ()), (tmp_path / "stopped", (Stop(),)), (tmp_path / "stopped", ())):
+        seed_everything(1, verbose=False)
+        checkpoint = policy(str(stored))
+        trainer = make(*stop, checkpoint, accumulate_grad_batches=3, min_epochs=0)
+        module = fit(trainer, Small())
+        assert verify(open_backend(str(stored))).sound
+        assert checkpoint.report.resumed_from == (step if stored.name == "stopped" and not stop else None)
+        if stop:
+            assert trainer.global_step == step
+        elif stored.name == "whole":
+            whole = module
+    for name, value in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_an_end_in_the_middle_of_an_accumulation_that_loses_batches_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No generation of the step before it was taken; one that ends with a step says nothing."""
+
+    class Stop(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, i: int
+        ) -> None:
+            trainer.should_stop = trainer.should_stop or (trainer.global_step, i) == (1, stop_at)
+
+    for stop_at, said in ((2, 0), (3, 1)):
+        caplog.clear()
+        trainer = make(
+            Stop(),
+            DenseCheckpoint(str(tmp_path / str(stop_at)), every_n_steps=5),
+            accumulate_grad_batches=3,
+            min_epochs=0,
+        )
+        fit(trainer, Small())
+        assert trainer.global_step == 1
+        told = [each.getMessage() for each in caplog.records if "middle of an accumulation" in each.getMessage()]
+        assert len(told) == said
+
+
 def test_a_run_that_is_given_more_time_goes_on(tmp_path: Path) -> None:
     """Running out of time is a normal end too, but not for good."""
     timer = Timer(timedelta(hours=1))
@@ -198,6 +255,26 @@ def test_a_stop_that_cannot_be_stored_leaves_and_says_so(
     again = DenseCheckpoint(str(tmp_path))
     fit(make(again))
     assert again.report.resumed_from == 0
+
+
+def test_a_child_that_is_ended_ends_alone(tmp_path: Path) -> None:
+    """A process that a hook forks and terminates ends by that, while training waits for it, and does not stop."""
+    ended: list[int] = []
+
+    def fork_and_terminate() -> None:
+        runs, told = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(told, b".")
+            threading.Event().wait(1.0)  # one that does not listen ends all the same
+            os._exit(1)
+        assert os.read(runs, 1)
+        os.kill(child, signal.SIGTERM)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    checkpoint = DenseCheckpoint(str(tmp_path))
+    fit(make(checkpoint, At(3, fork_and_terminate)))
+    assert (ended, checkpoint.report.steps) == ([-signal.SIGTERM], 12)
 
 
 def test_a_negative_grace_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_moe_ckpt import _lightning
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 
@@ -153,3 +155,31 @@ def test_the_other_lightning_is_named(tmp_path: Path) -> None:
         trainer.fit(theirs, loader())
     with pytest.raises(TypeError, match="must be a `LightningModule`"):
         trainer_with(DenseCheckpoint(str(tmp_path))).fit(theirs, loader())
+
+
+class _MethodCompiled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.forward = torch.compile(self.forward, backend="eager")  # type: ignore[method-assign]
+
+
+def _in_place() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("part", "compiled"),
+    [
+        (lambda: nn.Linear(2, 2), False),
+        (lambda: torch.compile(nn.Linear(2, 2), backend="eager"), True),
+        (_in_place, True),
+        (_MethodCompiled, True),
+    ],
+)
+def test_compiled_parts_are_recognised(part: Callable[[], nn.Module], compiled: bool) -> None:
+    """However the compiler was asked for, in any submodule."""
+    module = LightningModule()
+    module.inner = nn.Sequential(nn.Identity(), part())
+    assert _lightning.is_compiled(module) == compiled

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,
     ExpertLoadMonitor,
     PartialExpertCheckpoint,
+    Popularity,
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError, StorageError
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.session._windows import SparseWindows
+from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
 from lightning_moe_ckpt.tiers._shm import SharedFile
@@ -53,7 +57,7 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def fit(*callbacks: Callback, steps: int = STEPS, bar: bool = False) -> None:
+def fit(*callbacks: Callback, steps: int = STEPS, bar: bool = False, net: LightningModule | None = None) -> None:
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
@@ -61,9 +65,8 @@ def fit(*callbacks: Callback, steps: int = STEPS, bar: bool = False) -> None:
             accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=bar,
             enable_model_summary=False, callbacks=list(callbacks),
         )  # fmt: skip
-        trainer.fit(
-            Net(), DataLoader(TensorDataset(torch.arange(8.0 * FEATURES).view(-1, FEATURES).sin()), batch_size=1)
-        )
+        batches = DataLoader(TensorDataset(torch.arange(8.0 * FEATURES).view(-1, FEATURES).sin()), batch_size=1)
+        trainer.fit(net or Net(), batches)
 
 
 # -- what goes wrong
@@ -129,7 +132,7 @@ class Cleaner(Switch):
     @override
     def begin(self) -> None:
         for path in self._folder.glob(self._pattern):
-            path.unlink()
+            path.unlink(missing_ok=True)
             self.struck += 1
 
 
@@ -274,3 +277,88 @@ def test_windows_without_a_generation_are_an_error_wherever_somebody_looks(
     assert "the name of some rank's memory was removed, and it cannot be made again" in rows[0].message
     assert f"{number} windows in a row gave none" in rows[1].message
     assert sum("there is no room" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_window_that_gives_nothing_costs_no_generation_that_is_there(
+    policy: str, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest one in memory stays until a newer one is there; storage gets it, if it was on its way."""
+    make, window = POLICIES[policy]
+    fault = Switch()
+    spoilt = fault.failing(SegmentWriter.write_local, lambda: BufferChanged("a buffer has grown"))
+    monkeypatch.setattr(SegmentWriter, "write_local", spoilt)
+    checkpoint = make(tmp_path)
+    watch = Watch(checkpoint, fault)
+    fit(watch, checkpoint)
+    assert fault.struck
+    newest = [step - behind for step, behind in enumerate(watch.behind["host"])]
+    assert newest == sorted(newest)
+    assert max(watch.behind["host"][window:BEGINS]) <= 2 * window
+
+
+class Late(Net):
+    """Has a parameter that its optimizer gets later, and a journal whose size the windows do not matter to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.ones(3))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["large"] = torch.zeros(10_000)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self.first.parameters(), *self.second.parameters()], 1e-2)
+
+
+def test_a_window_given_up_for_new_parameters_shares_its_name_with_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower steps give a shorter window, which would end where that one was to end, and storage still reads from that."""
+    hang, windows, plan = Hang(), iter((3, 1)), SparseWindows.plan
+    monkeypatch.setattr(RunStore, "put_segment", hang.standing_still(RunStore.put_segment))
+    monkeypatch.setattr(SparseWindows, "plan", lambda self, *args: plan(replace(self, window=next(windows)), *args))
+    checkpoint = SparseCheckpoint(tmp_path, window=3)
+
+    class Adding(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+            if trainer.global_step == 3:
+                assert checkpoint.wait_committed(PATIENCE)
+                hang.begin()
+            if trainer.global_step == 4:
+                trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
+            if trainer.global_step == 12:
+                hang.end()
+
+    fit(Adding(), checkpoint, net=Late())
+    assert hang.struck
+    assert checkpoint.report.generations_complete == 1 + STEPS - 5 - 1, "all but the one that would have had its name"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_tier_has_failed_at_anything_after_a_run_without_a_fault(policy: str, tmp_path: Path) -> None:
+    """The window that the end cuts short is nobody's failure."""
+    checkpoint = POLICIES[policy][0](tmp_path)
+    fit(checkpoint, steps=5)
+    assert set(checkpoint.report.generations_failed.values()) == {0}
+
+
+def test_no_plan_of_before_new_parameters_holds_behind_them(tmp_path: Path) -> None:
+    """A new order of experts is due when parameters are added: it has no room for the optimizer state of these."""
+    look = Popularity(reorder_every_n_steps=4, reorder_threshold=0.0, reorder_fraction=0.0)
+    checkpoint = SparseCheckpoint(tmp_path, window=2, popularity=look)
+    has_state: list[bool] = []
+
+    class Adding(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+            assert checkpoint._run is not None
+            capture = checkpoint._run.life._capture
+            if trainer.global_step == 9:
+                trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
+            if capture is not None and capture.layout is not None:
+                names = {name for slot in capture.layout.slots for name in slot.segment.spans}
+                has_state.append("full/late/0+3/exp_avg" in names)
+
+    fit(Adding(), checkpoint, net=Late())
+    assert has_state == sorted(has_state)
+    assert set(has_state) == {False, True}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from campaign._drawn import Drawn
+from campaign._drawn_hooks import HOOKS
 from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 from lightning_moe_ckpt.testing._phases import HookPhase
@@ -71,6 +72,7 @@ def draw(seed: int) -> Case:
     while True:
         setup = _sensible(rng, _setup(rng))
         if setup is not None:
+            setup = _further(random.Random(-1 - seed), setup)
             return Case(setup, tuple(_kill(rng, setup) for _ in range(rng.choice([1, 1, 2, 2, 3, 4]))))
 
 
@@ -82,7 +84,7 @@ def smaller(case: Case) -> Iterator[Case]:
     plain = Drawn()
     for each in dataclasses.fields(Drawn):
         value, default = getattr(case.setup, each.name), getattr(plain, each.name)
-        if each.name in {"trainer", "options", "user_callbacks"}:
+        if each.name in {"trainer", "options", "user_callbacks", "hooks"}:
             for index in range(len(value)):
                 yield replace(case, setup=replace(case.setup, **{each.name: value[:index] + value[index + 1 :]}))
         elif each.name not in {"checkpointing", "epochs", "batches"} and value != default:
@@ -174,7 +176,59 @@ def _setup(rng: random.Random) -> Drawn:
         logger=some(0.15),
         compiled=some(0.01),
         toggled=some(0.08),
+        seeded=some(0.15),
     )
+
+
+def _further(rng: random.Random, setup: Drawn) -> Drawn:
+    """What is drawn apart from the rest, so that a number means the same run but for this."""
+    changes: dict[str, Any] = {"hooks": _hooks(rng, setup)}
+    user_callbacks = _some(
+        rng, {"every_two_epochs": 0.05, "exception": 0.05, "learning_rate": 0.3 if setup.logger else 0}
+    )
+    changes["user_callbacks"] = (*setup.user_callbacks, *user_callbacks)
+    if setup.data != "combined" and rng.random() < 0.2:
+        changes["batch_of"] = rng.choice(["dict", "class", "random"])
+    if setup.data != "by_epoch" and rng.random() < 0.15:
+        changes["datamodule"] = True
+    if setup.data == "map" and setup.sampler == "shuffle" and rng.random() < 0.25:
+        kinds = ["weighted", "by_epoch", *(["varying"] if _any_batches(setup) else [])]
+        changes["sampler"] = rng.choice(kinds)
+    if setup.scheduler == "cosine" and rng.random() < 0.4:
+        changes["further_scheduler"] = rng.choice(["sequential", "chained", "restarts", "cyclic"])
+        changes["frequency"] = rng.choice([1, 1, 2])
+    elif setup.scheduler != "epoch" and not setup.one_cycle and setup.plateau is None and rng.random() < 0.2:
+        changes["further_optimizer"] = rng.choice(["tensor_lr", "nesterov", "no_momentum", "maximize"])
+    if setup.precision == "32-true" and "odd_buffers" not in changes["hooks"] and rng.random() < 0.05:
+        changes["precision"] = "64-true"
+    changes["tensorboard"] = setup.logger and rng.random() < 0.4
+    changes["growing_accumulation"] = setup.accumulate == 1 and rng.random() < 0.08
+    return replace(setup, **changes)
+
+
+def _any_batches(setup: Drawn) -> bool:
+    """Whether nothing asks how many items a batch has, or how many batches there are."""
+    options = dict(setup.trainer)
+    counted = {"overfit_batches", "limit_train_batches", "val_check_interval"} & options.keys()
+    return setup.world_size == 1 and setup.batch_size > 2 and not counted and setup.loader == "plain"
+
+
+def _hooks(rng: random.Random, setup: Drawn) -> Any:
+    """A few; those that end an epoch or training do so where a step ends."""
+    chosen = set(_some(rng, dict.fromkeys(HOOKS, 0.06)))
+    if setup.accumulate > 1 or setup.world_size > 1:
+        chosen -= {"skips_rest", "stops"}
+    if setup.world_size > 1 or setup.clip_algorithm == "value":
+        chosen -= {"no_loss"}  # Lightning refuses it there; and torch refuses to clip the values of no gradients
+    if setup.compiled:
+        chosen -= {"modes"}
+    if "odd_buffers" in chosen:
+        chosen -= {"counts"}  # both are the one extra part
+    if setup.precision == "bf16-true" or setup.averaged is not None or setup.world_size > 1:
+        chosen -= {
+            "odd_buffers"
+        }  # torch makes real numbers of complex ones, and does not broadcast or average expanded ones
+    return tuple(sorted(chosen))
 
 
 def _options(rng: random.Random, model: str) -> tuple[tuple[str, Any], ...]:
@@ -252,6 +306,11 @@ def _sensible_options(setup: Drawn) -> dict[str, Any]:
             options["val_check_interval"] = 1.0
     if setup.data not in {"map", "by_epoch"}:
         options.pop("overfit_batches", None)
+    if type(options.get("limit_train_batches")) is int:
+        # Of a stream that ends before its limit Lightning does not see the end coming: with accumulation it may never step.
+        options["limit_train_batches"] = min(options["limit_train_batches"], _batches_per_epoch(setup, {}))
+    if setup.world_size > 1 and isinstance(options.get("overfit_batches"), float):
+        options["overfit_batches"] = 2  # it is a share of the batches of validation too, of which each rank has few
     if setup.loader == "stateful" and setup.world_size > 1 and setup.data != "by_epoch":
         # Lightning shards such a loader anew when it is given again, and by that loses its sampler, in every process.
         options.pop("reload_dataloaders_every_n_epochs", None)
@@ -290,8 +349,6 @@ def _sensible_training(setup: Drawn) -> dict[str, Any]:
         sharded = setup.model == "stacked" and setup.world_size == 3 and strategy == "moe"
         options = (*setup.options, ("num_experts", 6)) if sharded else setup.options
         changes |= {"expert_parallel": 3 if sharded else 1, "options": options}
-    if changes["compiled"]:  # torch's compiler warns of its own look at gradients when a model recomputes
-        changes["options"] = tuple(each for each in setup.options if each[0] != "recompute")
     if setup.world_size > 1:  # a gradient that comes twice in one backward pass is refused by name
         options = changes.get("options", setup.options)
         changes["options"] = tuple((name, "not_reentrant" if name == "recompute" else value) for name, value in options)

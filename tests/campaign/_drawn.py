@@ -7,26 +7,41 @@ validation loaders, Lightning's own callbacks, loggers, compiled models. The gen
 from __future__ import annotations
 
 import csv
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 from typing_extensions import override
 
 from campaign._data import VOCABULARY, Tokens
-from campaign._training import Module, make_averaging, make_scheduler
+from campaign._drawn_hooks import EDITS, Hook, with_hooks
+from campaign._training import Module, Setup, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
+from lightning_moe_ckpt._lightning_data import begin_epoch
+from lightning_moe_ckpt.data import SeededItems
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.testing._lives_end import bits, digest
 
@@ -34,7 +49,11 @@ Data = Literal["map", "sized_stream", "stream", "shuffled_stream", "combined", "
 """Kinds of training data. Streams are iterable, `sized` ones with a length; `by_epoch` comes from a hook of the module."""
 Holds = Literal["nothing", "numpy", "random", "torch"]
 """Which generator of its own the data set draws from."""
-UserCallback = Literal["early_stopping", "best", "every_two_steps"]
+UserCallback = Literal["early_stopping", "best", "every_two_steps", "every_two_epochs", "exception", "learning_rate"]
+BatchOf = Literal["list", "dict", "class", "random"]
+"""What a batch is; or whether the function that makes it draws numbers."""
+FurtherScheduler = Literal["none", "sequential", "chained", "restarts", "cyclic"]
+FurtherOptimizer = Literal["none", "tensor_lr", "nesterov", "no_momentum", "maximize"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +62,9 @@ class Drawn(Variant):
 
     data: Data = "map"
     combined: Literal["min_size", "max_size_cycle", "max_size"] = "max_size_cycle"
-    sampler: Literal["shuffle", "own_generator", "sequential", "replacement"] = "shuffle"
+    sampler: Literal["shuffle", "own_generator", "sequential", "replacement", "weighted", "by_epoch", "varying"] = (
+        "shuffle"
+    )
     persistent: bool = False
     drop_last: bool = False
     ragged: int = 0
@@ -56,12 +77,35 @@ class Drawn(Variant):
     user_callbacks: tuple[UserCallback, ...] = ()
     logger: bool = False
     compiled: bool = False
+    seeded: bool = False
+    """Whether each item of a map-style data set has a seed of its own, so that restarts do not read items again."""
     toggled: bool = False
     """Whether the module switches `requires_grad` of its embedding by the epoch."""
+    hooks: tuple[Hook, ...] = ()
+    batch_of: BatchOf = "list"
+    datamodule: bool = False
+    further_scheduler: FurtherScheduler = "none"
+    """In the place of all others."""
+    frequency: int = 1
+    """How many steps make one of the further scheduler."""
+    further_optimizer: FurtherOptimizer = "none"
+    """In the place of all others."""
+    tensorboard: bool = False
+
+    @override
+    def fault_free(self) -> Setup:
+        """Compiled models count their tokens in the program that is compiled, so bits are those of a run that counts."""
+        counts = self.checkpointing is not None and self.checkpointing.order == "popularity"
+        return self if self.compiled and counts else super().fault_free()
+
+    @property
+    def edits_weights(self) -> bool:  # type: ignore[override]
+        return self.model == "counting" or not EDITS.isdisjoint(self.hooks)
 
     @override
     def make_module(self, life: Life) -> Module:
-        return DrawnModule(self, life)
+        module: Module = with_hooks(DrawnModule, self.hooks)(self, life)
+        return module
 
     @override
     def callbacks(self, life: Life) -> Sequence[Callback]:
@@ -80,6 +124,12 @@ class Drawn(Variant):
             made["every_two_steps"] = ModelCheckpoint(
                 _files(self, life) / "steps", every_n_train_steps=2, save_top_k=-1, filename="{step}"
             )
+        if "every_two_epochs" in self.user_callbacks:
+            made["every_two_epochs"] = ModelCheckpoint(_files(self, life) / "epochs", every_n_epochs=2, save_top_k=-1)
+        if "exception" in self.user_callbacks:
+            made["exception"] = OnExceptionCheckpoint(_files(self, life) / "exception")
+        if "learning_rate" in self.user_callbacks:
+            made["learning_rate"] = LearningRateMonitor("step", log_momentum=True)
         return [*super().callbacks(life), *make_averaging(self.averaged), *made.values()]
 
     @override
@@ -90,10 +140,20 @@ class Drawn(Variant):
                 "logger": CSVLogger(str(_files(self, life)), name="csv", version="mine"),
                 "log_every_n_steps": 1,
             }
+        if self.tensorboard:
+            options |= {"logger": TensorBoardLogger(str(_files(self, life)), name="board", version="mine")}
         return options
 
     @override
+    def fit_options(self, life: Life) -> dict[str, Any]:
+        return {"datamodule": DrawnData(self, life)} if self.datamodule else {}
+
+    @override
     def loaders(self, life: Life) -> tuple[Any, Any]:
+        return (None, None) if self.datamodule else self.made_loaders(life)
+
+    def made_loaders(self, life: Life) -> tuple[Any, Any]:
+        """Training and validation data, whoever gives it to the Trainer."""
         training = None if self.data == "by_epoch" else make_training(self, life, first=0)
         if not self.validate_every:
             return training, None
@@ -144,6 +204,90 @@ def _rows(root: Path) -> Iterator[str]:
 
 
 # -- data
+
+
+class DrawnData(LightningDataModule):
+    """The data of a `Drawn`; draws numbers whenever it is asked to prepare something."""
+
+    def __init__(self, setup: Drawn, life: Life) -> None:
+        super().__init__()
+        self._setup, self._life = setup, life
+
+    @override
+    def prepare_data(self) -> None:
+        random.random()
+
+    @override
+    def setup(self, stage: str) -> None:
+        torch.rand(2)
+
+    @override
+    def train_dataloader(self) -> Any:
+        return self._setup.made_loaders(self._life)[0]
+
+    @override
+    def val_dataloader(self) -> Any:
+        return self._setup.made_loaders(self._life)[1] or []
+
+
+class ByEpoch(Sampler[int]):
+    """An order that depends on nothing but the epoch, which Lightning says."""
+
+    def __init__(self, length: int) -> None:
+        self._length, self._epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self._length, generator=torch.Generator().manual_seed(self._epoch)).tolist())
+
+
+class Varying(Sampler[list[int]]):
+    """Batches of different sizes."""
+
+    def __init__(self, length: int, batch_size: int) -> None:
+        self._length, self._sizes = length, (batch_size - 1, batch_size + 1)
+
+    def __len__(self) -> int:
+        return len(list(self._batches(range(self._length))))
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches(torch.randperm(self._length).tolist())
+
+    def _batches(self, order: Sequence[int]) -> Iterator[list[int]]:
+        for size in itertools.cycle(self._sizes):
+            if not order:
+                return
+            yield list(order[:size])
+            order = order[size:]
+
+
+@dataclass
+class Batch:
+    """Tokens and targets."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+def _as_dict(items: Sequence[Item]) -> dict[str, Tensor]:
+    tokens, targets = default_collate(list(items))
+    return {"tokens": tokens, "targets": targets}
+
+
+def _as_class(items: Sequence[Item]) -> Batch:
+    return Batch(*default_collate(list(items)))
+
+
+def _augmented(items: Sequence[Item]) -> list[Tensor]:
+    tokens, targets = default_collate(list(items))
+    return [(tokens + random.randrange(3) + torch.randint(3, (1,))) % VOCABULARY, targets]
 
 
 class Holding(Dataset[Item]):
@@ -226,12 +370,14 @@ def _items(setup: Drawn, life: Life, length: int, first: int) -> Any:
         return ShuffledStream(Stream(length, augment=setup.augment))
     tokens = Tokens(first + length, augment=setup.augment)
     items: Dataset[Item] = Subset(tokens, range(first, first + length)) if first else tokens
+    if setup.seeded:
+        items = SeededItems(items)
     return items if setup.holds == "nothing" else Holding(items, setup.holds, _own_seed(setup, life))
 
 
 def _own_seed(setup: Drawn, life: Life) -> int:
     """Of a generator that the user makes: another in each life, unless data is made again while a life runs."""
-    return 7 if setup.data == "by_epoch" else life.seed + 7
+    return 7 if setup.data == "by_epoch" or setup.datamodule else life.seed + 7
 
 
 def _loader(setup: Drawn, life: Life, items: Any) -> Any:
@@ -241,13 +387,23 @@ def _loader(setup: Drawn, life: Life, items: Any) -> Any:
         "persistent_workers": setup.persistent and setup.workers > 0,
         "drop_last": setup.drop_last,
     }
+    collated = {"dict": _as_dict, "class": _as_class, "random": _augmented}
+    if setup.batch_of in collated:
+        options["collate_fn"] = collated[setup.batch_of]
     make = StatefulDataLoader if setup.loader == "stateful" else DataLoader
     if isinstance(items, IterableDataset):
         return make(items, **options)
-    if setup.sampler == "sequential":
-        return make(items, sampler=SequentialSampler(items), **options)
-    if setup.sampler == "replacement":
-        return make(items, sampler=RandomSampler(items, replacement=True), **options)
+    samplers: dict[str, Callable[[], Sampler[int]]] = {
+        "weighted": lambda: WeightedRandomSampler(range(1, len(items) + 1), len(items)),
+        "by_epoch": lambda: ByEpoch(len(items)),
+        "sequential": lambda: SequentialSampler(items),
+        "replacement": lambda: RandomSampler(items, replacement=True),
+    }
+    if setup.sampler in samplers:
+        return make(items, sampler=samplers[setup.sampler](), **options)
+    if setup.sampler == "varying":
+        del options["batch_size"], options["drop_last"]
+        return make(items, batch_sampler=Varying(len(items), setup.batch_size), **options)
     if setup.sampler == "own_generator":
         options["generator"] = torch.Generator().manual_seed(_own_seed(setup, life))
     return make(items, shuffle=True, **options)
@@ -268,6 +424,8 @@ class DrawnModule(VariantModule):
         fresh = self.model is None
         super().configure_model()
         if fresh and self._drawn.compiled:
+            # By torch's compiler, which looks at the gradient of whatever tensor it meets.
+            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
             self.model = torch.compile(self.model, backend="aot_eager")  # type: ignore[assignment]
 
     @override
@@ -275,6 +433,10 @@ class DrawnModule(VariantModule):
         return make_training(self._drawn, self._life, first=self.current_epoch)
 
     def _loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, Batch):
+            return super()._loss([batch.tokens, batch.targets])
+        if isinstance(batch, dict) and "tokens" in batch:
+            return super()._loss([batch["tokens"], batch["targets"]])
         if isinstance(batch, dict):  # of a combined loader, one of whose loaders may have ended
             return super()._loss({name: each for name, each in batch.items() if each is not None})
         return super()._loss(batch)
@@ -295,12 +457,17 @@ class DrawnModule(VariantModule):
         if self._drawn.toggled:
             names = [name for name, _ in self.named_parameters() if "embedding" in name or "tokens" in name]
             self.get_parameter(names[0]).requires_grad_(self.current_epoch % 2 == 0)
+        if self._drawn.checkpointing is None:  # else the callback does
+            begin_epoch(self.trainer)
 
     @override
     def configure_optimizers(self) -> Any:
         setup = self._drawn
         optimizer = _optimizer(setup, list(self.parameters()))
         schedulers = torch.optim.lr_scheduler
+        if setup.further_scheduler != "none":
+            further = {"scheduler": _further_scheduler(setup, optimizer), "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": {**further, "frequency": setup.frequency}}
         if setup.one_cycle:
             cycle = schedulers.OneCycleLR(optimizer, max_lr=0.01, total_steps=200)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
@@ -319,9 +486,33 @@ def _optimizer(setup: Drawn, parameters: list[torch.nn.Parameter]) -> torch.opti
     groups = [
         {"params": parameters[index :: setup.groups], "weight_decay": 0.05 * index} for index in range(setup.groups)
     ]
+    if setup.further_optimizer != "none":
+        return _further_optimizer(setup, groups)
     if setup.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     if setup.optimizer == "adam":
         return torch.optim.Adam(groups, lr=3e-3, foreach=False, amsgrad=setup.amsgrad)
     foreach, fused = setup.optimizer == "adamw_foreach", setup.optimizer == "adamw_fused"
     return torch.optim.AdamW(groups, lr=3e-3, foreach=foreach, fused=fused, amsgrad=setup.amsgrad)
+
+
+def _further_optimizer(setup: Drawn, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if setup.further_optimizer == "tensor_lr":
+        return torch.optim.AdamW(groups, lr=torch.tensor(3e-3), foreach=False)
+    if setup.further_optimizer == "maximize":
+        return torch.optim.AdamW([{**group, "maximize": index % 2 == 1} for index, group in enumerate(groups)], lr=1e-3)
+    if setup.further_optimizer == "nesterov":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+    return torch.optim.SGD(groups, lr=0.05)
+
+
+def _further_scheduler(setup: Drawn, optimizer: torch.optim.Optimizer) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    warm = schedulers.LinearLR(optimizer, 0.1, total_iters=3)
+    if setup.further_scheduler == "sequential":
+        return schedulers.SequentialLR(optimizer, [warm, schedulers.CosineAnnealingLR(optimizer, 10)], [3])
+    if setup.further_scheduler == "chained":
+        return schedulers.ChainedScheduler([warm, schedulers.ExponentialLR(optimizer, 0.9)])
+    if setup.further_scheduler == "restarts":
+        return schedulers.CosineAnnealingWarmRestarts(optimizer, 3)
+    return schedulers.CyclicLR(optimizer, 1e-4, 1e-2, step_size_up=2, cycle_momentum=False)

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Callback
+from stored._outages import stop_storing_after
 
-from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._worker import Job
-from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
@@ -52,12 +48,5 @@ def leave_only_copies(after: int, pace: Callback) -> None:
         after: boundary of the last generation that is stored.
         pace: goes into the Trainer.
     """
-    put = PersistWorker._put
-
-    def put_until(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
-        if job.generation.step > after:
-            raise StorageError("this store takes nothing any more.")
-        return put(worker, job, segment)
-
-    Seam(module=PersistWorker.__module__, attribute="PersistWorker._put", replacement=put_until).apply()
+    stop_storing_after(after)
     Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [pace]).apply()

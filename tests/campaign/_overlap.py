@@ -119,7 +119,7 @@ def run_overlapping(fit: Fit, overlap: Overlap, *, url: str, workdir: Path, worl
     try:
         first.fall_asleep()
         for path in workdir.glob(overlap.lose) if overlap.lose else ():
-            path.unlink()
+            path.unlink(missing_ok=True)
         second.fall_asleep()
         first.wake_up()
         second.wake_up()

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -113,7 +113,7 @@ class Setup:
     accumulate: int = 1
     validate_every: int | None = 2
     """Batches between validations; `None` for no validation at all."""
-    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"] = "32-true"
     clip: float | None = 0.5
     clip_algorithm: Literal["norm", "value"] = "norm"
     optimizer: Optimizer = "adamw"
@@ -188,6 +188,9 @@ class Setup:
     def fault_free(self) -> Setup:
         """The same training with nothing that checkpoints or breaks it."""
         return replace(self, checkpointing=None)
+
+    edits_weights: ClassVar[bool] = False
+    """Whether a hook at the start of an epoch edits weights, and validation may come between two epochs."""
 
     def with_options(self, **options: Any) -> Setup:
         return replace(self, options=(*self.options, *options.items()))

@@ -26,7 +26,7 @@ CASES: dict[str, Setup] = {
 }
 
 
-SOAKED = {"true", "dense"}
+SOAKED = {"true", "tied", "dense"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAKED)) for name in CASES])
@@ -36,6 +36,7 @@ def test_averages_of_a_killed_run_are_those_of_a_run_in_peace(campaigns: Campaig
     require_resumed(campaigns.check_all(CASES[name], scripts), scripts, after=FIRST_GENERATION)
 
 
+@pytest.mark.soak
 def test_averages_of_sharded_experts_are_restored(campaigns: Campaigns) -> None:
     """Three ranks, each of which averages its own experts."""
     setup = replace(AVERAGED, model="stacked", world_size=3, expert_parallel=3).with_options(num_experts=6)

@@ -14,8 +14,8 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._draw import Case, draw, shrink
 
-SAMPLE = range(60)
-"""Runs of `make test`."""
+SAMPLE = [seed for seed in range(66) if seed not in {2, 19, 42, 52, 56, 57}]
+"""Runs of `make test`; those left out have three ranks with workers, and take ten seconds each."""
 CHUNK, CHUNKS = 50, 40
 """Runs of `make soak`."""
 
@@ -29,6 +29,24 @@ ONCE_FAILED = {
     "newest metrics forgotten by the sanity check": """{"setup": {"batches": 3, "epochs": 3, "trainer": [["val_check_interval", 1.0],
         ["check_val_every_n_epoch", 2], ["num_sanity_val_steps", 2]]}, "checkpointing": {},
         "kills": [{"phase": "before_optimizer_step", "batches": 8, "settle": 10.0}]}""",
+    "a compiled model in low precision, frozen in replay": """{"setup": {"precision": "16-mixed", "augment": false,
+        "options": [], "compiled": true, "scheduler": "none", "optimizer": "sgd"}, "checkpointing": {"policy": "sparse",
+        "window": 2, "order": "popularity"}, "kills": [{"phase": "after_batch_end", "batches": 6, "settle": 10.0}]}""",
+    "validation between repeated steps, behind a hook that edits weights": """{"setup": {"model": "counting", "batches": 2,
+        "epochs": 4, "trainer": [["val_check_interval", 2], ["num_sanity_val_steps", 2]]}, "checkpointing":
+        {"policy": "sparse", "window": 6}, "kills": [{"phase": "batch_start", "batches": 7}]}""",
+    "between epochs, weights edited through `.data` and optimizer state cleared": """{"setup": {"hooks": ["clears", "edits"], "epochs": 3,
+        "validate_every": null}, "checkpointing": {"policy": "sparse"}, "kills": [{"phase": "before_optimizer_step", "batches": 7,
+        "settle": 10.0}, {"phase": "after_batch_end", "batches": 4}]}""",
+    "modes, rates and counters of parts of the model; rows that nobody flushed; 64 bits": """{"setup": {"model": "batch_norm",
+        "hooks": ["counts", "logs", "modes"], "user_callbacks": ["learning_rate"], "logger": true, "precision": "64-true",
+        "epochs": 3}, "checkpointing": {"every_n_steps": 3}, "kills": [{"phase": "forward", "batches": 5, "settle": 10.0},
+        {"phase": "batch_end", "batches": 4, "settle": 10.0}]}""",
+    "gradients that are zero, not gone, of what is frozen": """{"setup": {"hooks": ["keeps_gradients"], "toggled": true, "optimizer": "adam"},
+        "checkpointing": {}, "kills": [{"phase": "after_backward", "batches": 8, "settle": 10.0}]}""",
+    "complex and expanded buffers, an epoch whose rest is skipped": """{"setup": {"hooks": ["odd_buffers", "skips_rest"], "epochs": 4,
+        "batch_of": "class"}, "checkpointing": {"policy": "sparse", "window": 2}, "kills": [{"phase": "forward", "batches": 5,
+        "settle": 10.0}]}""",
 }
 """Lines of failures, by what was wrong."""
 

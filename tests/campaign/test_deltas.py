@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Setup, tuple[int, ...], dict[str, Any], float]] = {
     "four of six experts leave the node": (selective_setup(3, 1, local=5, remote=4), (0, 1, 2), {}, 0.8),
     "four ranks": (followed_setup(4, 2), (0, 0, 1, 1), {}, 0.6),
 }
-LONG = {"every expert, spread over ranks", "four ranks"}
+LONG = {"every expert, spread over ranks", "lists under DDP, amsgrad", "four ranks"}
 """The first of them is trained with rounded gradients below."""
 
 

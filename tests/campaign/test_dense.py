@@ -61,7 +61,8 @@ def test_ranks_killed_at_every_other_step_end_the_same(campaigns: Campaigns, row
     assert len(lives) == len(chain) + 1 >= setup.steps // 2 + 1
 
 
-@pytest.mark.parametrize("row", [TOGETHER[0], pytest.param(ALONE[0], marks=pytest.mark.soak)], ids=name)
+@pytest.mark.soak
+@pytest.mark.parametrize("row", [TOGETHER[0], ALONE[0]], ids=name)
 def test_checkpointing_does_not_change_training(campaigns: Campaigns, row: Row) -> None:
     """A run that is never killed ends as it would without the callback."""
     campaigns.check(dense_setup(row))

@@ -121,6 +121,7 @@ def _same_k(rule: object, k: int, **options: object) -> int:
     return k
 
 
+@pytest.mark.soak
 def test_without_dynamic_k_the_budget_is_passed(campaigns: Campaigns, folder: Path) -> None:
     """The check above can fail."""
     seam = Seam(module="lightning_moe_ckpt.policies", attribute="DynamicK.after_fault", replacement=_same_k)

@@ -57,6 +57,7 @@ def test_an_expert_that_never_gets_a_token_survives_on_three_ranks(campaigns: Ca
     campaigns.check(setup, *random_kills(setup, 1, seed=1))
 
 
+@pytest.mark.soak
 def test_a_mixed_precision_job_ends_the_same(campaigns: Campaigns) -> None:
     """bf16 under autocast, two expert-parallel groups of two, accumulation; a rank of each pair is killed."""
     setup = replace(parallel_setup(4, 2), precision="bf16-mixed", accumulate=2, epochs=3)

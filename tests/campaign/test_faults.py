@@ -143,6 +143,7 @@ def test_a_lost_node_takes_its_processes_and_its_memory(campaigns: Campaigns) ->
     assert [life.outcome for life in lives] == ["killed", "finished"]
 
 
+@pytest.mark.soak
 def test_a_lost_rack_takes_all_its_nodes_at_once(campaigns: Campaigns) -> None:
     """Two nodes of three; each is ended by a process of its own, and none before both have lost their memory."""
     setup = replace(

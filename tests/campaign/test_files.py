@@ -144,7 +144,12 @@ KILLS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "kills"), [("every_step", KILLS[0]), ("accumulating", KILLS[1]), ("stop_by_epoch", KILLS[0])]
+    ("name", "kills"),
+    [
+        pytest.param("every_step", KILLS[0], marks=pytest.mark.soak),
+        ("accumulating", KILLS[1]),
+        ("stop_by_epoch", KILLS[0]),
+    ],
 )
 def test_files_and_decisions_are_those_of_the_undisturbed_run(
     campaigns: Campaigns, name: str, kills: list[Kill]

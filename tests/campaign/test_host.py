@@ -30,7 +30,7 @@ def train_without_segments(setup: Setup, life: Life) -> Mapping[str, Any]:
     """Train; but for the first life, there is not one segment in storage: who asks for one gets nothing."""
     if life.index > 0 and life.rank == 0:
         for path in Path(urlparse(life.url).path).glob("snap/*/*/*.safetensors"):
-            path.unlink()
+            path.unlink(missing_ok=True)
     return train(setup, life)
 
 
@@ -85,7 +85,7 @@ class Cleaner(Callback):
     def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
         if trainer.global_step == self._step:
             for path in self._memory.iterdir():
-                path.unlink()
+                path.unlink(missing_ok=True)
 
 
 def train_beside_a_cleaner(setup: Setup, memory: Path, without_segments: bool, life: Life) -> Mapping[str, Any]:

@@ -47,7 +47,8 @@ def test_experts_that_some_ranks_and_one_that_all_avoid_are_restored(campaigns: 
     campaigns.check(setup, *[Kill(phase="forward", step=step, rank=step % 4, settle=10.0) for step in (7,)])
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("moe", marks=pytest.mark.soak), "ddp_ordered"])
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["moe", "ddp_ordered"])
 def test_an_overflow_in_one_expert_skips_the_same_steps_on_three_ranks(campaigns: Campaigns, strategy: Any) -> None:
     """Whether that expert is frozen or active in replay; with the ordered reduction as strategy or as hook of DDP."""
     setup = replace(PLAIN, precision="16-mixed", overflow_steps=(4, 5, 8), world_size=3, strategy=strategy)

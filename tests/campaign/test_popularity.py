@@ -49,7 +49,7 @@ VARIANTS: dict[str, Setup] = {
     ),
 }
 
-SHORT = {"soft, decayed, per capacity, sharded over three ranks"}
+SHORT = {"soft, decayed"}
 
 
 def kill(step: int, **where: Any) -> Kill:
@@ -113,6 +113,7 @@ def _restore_nothing(meter: Any, state: Any) -> bool:
     return True
 
 
+@pytest.mark.soak
 def test_without_the_journal_other_plans_are_followed(campaigns: Campaigns) -> None:
     """The ablation: the comparison of plans can fail."""
     setup = VARIANTS["soft, decayed"]

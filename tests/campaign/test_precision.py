@@ -22,7 +22,7 @@ def by_precision(*steps: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("model", ["lists", "stacked"])
+@pytest.mark.parametrize("model", ["lists", pytest.param("stacked", marks=pytest.mark.soak)])
 def test_an_overflow_inside_a_frozen_expert_skips_the_same_steps(campaigns: Campaigns, model: Any) -> None:
     """A frozen expert computes no gradient, so the journal has to say that its overflow skipped the step.
 

@@ -85,7 +85,7 @@ def test_checkpointing_does_not_change_training(campaigns: Campaigns, window: in
 @pytest.mark.parametrize(
     ("accumulate", "steps"),
     [
-        (3, range(4, 6)),
+        pytest.param(3, range(4, 6), marks=pytest.mark.soak),
         pytest.param(2, range(3, 7), marks=pytest.mark.soak),
         pytest.param(3, range(3, 7), marks=pytest.mark.soak),
     ],
@@ -131,7 +131,6 @@ SHORT = replace(SPARSE, batches=3, validate_every=None, checkpointing=Checkpoint
     ("before", "operations"),
     [
         pytest.param((), range(0, 30, 4), id="first"),
-        pytest.param((RESUMED,), range(0, 40, 7), id="second"),
         pytest.param((), range(30), id="first, all", marks=pytest.mark.soak),
         pytest.param((RESUMED,), range(40), id="second, all", marks=pytest.mark.soak),
     ],
@@ -144,6 +143,7 @@ def test_killed_at_every_write_to_storage(campaigns: Campaigns, before: tuple[Ki
     assert len(lives[-1]) == len(before) + 1, "there are fewer writes than kills: none was missed"
 
 
+@pytest.mark.soak
 def test_killed_at_random_times(campaigns: Campaigns) -> None:
     """Wherever the threads happen to be."""
     scripts = [[Kill(phase="random_time", seconds=0.01 * k)] for k in range(2, 17, 3)]
@@ -169,6 +169,7 @@ def test_a_generation_survives_a_change_of_loader_workers(campaigns: Campaigns) 
     campaigns.check_stages(replace(before, epochs=1), replace(before, workers=0))
 
 
+@pytest.mark.soak
 def test_means_over_an_interrupted_epoch_are_those_of_the_whole_epoch(campaigns: Campaigns) -> None:
     """Replayed steps count once."""
     setup = replace(SPARSE, epoch_metrics=True)

@@ -155,7 +155,9 @@ def test_a_second_sigterm_leaves_at_once(campaigns: Campaigns) -> None:
     assert lives[1].steps()[0] == 5
 
 
-@pytest.mark.parametrize(("world_size", "phases"), [(1, ["validation"]), (3, ["forward"])])
+@pytest.mark.parametrize(
+    ("world_size", "phases"), [pytest.param(1, ["validation"], marks=pytest.mark.soak), (3, ["forward"])]
+)
 def test_after_ctrl_c_the_run_ends_the_same(campaigns: Campaigns, world_size: int, phases: list[Phase]) -> None:
     """In mid-step, when no state is whole: what is complete is committed, and Lightning exits with 1."""
     setup = replace(SPARSE, world_size=world_size)

@@ -35,13 +35,13 @@ def require(library: Library) -> None:
 
 
 ONE_PROCESS: list[tuple[Library, bool]] = [
-    ("switch", False),
-    ("gpt_oss", False),
     ("deepseek_v3", True),
-    ("gpt2", False),
-    ("litgpt_moe", False),
 ]
 MORE: list[tuple[Library, bool]] = [
+    ("gpt_oss", False),
+    ("switch", False),
+    ("gpt2", False),
+    ("litgpt_moe", False),
     ("gpt_oss", True),
     ("deepseek_v3", False),
     ("mixtral", True),

@@ -71,6 +71,7 @@ def _write_rank(
         source,
         generation=generation,
         segments=(entry[0],),
+        lineage=store.lineage,
         borrowed=carry_forward(store.read_marker(older, rank), lacking),
     )
     store.put_marker(marker)

@@ -225,6 +225,7 @@ sys.stderr.write(str([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for chi
 """A process of its own, whose children end as an interpreter does: with everything flushed."""
 
 
+@pytest.mark.soak
 def test_a_reader_that_leaves_early_is_no_error(sparse_run: str) -> None:
     """`moe-ckpt inspect URL | head -1`: no traceback, and the status of a closed pipe, whatever is written."""
     read, write = os.pipe()

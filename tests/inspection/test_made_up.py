@@ -36,16 +36,21 @@ Forge = Callable[[Forged], "str | Path"]
 """Spoils a run; the name that a message must have."""
 
 
-def sparse(path: Path) -> Path:
+def sparse(path: Path, nbytes: int = TERABYTE) -> Path:
     """So large a file that reading it would take an hour, and a disk's worth of memory."""
     with path.open("r+b") as file:
-        file.truncate(TERABYTE)
+        file.truncate(nbytes)
     return path
 
 
 def replaced(path: Path, make: Callable[[Path], object]) -> Path:
     path.unlink()
     make(path)
+    return path
+
+
+def touched(path: Path) -> Path:
+    path.touch()
     return path
 
 
@@ -184,6 +189,8 @@ CASES: dict[str, Forge] = {
     "large log entry": lambda run: sparse(run.log),
     "large manifest": lambda run: sparse(run.commit),
     "large marker": lambda run: sparse(run.marker),
+    "marker with much behind it": lambda run: sparse(run.marker, 3 * MEMORY),
+    "large junk as marker": lambda run: replaced(run.marker, lambda path: sparse(touched(path), 3 * MEMORY)),
     "large segment": lambda run: sparse(run.segment).parent.name,
     "large segment that is vouched for": large_segment,
     "shape": shape(2**40, 2**20),

@@ -173,16 +173,41 @@ def name_spares(root: Path) -> None:
     backend.put(commit_key(commits[5].generation), Commit.of(written).to_bytes())
 
 
-def turn_a_bit(root: Path, step: int, operator: str) -> None:
+def turn_a_bit(root: Path, step: int, operator: str, *, last: bool = False) -> None:
+    """In its first record, or its last one."""
     store = RunStore.open(open_backend(str(root)), resume="must")
     commit = next(each for each in store.candidates() if each.generation.step == step)
     segments = [store.read_marker(commit, rank).segments[0] for rank in range(commit.world_size)]
-    segment, record = next((s, r) for s in segments for r in s.records if r.operator == operator)
+    found = [(s, r) for s in segments for r in s.records if r.operator == operator and r.nbytes > 1]
+    segment, record = found[-1 if last else 0]
     path = root / segment.key
     path.chmod(0o600)
     data = bytearray(path.read_bytes())
     data[record.offset] ^= 1
     path.write_bytes(data)
+
+
+def test_an_export_takes_the_older_copy_of_what_is_bad(
+    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the expert, weights and moments; a warning names both copies, the file says which one is in it."""
+    name_spares(copy)
+    out, spared = tmp_path / "m.safetensors", "moe/expert.1"
+    whole, old = exported(str(copy), 5, out), exported(str(copy), 2, tmp_path / "2.safetensors")
+    turn_a_bit(copy, 4, spared, last=True)
+    found = exported(str(copy), 5, out)
+    for name, tensor in found.items():
+        stacked = name.startswith(("moe.w", "moe.b")) and tensor.dim() > 1
+        for expert, part in enumerate(tensor) if stacked else ():
+            assert torch.equal(part, (old if expert == 1 else whole)[name][expert]), (name, expert)
+        assert stacked or torch.equal(tensor, whole[name]), name
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert warning.startswith(f"{spared}: its copy of step 4 (epoch 1) is bad, that of step 2 (epoch 1) is taken: ")
+    with safe_open(out, "pt") as file:
+        assert json.loads(file.metadata()["lightning_moe_ckpt_versions"]) == {spared: 2, "moe/expert.2": 4}
+    turn_a_bit(copy, 2, spared, last=True)
+    assert main(["export", str(copy), str(out), "--step", "5", "--optimizer", "--force"]) != 0
+    assert "digest" in capsys.readouterr().err
 
 
 def test_verify_counts_copies(say: Say, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,27 @@ def test_experts_that_are_bad_everywhere_are_left_out_if_that_is_allowed(make_lo
     assert all(chosen[0].bad["e1"].values()), "storage had them"
 
 
+def test_a_copy_that_is_bad_in_storage_on_one_rank_is_bad_there(
+    make_lossy: MakeLossy, request: pytest.FixtureRequest
+) -> None:
+    """Whatever the others know of it: the last of three has lost its markers, and finds its own bad in memory."""
+    if "searching" in request.node.name:
+        pytest.skip("what storage has of it is not known there before it is asked for")
+    world = make_lossy("a", "b", "c")
+    committed(world, 0, 1, 2, 3, 4)
+    kept(world, [3, 4])
+    flip(world.stored(3, 0), world.span(3, 0, "storage", "e1"))
+    for rank in (0, 2):
+        flip_in_memory(world, rank, 3, "e1")
+    for step in (3, 4):
+        world.marker_in_storage(step, 2).unlink()
+    found = world.restore_lossy()
+    assert experts_found(world, found) == (4, {"e0": 3, "e1": 0, "e2": 4, "e3": 4})
+    for each in found:
+        assert each is not None
+        assert {at.step: stored for at, stored in each[1].chosen.bad["e1"].items()} == {3: True}
+
+
 # -- what is read
 
 

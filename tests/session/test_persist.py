@@ -201,6 +201,33 @@ def test_what_is_built_on_stays_known_however_many_fail_on_other_ranks(bench: Be
     assert {entry.generation.step for marker in bench.sink.markers[1:] for entry in marker.borrowed} == {1}
 
 
+def test_a_bad_copy_is_no_spare_of_a_generation_that_has_everything(bench: Bench) -> None:
+    """Nobody would find out again that it is bad."""
+    bench.worker = bench.make(twofold=["op"])
+    bench.save(1)
+    bench.worker.complete_everywhere(generation(1))
+    for step, bad in ((2, {}), (3, {"op": {generation(1)}})):
+        bench.worker.begin(replace(announced(generation(step), 1), bad=bad))
+        bench.worker.add(generation(step), segment(step))
+        assert bench.worker.drain(30)
+    spares = {marker.generation.step: [each.generation.step for each in marker.spares] for marker in bench.sink.markers}
+    assert spares == {1: [], 2: [1], 3: []}
+
+
+def test_nothing_is_completed_by_a_copy_that_is_bad_and_has_no_other(bench: Bench) -> None:
+    """A generation without the operator would count as whole; the next one has to be."""
+    bench.worker = bench.make(twofold=["op"])
+    bench.save(1)
+    base = Base(generation=generation(1), lacking=frozenset({"op"}))
+    bench.worker.begin(replace(announced(generation(2), 1), base=base, bad={"op": {generation(1)}}))
+    bench.worker.add(generation(2), segment(2))
+    assert bench.worker.drain(30)
+    (failure,) = bench.failures()
+    assert "no good copy of op" in str(failure)
+    assert bench.worker.lost_base
+    assert bench.durable == [1]
+
+
 def test_a_generation_that_another_rank_has_given_up_is_not_waited_for(bench: Bench) -> None:
     """The commit that waits for markers of all ranks ends, and the next generation can be taken."""
     waiting = threading.Event()

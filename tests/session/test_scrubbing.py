@@ -27,7 +27,7 @@ class Stored:
         self.files: dict[str, bytearray] = {}
         self.marker: RankMarker | None = None
         self.read = threading.Semaphore(0)
-        self.down = False
+        self.down, self.out_of_reach = False, ""
 
     def entry(self, step: int, *experts: int) -> BorrowedEntry:
         """A file with these experts."""
@@ -55,6 +55,8 @@ class Stored:
         self.read.release()
         if self.down:
             raise StorageError("the medium is away")
+        if entry.key == self.out_of_reach:
+            raise StorageError(f"{entry.key}: bad sector")
         if entry.key not in self.files:
             raise KeyMissing(f"{entry.key}: not there.")
         out[:] = self.files[entry.key][start : start + out.nbytes]
@@ -117,6 +119,16 @@ def test_a_medium_that_is_away_says_nothing_of_the_bytes(stored: Stored) -> None
     assert scrubber.take_found(9) == []
 
 
+def test_a_file_that_cannot_be_read_does_not_hide_those_behind_it(stored: Stored) -> None:
+    """As on a disk with a bad sector: every other file is looked at in every round."""
+    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    stored.out_of_reach = "file3"
+    stored.files["file2"][0] ^= 1
+    with pytest.raises(StorageError, match="file3: bad sector"):
+        scrubber.round()
+    assert scrubber.take_found(9) == [BadCopy("e1", generation(2))]
+
+
 def test_it_reads_on_a_thread_of_its_own_and_ends_in_the_middle_of_a_wait(stored: Stored) -> None:
     """At a byte per second the first record takes its time; closing does not."""
     scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=1)
@@ -149,6 +161,24 @@ def test_ranks_tell_each_other_and_forget_when_storage_has_the_expert_again(stor
     assert ranks[0].again(taken.complete(4)) == []
 
 
+def test_a_bad_copy_is_remembered_until_what_was_begun_since_is_complete(stored: Stored) -> None:
+    """A generation under way has the expert, and names the bad copy as its second: a second good one is wanted yet."""
+    found = BadCopyList(["e0", "e1"])
+    found.scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    stored.files["file3"][150] ^= 1
+    found.scrubber.round()
+    book = TierBook.empty(2)
+    book = replace(book, step=book.step.fill_(3)).take(4, [1], book.alive)
+    found.agreed([found.inputs()], book)
+    found.completed(book, 4)
+    book = book.complete(4)
+    assert (found.not_borrowed, found.all_have_copies) == ({}, True), "its newest copy is good"
+    assert found.again(book) == [1]
+    book = book.take(5, [1], book.alive)
+    found.completed(book, 5)
+    assert found.again(book.complete(5)) == []
+
+
 def test_without_another_copy_nothing_is_built_on_what_is_stored(stored: Stored) -> None:
     """The newest one is bad, and no older one is named, or that is bad too: what comes next must be whole."""
     book = TierBook.empty(2)
@@ -161,10 +191,11 @@ def test_without_another_copy_nothing_is_built_on_what_is_stored(stored: Stored)
         found.scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
         found.scrubber.round()
         found.agreed([found.inputs()], book)
-        assert found.not_borrowed is None
+        assert not found.all_have_copies
+        assert set(found.not_borrowed) == {"e1"}
         taken = book.take(4, [0, 1], book.alive)
         found.completed(taken, 4)
-        assert found.not_borrowed == {}
+        assert (found.all_have_copies, found.not_borrowed) == (True, {})
 
 
 def test_a_bad_spare_is_made_up_for_and_the_newest_copy_stays_in_use(stored: Stored) -> None:

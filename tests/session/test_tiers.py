@@ -165,6 +165,7 @@ def test_complete_everywhere_is_what_all_ranks_hold_and_not_the_smallest_of_thei
     window(ranks, 3)
     assert [rank.host.recycled for rank in ranks] == [[], []]
     assert [rank.host.given_up for rank in ranks] == [[1, 2], [1, 2]], "nobody waits for either any more"
+    assert [rank.tiers.failed() for rank in ranks] == [{"host": 2, "slow": 0}] * 2
     for rank in ranks:
         rank.host.end(3)
     vote(ranks)
@@ -230,6 +231,26 @@ def test_a_window_given_up_is_given_up_in_every_tier_that_took_it() -> None:
     assert rank.complete is not None
     rank.tiers.abandon(rank.complete)
     assert (rank.host.abandoned, rank.slow.abandoned) == ([2], [])
+
+
+def test_a_window_that_all_ranks_end_before_its_time_is_no_failure() -> None:
+    """Tiers let go of it, nobody speaks of it any more, and what comes next is told apart from it."""
+    ranks = [Rank(), Rank()]
+    window(ranks, 1)
+    for rank in ranks:
+        rank.host.end(1)
+    window(ranks, 2)
+    for rank in ranks:
+        assert rank.complete is not None
+        rank.tiers.withdraw(rank.complete)
+    ranks[0].host.end(2, complete=False)
+    window(ranks, 3)
+    for rank in ranks:
+        rank.host.end(3)
+    vote(ranks)
+    assert [rank.host.given_up for rank in ranks] == [[2], [2]]
+    assert [rank.host.recycled for rank in ranks] == [[1, 3], [1, 3]]
+    assert [rank.tiers.failed() for rank in ranks] == [{"host": 0, "slow": 0}] * 2
 
 
 def partial_window(ranks: list[Rank], step: int) -> bool:

@@ -15,6 +15,7 @@ from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
     HuggingFaceEntry,
+    Lineage,
     ModuleEntry,
     ModuleLine,
     OverflowEntry,
@@ -23,7 +24,9 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
 )
 from lightning_moe_ckpt.storage._digest import digest_of
-from lightning_moe_ckpt.storage._json import decode, encode
+from lightning_moe_ckpt.storage._entries import BorrowedEntry
+from lightning_moe_ckpt.storage._json import decode, described_nbytes, encode
+from lightning_moe_ckpt.storage._lineage import Cut
 from lightning_moe_ckpt.storage._names import overflow_key, segment_key
 from lightning_moe_ckpt.storage._record_table import RecordTable
 from lightning_moe_ckpt.storage._records import StoredMarker
@@ -82,9 +85,65 @@ def _commit() -> Commit:
     return Commit.of([_stored(make_marker(0)), _stored(make_marker(1))])
 
 
-@pytest.mark.parametrize("document", [make_marker(), _commit()], ids=["marker", "commit"])
+def of_a_life(rank: int) -> RankMarker:
+    """Rank 0 says what the life descends from."""
+    generation = dataclasses.replace(GENERATION, life="a" * 12)
+    segments = [dataclasses.replace(_segment(rank, 40), key=segment_key(generation, rank, 40), side_file=None)]
+    return dataclasses.replace(
+        make_marker(rank), generation=generation, segments=tuple(segments), lineage=None if rank else LINEAGE
+    )
+
+
+LINEAGE = Lineage(
+    opened_ns=10**18,
+    first_epoch=1,
+    watermark=25,
+    kept=frozenset({GenerationId(step=20, epoch=1), GenerationId(step=10, epoch=2, life="b" * 12)}),
+    cuts=(Cut(2, None, "b" * 12), Cut(3, 30, "a" * 12)),
+)
+
+
+def _commit_of_a_life() -> Commit:
+    return Commit.of([_stored(of_a_life(0)), _stored(of_a_life(1))])
+
+
+def test_a_commit_repeats_what_rank_0_says_of_the_lineage() -> None:
+    assert _commit_of_a_life().lineage == LINEAGE
+
+
+@pytest.mark.parametrize(("life", "cuts"), [("", LINEAGE.cuts), ("b" * 12, LINEAGE.cuts), ("a" * 12, ())])
+def test_a_lineage_ends_with_the_life_that_wrote_it(life: str, cuts: tuple[Cut, ...]) -> None:
+    spoilt = dataclasses.replace(
+        _commit_of_a_life(),
+        generation=dataclasses.replace(GENERATION, life=life),
+        lineage=dataclasses.replace(LINEAGE, cuts=cuts),
+    )
+    with pytest.raises(Corrupt, match="does not end with the life"):
+        Commit.from_bytes(spoilt.to_bytes(), "here")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [make_marker(), _commit(), of_a_life(0), of_a_life(1), _commit_of_a_life()],
+    ids=["marker", "commit", "rank 0 of a life", "rank 1 of a life", "commit of a life"],
+)
 def test_documents_come_back_equal(document: RankMarker | Commit) -> None:
     assert type(document).from_bytes(document.to_bytes(), "here") == document
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_document_of_a_marker_says_how_large_all_of_it_is(rank: int) -> None:
+    """With or without a module, own files and older ones; cut short, or not a document, it says nothing."""
+    older = BorrowedEntry(
+        generation=dataclasses.replace(GENERATION, step=2),
+        segment=dataclasses.replace(
+            _segment(rank, 2), key=segment_key(dataclasses.replace(GENERATION, step=2), rank, 2), side_file=None
+        ),
+    )
+    data = dataclasses.replace(make_marker(rank), borrowed=(older,), spares=(older,)).to_bytes()
+    end = data.index(b"\n") + 1
+    assert described_nbytes(data) == described_nbytes(data[:end]) == len(data) > end
+    assert [described_nbytes(each) for each in (data[: end - 1], data[1:], b"", bytes(1000))] == [None] * 4
 
 
 def test_a_commit_adds_the_markers_up() -> None:
@@ -152,7 +211,9 @@ def test_a_module_of_a_kind_we_do_not_know_is_told_to_who_asks(line: bytes, reas
         found.read()
 
 
-@pytest.mark.parametrize("document", [make_marker(), _commit()], ids=["marker", "commit"])
+@pytest.mark.parametrize(
+    "document", [make_marker(), _commit(), _commit_of_a_life()], ids=["marker", "commit", "commit of a life"]
+)
 def test_every_flipped_bit_and_every_truncation_is_seen(document: RankMarker | Commit) -> None:
     require_damage_is_seen(document)
 

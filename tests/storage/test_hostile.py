@@ -30,20 +30,22 @@ def ends_of(seed: int, root: Path) -> list[str]:
     return world.ends
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", [*range(8), 164, 172, 218, 272, 314, 390, 400])
 def test_a_hostile_history_ends_well(seed: int, tmp_path: Path) -> None:
+    """The last seven have late commits before a repair, memory whose name is gone, and a lost log with a bad manifest."""
     assert ends_of(seed, tmp_path)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3000)
-def test_five_hundred_hostile_histories_end_well(tmp_path: Path) -> None:
-    """All are run, then those that failed are named."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, 500, 50))
+def test_five_hundred_hostile_histories_end_well(first: int, tmp_path: Path) -> None:
+    """All fifty of a part are run, then those that failed are named."""
     ends, failed = Counter[str](), dict[int, str]()
-    for seed in range(500):
+    for seed in range(first, first + 50):
         try:
             ends.update(ends_of(seed, tmp_path))
         except Exception as error:  # noqa: BLE001, PERF203  # whatever it is, the others run too
             failed[seed] = f"{type(error).__name__}: {error}"
-    sys.stdout.write(f"{dict(ends)} of 500 histories\n")
+    sys.stdout.write(f"{dict(ends)} of 50 histories\n")
     assert failed == {}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from stored._runs import begin, save, steps, write
@@ -27,6 +30,7 @@ from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._json import decode_any, encode
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import log_key
+from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 KEEP = Retention(last=3)
 NOW = timedelta()
@@ -53,9 +57,11 @@ def history(place: Path) -> History:
     return found
 
 
-def publish_late(place: Path, store: RunStore, step: int) -> GenerationId:
+def publish_late(
+    place: Path, store: RunStore, step: int, unix_time: int = 0, *, with_line: bool = True
+) -> GenerationId:
     """A job that looked at the log before it was fenced commits afterwards."""
-    marker = write(store, step)
+    marker = write(store, step, unix_time, with_line=with_line)
     backend = PosixBackend(place)
     return publish(backend, await_markers(backend, marker, timeout=NOW), history(place)).generation
 
@@ -190,7 +196,7 @@ def as_older_release(backend: Backend) -> None:
 
 def test_runs_of_older_releases_go_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their lives have no names; the first life of this release has one, and continues what they began."""
-    monkeypatch.setattr("lightning_moe_ckpt.storage._run.new_life", lambda: "")
+    monkeypatch.setattr("lightning_moe_ckpt.storage._coordination.new_life", lambda: "")
     old = begin(PosixBackend(place))
     for step in (10, 20, 30):
         save(old, step, Retention(last=1, every_n_steps=20))
@@ -263,6 +269,35 @@ def test_a_log_without_its_generations_is_not_the_beginning_of_a_run(place: Path
         shutil.move(place / "elsewhere", place / "snap")
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_run_killed_at_its_first_commit_is_told_from_one_without(
+    place: Path, tmp_path: Path, when: Literal["before", "after"]
+) -> None:
+    """At any call: it goes on where that was, and if all generations are lost then, it does not begin anew."""
+    outcomes, finished = list[int](), False
+    while not finished:
+        folder = place / str(len(outcomes))
+        store = begin(PosixBackend(folder))
+        dying = CrashingBackend(PosixBackend(folder), crash_at=len(outcomes), when=when)
+        assert store._coordination is not None
+        store._backend = store._coordination.log._backend = dying
+        with suppress(Crashed):
+            save(store, 10, KEEP)
+            finished = True
+        committed = bool(list(folder.glob("snap/*/*/_COMMITTED")))
+        shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
+        again = RunStore.open(PosixBackend(tmp_path / "copy"), resume="auto")
+        again.promote()
+        outcomes.append(len(again.candidates()))
+        assert again.unreadable == []
+        shutil.rmtree(folder / "snap", ignore_errors=True)
+        again = RunStore.open(PosixBackend(folder), resume="auto")
+        assert again.candidates() == []
+        assert again.unreadable or not committed
+        shutil.rmtree(tmp_path / "copy")
+    assert sorted(set(outcomes)) == [0, 1]
+
+
 @pytest.mark.parametrize("log", [True, False], ids=["with a log", "without"])
 def test_folders_that_are_links_are_named(place: Path, tmp_path: Path, log: bool) -> None:
     """Somebody moved generations to another disk."""
@@ -310,10 +345,10 @@ def test_a_log_is_made_again_from_manifests(place: Path) -> None:
 
 
 def test_a_log_that_cannot_be_read_is_made_again_behind_what_is_there(place: Path, tmp_path: Path) -> None:
-    """Of two lives of one number the one that committed last counts; another run's and damaged ones are left out."""
+    """Of two lives of one number the one that began last counts; another run's and damaged ones are left out."""
     hung, successor = overtaken(place, tmp_path)
-    save(successor, 20, KEEP)
-    late = publish_late(place, hung, 15)
+    save(successor, 20, KEEP, unix_time=100)
+    late = publish_late(place, hung, 15, unix_time=200)
     backend = PosixBackend(place)
     for entry in backend.list("_log/"):
         backend.put(entry.key, b"spoilt")
@@ -321,10 +356,131 @@ def test_a_log_that_cannot_be_read_is_made_again_behind_what_is_there(place: Pat
     (place / "snap/000000000050/e000001").mkdir(parents=True)
     (place / "snap/000000000050/e000001/_COMMITTED").write_bytes(manifest.read_bytes())
     found = repair_log(backend, dry_run=False)
-    assert successor.name(20) in found.usable or late in found.usable
-    assert GenerationId(step=50, epoch=1) in found.left_out
-    assert len([each for each in (successor.name(20), late) if each in found.left_out]) == 1
-    assert steps(begin(PosixBackend(place)))[-1] == max(found.usable).step
+    assert {*found.left_out} == {GenerationId(step=50, epoch=1), late}
+    assert steps(begin(PosixBackend(place))) == [10, 20]
+
+
+def test_a_repair_takes_no_late_commit_of_a_job_that_was_followed(place: Path) -> None:
+    """Its successor has gone far before its first commit, and says in it from where it began."""
+    hung = begin(PosixBackend(place))
+    save(hung, 10, KEEP)
+    successor = begin(PosixBackend(place))
+    save(successor, 40, KEEP)
+    late = publish_late(place, hung, 20)
+    shutil.rmtree(place / "_log")
+    found = repair_log(PosixBackend(place), dry_run=False)
+    assert list(found.usable) == [successor.name(40), hung.name(10)]
+    assert found.left_out == {late: "epoch 2 began again from step 10"}
+    assert steps(begin(PosixBackend(place))) == [10, 40]
+
+
+def test_a_repair_follows_the_life_that_began_last_whatever_its_number(place: Path, tmp_path: Path) -> None:
+    """The job that a backup overtook was the fourth, and the one that follows is the third again."""
+    save(begin(PosixBackend(place)), 10, KEEP)
+    save(begin(PosixBackend(place)), 20, KEEP)
+    shutil.copytree(place, tmp_path / "backup")
+    left = begin(PosixBackend(place))
+    hung = begin(PosixBackend(place))
+    put_back(tmp_path / "backup", place)
+    successor = begin(PosixBackend(place))
+    assert (left.epoch, hung.epoch, successor.epoch) == (3, 4, 3)
+    save(successor, 25, KEEP, unix_time=100)
+    late = publish_late(place, hung, 30, unix_time=200)
+    shutil.rmtree(place / "_log")
+    found = repair_log(PosixBackend(place), dry_run=False)
+    assert [each.step for each in found.usable] == [25, 20, 10]
+    assert [*found.left_out] == [late]
+    again = begin(PosixBackend(place))
+    assert (again.epoch, steps(again)) == (5, [10, 20, 25])
+
+
+def test_a_clock_that_is_slow_makes_no_descendant_an_ancestor(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job goes on where its new node takes it to be a year earlier."""
+    first = begin(PosixBackend(place))
+    save(first, 10, KEEP)
+    before = time.time_ns() - 10**9 * 86400 * 365
+    monkeypatch.setattr("lightning_moe_ckpt.storage._coordination.time.time_ns", lambda: before)
+    second = begin(PosixBackend(place))
+    monkeypatch.undo()
+    save(second, 20, KEEP)
+    shutil.rmtree(place / "_log")
+    assert list(repair_log(PosixBackend(place), dry_run=True).usable) == [second.name(20), first.name(10)]
+
+
+def test_a_repair_knows_what_was_kept_below_the_watermark(place: Path) -> None:
+    """Lives of which only such generations are left are named by these alone."""
+    keep = Retention(last=1, every_n_steps=10)
+    for step in (10, 15, 20, 25):
+        save(begin(PosixBackend(place)), step, keep)
+    newest = begin(PosixBackend(place))
+    save(newest, 26, keep)
+    assert steps(newest) == [10, 20, 26]
+    shutil.rmtree(place / "_log")
+    assert [each.step for each in repair_log(PosixBackend(place), dry_run=False).usable] == [26, 20, 10]
+    assert steps(begin(PosixBackend(place))) == [10, 20, 26]
+
+
+def test_generations_that_do_not_name_their_line_are_placed_by_their_steps(place: Path) -> None:
+    """Those of older releases: a life has begun below the oldest that it has. What is late looks as if it were not."""
+    hung = begin(PosixBackend(place))
+    save(hung, 10, KEEP, with_line=False)
+    successor = begin(PosixBackend(place))
+    save(successor, 40, KEEP, with_line=False)
+    dead = publish_late(place, hung, 50, with_line=False)
+    late = publish_late(place, hung, 20, with_line=False)
+    shutil.rmtree(place / "_log")
+    found = repair_log(PosixBackend(place), dry_run=True)
+    assert list(found.usable) == [successor.name(40), late, hung.name(10)]
+    assert [*found.left_out] == [dead]
+
+
+@pytest.mark.parametrize("part", ["_COMMITTED", "rank00000.done", "rank00000.000000000020.safetensors"])
+def test_a_repair_makes_a_manifest_again_where_all_markers_are_good(place: Path, part: str) -> None:
+    """It follows from them. What they vouch for must be there in its size, as for any commit."""
+    store = begin(PosixBackend(place))
+    for step in (10, 20):
+        save(store, step, KEEP)
+    shutil.rmtree(place / "_log")
+    manifest = place / f"{store.name(20).prefix}_COMMITTED"
+    good = manifest.read_bytes()
+    for path in {manifest, manifest.with_name(part)}:
+        path.write_bytes(path.read_bytes()[:-1])
+    for dry_run in (True, False):
+        found = repair_log(PosixBackend(place), dry_run=dry_run)
+        assert (manifest.read_bytes() == good) == (part == "_COMMITTED" and not dry_run)
+    if part == "_COMMITTED":
+        assert (found.usable, found.mended) == ([store.name(20), store.name(10)], [store.name(20)])
+        assert steps(begin(PosixBackend(place))) == [10, 20]
+    else:
+        assert (found.usable, found.mended) == ([store.name(10)], [])
+        assert "do not match" in found.left_out[store.name(20)]
+
+
+def test_a_job_may_finish_what_it_has_over_a_backup_of_its_own(place: Path, tmp_path: Path) -> None:
+    """Nobody was started since: what it stored is the next of the same line, and the next start commits it.
+
+    Who wants the older state stops the job before.
+    """
+    store = begin(PosixBackend(place))
+    save(store, 10, KEEP)
+    shutil.copytree(place, tmp_path / "backup")
+    for step in (20, 30):
+        save(store, step, Retention(last=1))
+    put_back(tmp_path / "backup", place)
+    with pytest.raises(Fenced, match="put back"):
+        store.commit(write(store, 40), timeout=NOW)
+    again = RunStore.open(PosixBackend(place), resume="auto")
+    assert (again.promote(), steps(again)) == ([store.name(40)], [10, 40])
+
+
+def test_a_job_that_was_followed_finishes_nothing(place: Path, tmp_path: Path) -> None:
+    """Neither before its successor has stored something nor after; whichever of them has the larger number."""
+    hung, successor = overtaken(place, tmp_path)
+    write(hung, 15)
+    assert RunStore.open(PosixBackend(place), resume="auto").promote() == []
+    save(successor, 12, KEEP)
+    again = RunStore.open(PosixBackend(place), resume="auto")
+    assert (again.promote(), steps(again)) == ([], [10, 12])
 
 
 def test_nothing_is_made_of_nothing(place: Path) -> None:

@@ -206,5 +206,5 @@ def test_misuse_is_a_value_error() -> None:
         SegmentLayout([spec], metadata={"segment_align": "1"})
     with pytest.raises(ValueError, match=r"align=3\b"):
         SegmentLayout([spec], metadata={}, align=3)
-    with pytest.raises(ValueError, match="cannot be stored"):
+    with pytest.raises(ValueError, match=r"'a': `torch\.complex128` cannot be stored"):
         SegmentLayout([TensorSpec("a", torch.complex128, (1,))], metadata={})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_moe_ckpt.errors import CheckpointError, Fenced
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.recovery import Inventory, Version, usable_versions
 from lightning_moe_ckpt.recovery._inventory import Item
 from lightning_moe_ckpt.recovery._reader import Reader
@@ -30,9 +30,10 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     repair_log,
 )
+from lightning_moe_ckpt.storage._catalog import read_catalog
 from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._log import Log
-from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory
+from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory, SegmentRing
 
 NOW = timedelta()
 SLOT = 4096
@@ -82,6 +83,8 @@ class World:
         """Everything that was ever put into memory: its past, and the newest commit known then."""
         self.written: dict[GenerationId, str] = {}
         """Pasts of all that was stored as a whole, committed or not."""
+        self.lives: list[str] = []
+        """Names of all that were started, in that order."""
         self.ends: list[str] = []
         """How each start ended: `exact`, `older`, or the class of its error."""
 
@@ -104,6 +107,7 @@ class World:
         try:
             store = RunStore.open(backend, resume="auto")
             for promoted in store.promote():
+                assert promoted.life == place.life, f"{promoted} is not of the last job that {place.path} tells of"
                 place.committed[promoted] = self.written[promoted]
                 place.ever.add(promoted)
             commits = {Version(commit.generation, "p"): commit for commit in store.candidates()}
@@ -126,6 +130,7 @@ class World:
         memory.saw(seen)
         memory.make(SLOT, SLOTS)
         place.life = store.life
+        self.lives.append(store.life)
         return Running(place, store, memory, past, 0 if resumed is None else resumed.step, seen)
 
     def _find(
@@ -185,8 +190,9 @@ class World:
                     life.place.committed.pop(gone, None)
 
     def _keep(self, life: Running, generation: GenerationId, marker: RankMarker, data: bytes) -> None:
-        ring = life.memory.ring
-        assert ring is not None
+        ring = self._ring_of(life)
+        if ring is None:
+            return
         ring.begin_window(generation)
         slot = ring.acquire(generation, life.step)
         slot.view[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -196,12 +202,26 @@ class World:
         life.memory.complete_everywhere(generation)
         self.in_memory[generation] = (life.past, life.seen)
 
+    def _ring_of(self, life: Running) -> SegmentRing | None:
+        """Its memory, made again if somebody removed its name; `None` if a later job has that, as it is told then."""
+        ring = life.memory.ring
+        assert ring is not None
+        if ring.is_named:
+            return ring
+        try:
+            return life.memory.renew()
+        except ConfigurationError as error:
+            if "which has taken this run over" not in str(error):
+                raise
+            return None
+
     def _marker(self, life: Running, generation: GenerationId, data: bytes) -> RankMarker:
         key = f"{generation.prefix}rank00000.{life.step:012d}.safetensors"
         entry = SegmentEntry(step=life.step, key=key, nbytes=len(data), digest=digest_of(data))
         return RankMarker(
-            run_id=life.store.run_id, rank=0, world_size=1, generation=generation, plan_hash="p", segments=(entry,)
-        )
+            run_id=life.store.run_id, rank=0, world_size=1, generation=generation, plan_hash="p", segments=(entry,),
+            lineage=life.store.lineage,
+        )  # fmt: skip
 
     # -- what befalls them
 
@@ -215,7 +235,9 @@ class World:
                 self._step(life)
         else:
             life.step += 1
-            generation, data = life.store.name(life.step), f"{life.past}late".encode()
+            life.past += f"{life.store.life[:4]}late;"
+            generation, data = life.store.name(life.step), life.past.encode()
+            self.written[generation] = life.past
             marker = self._marker(life, generation, data)
             life.store.put_segment(generation, 0, life.step, memoryview(data))
             life.store.put_marker(marker)
@@ -263,8 +285,25 @@ class World:
         self.live(place)
         if had:
             assert self.ends[before:] == ["NoUsableGeneration"]
-            found = repair_log(PosixBackend(place.path), dry_run=False)
-            place.committed = {each: past for each, past in place.committed.items() if each in found.usable}
+            self._repair(place)
+
+    def _repair(self, place: Place) -> None:
+        """All that is stored of the line of the life that began last, of those that committed something, and nothing else.
+
+        A late commit counts as one: lives that have followed and committed nothing were known to the log alone. What
+        that life's log had given up, and a backup has brought back, stays given up.
+        """
+        backend = PosixBackend(place.path)
+        stored = [each for each, contents in read_catalog(backend).items() if contents.committed]
+        newest = max(stored, key=lambda each: (self.lives.index(each.life), each.step))
+        line = {each for each in stored if self.written[newest].startswith(self.written[each])}
+        found = repair_log(backend, dry_run=False)
+        line -= {each for each, reason in found.left_out.items() if reason.startswith("below the watermark")}
+        assert line == {*found.usable}, f"{line ^ {*found.usable}} are on one side only, the newest is {newest}"
+        assert newest in line
+        place.committed = {each: self.written[each] for each in line}
+        place.ever |= line
+        place.life = newest.life
 
     def lose_snap(self) -> None:
         """The next start refuses; then everything is gone for good."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.storage import _run as run
+from lightning_moe_ckpt.storage import GenerationId, _coordination
 
 LIFE = "00112233aabb"
 
 
 def name_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """All lives of this process have one name."""
-    monkeypatch.setattr(run, "new_life", lambda: LIFE)
+    monkeypatch.setattr(_coordination, "new_life", lambda: LIFE)
 
 
 def named(*, step: int, epoch: int) -> GenerationId:

@@ -137,6 +137,8 @@ class Job:
         self.committed: set[GenerationId] = set()
         """Committed, not given up, and not left behind by a later life."""
         self.sources: dict[GenerationId, Sources] = {}
+        self.spares: dict[GenerationId, Sources] = {}
+        """Of every generation, from which other one the second copy of an expert is, if there is one."""
         """From which generation each operator of a stored one is."""
         self.held: set[GenerationId] = set()
         """Committed ones that are stored: to be restored, or for what others need of them."""
@@ -203,6 +205,11 @@ class Job:
         kept = self.sources.get(self.previous, {}) if self.previous is not None else {}
         stored = {record.operator for record in parts[0][0].segments[0].records}
         self.sources[generation] = {**kept, **dict.fromkeys(stored, generation)}
+        spares = self.spares.get(self.previous, {}) if self.previous is not None else {}
+        self.spares[generation] = {
+            **spares,
+            **{each: kept[each] for each in EXPERTS if each in stored and each in kept},
+        }
         for rank, (marker, data) in zip(RANKS, parts, strict=True):
             self.store.put_segment(generation, rank, generation.step, memoryview(data))
             self.store.put_marker(marker)
@@ -226,6 +233,10 @@ class Job:
 
     def _needs(self, generation: GenerationId) -> set[GenerationId]:
         return {*self.sources[generation].values()} - {generation}
+
+    def _seconds(self, generations: Iterable[GenerationId]) -> set[GenerationId]:
+        """What has their second copies and is still there."""
+        return {each for generation in generations for each in self.spares[generation].values()} & self.held
 
     def collect(self, retention: Retention | None) -> None:
         """Somebody collects garbage."""
@@ -301,7 +312,7 @@ class Job:
         resumed = versions[0].generation if versions else None
         # What a life that died was to give up may still be there.
         self.committed = set(commits)
-        self.held = self.committed.union(*(self._needs(each) for each in commits))
+        self.held = self.committed.union(self._seconds(commits), *(self._needs(each) for each in commits))
         return resumed, stocks
 
     def _check_offered(self, commits: Sequence[Commit]) -> None:
@@ -331,21 +342,22 @@ class Job:
             self.copies[rank].adopt(resumed, self.nodes[1 - rank])
         self.step = 0 if resumed is None else resumed.step
         self.committed = {each for each in self.committed if resumed is not None and each.step <= resumed.step}
-        self.held = self.committed.union(*(self._needs(each) for each in self.committed))
+        self.held = self.committed.union(self._seconds(self.committed), *(self._needs(each) for each in self.committed))
         self.previous = max(self.committed, default=None)
 
     # -- the rules, taken literally
 
     def _give_up(self, retention: Retention) -> None:
-        """What the retention does not keep, and what nothing that it keeps needs."""
+        """What the retention does not keep, what nothing that it keeps needs, and no second copy for the newest."""
         newest = sorted(self.committed, reverse=True)
-        borrows = any(self._needs(each) for each in newest[:1])
-        kept = set(newest[: max(2, retention.last) if borrows else retention.last])
+        borrows = any(self._needs(each) or self.spares[each] for each in newest[:1])
+        last = newest[: max(2, retention.last) if borrows else retention.last]
+        kept = set(last)
         if retention.every_n_steps is not None:
             for multiple in range(0, self.step + 1, retention.every_n_steps):
                 bucket = [each for each in newest if multiple <= each.step < multiple + retention.every_n_steps]
                 kept |= {min(bucket)} if bucket else set()
-        self.held = kept.union(*(self._needs(each) for each in kept))
+        self.held = kept.union(self._seconds(last), *(self._needs(each) for each in kept))
         self.committed = {each for each in self.held if self._needs(each) <= self.held}
 
     def _newest_sealed(self) -> GenerationId | None:

@@ -15,22 +15,22 @@ def begin(backend: Backend, at: int | None = None) -> RunStore:
     return store
 
 
-def write(store: RunStore, step: int, unix_time: int = 0) -> RankMarker:
-    """A generation of one rank, complete but for its commit."""
+def write(store: RunStore, step: int, unix_time: int = 0, *, with_line: bool = True) -> RankMarker:
+    """A generation of one rank, complete but for its commit; older releases do not name its line."""
     generation = store.name(step)
     data = f"{generation}".encode()
     key = store.put_segment(generation, 0, step, memoryview(data))
     entry = SegmentEntry(step=step, key=key, nbytes=len(data), digest=digest_of(data))
     marker = RankMarker(
         run_id=store.run_id, rank=0, world_size=1, generation=generation, plan_hash="p", segments=(entry,),
-        unix_time=unix_time,
+        unix_time=unix_time, lineage=store.lineage if with_line else None,
     )  # fmt: skip
     store.put_marker(marker)
     return marker
 
 
-def save(store: RunStore, step: int, retention: Retention, unix_time: int = 0) -> None:
-    store.commit(write(store, step, unix_time), timeout=timedelta())
+def save(store: RunStore, step: int, retention: Retention, unix_time: int = 0, *, with_line: bool = True) -> None:
+    store.commit(write(store, step, unix_time, with_line=with_line), timeout=timedelta())
     store.retain(retention)
 
 

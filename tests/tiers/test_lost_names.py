@@ -34,7 +34,7 @@ def node(tmp_path: Path) -> Iterator[Path]:
 def clean(node: Path) -> None:
     """As what tidies up does."""
     for path in node.iterdir():
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def memory(node: Path) -> RankMemory:

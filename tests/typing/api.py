@@ -17,12 +17,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 from typing_extensions import Unpack, assert_type, override
 
 import lightning_moe_ckpt
 from lightning_moe_ckpt import (
     MoEStrategy,
     callbacks,
+    data,
     errors,
     inspection,
     metrics,
@@ -72,6 +74,12 @@ def train(model: LightningModule) -> None:
     assert_type(sparse.report.resumed_from, int | None)
     assert_type(sparse.report.overhead_share, float)
     assert_type(monitor.latest, dict[str, float])
+
+
+def seed(items: Dataset[int]) -> None:
+    seeded = data.SeededItems(items, seed=3)
+    seeded.set_epoch(2)
+    assert_type(seeded[0], int)
 
 
 def train_dense(model: LightningModule) -> None:
@@ -351,6 +359,7 @@ def store(url: str) -> list[storage.GenerationId]:
     run = storage.RunStore.open(safe, resume=resume)
     commits = run.candidates()
     assert_type(commits, list[storage.Commit])
+    assert_type(commits[0].lineage, storage.Lineage | None)
     marker = run.read_marker(commits[0], rank=0)
     assert_type(marker, storage.RankMarker)
     assert_type(marker.segments[0], storage.SegmentEntry)

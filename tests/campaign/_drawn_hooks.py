@@ -1,0 +1,299 @@
+"""What users' modules do in hooks, one mixin for each; a drawn run has a few of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from typing_extensions import override
+
+from campaign._data import VOCABULARY
+
+Hook = Literal[
+    "skips_rest",
+    "no_loss",
+    "stops",
+    "transfers",
+    "draws",
+    "modes",
+    "counts",
+    "odd_buffers",
+    "edits",
+    "clears",
+    "steps",
+    "keeps_gradients",
+    "scales_gradients",
+    "clamps",
+    "logs",
+    "reseeds",
+]
+"""See `HOOKS`."""
+
+
+class SkipsRest(LightningModule):
+    """Leaves out the rest of an epoch."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class NoLoss(LightningModule):
+    """Has nothing to learn from some batches."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if random.random() < 0.2 else super().training_step(batch, batch_idx)
+
+
+class Stops(LightningModule):
+    """Ends training in the middle of an epoch."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.should_stop |= self.global_step >= 7
+        return super().training_step(batch, batch_idx)
+
+
+class Reseeds(LightningModule):
+    """Draws numbers aside, and seeds anew."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.rand(2)
+        if batch_idx % 2:
+            torch.manual_seed(self.global_step + 100 * self.global_rank)
+        return {"loss": super().training_step(batch, batch_idx), "more": [batch_idx]}
+
+
+class Transfers(LightningModule):
+    """Augments whole batches, before and after they are moved to the device."""
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        random.random()
+        return batch
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if not (self.trainer.training and isinstance(batch, list)):
+            return batch
+        return [(batch[0] + int(torch.randint(3, ()))) % VOCABULARY, batch[1]]
+
+
+class Draws(LightningModule):
+    """Draws numbers in hooks of every kind."""
+
+    @override
+    def on_train_start(self) -> None:
+        torch.rand(1)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        random.random()
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        np.random.rand()  # noqa: NPY002  # the legacy generator, as users do
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        torch.rand(2)
+
+
+class Modes(LightningModule):
+    """Sets the mode of norms, a rate of dropout and a temperature by the epoch."""
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        for each in self.modules():
+            if isinstance(each, nn.BatchNorm1d):
+                each.train(self.current_epoch % 2 == 0)
+            elif isinstance(each, nn.Dropout):
+                each.p = 0.1 + 0.1 * (self.current_epoch % 3)
+        self.model.temperature = 1.0 + self.current_epoch  # type: ignore[union-attr]
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = super().training_step(batch, batch_idx)
+        return loss * getattr(self.model, "temperature", 1.0)
+
+
+class Extra(LightningModule):
+    """Has a part of another kind, which adds to the loss."""
+
+    extra: Any
+
+    def make(self) -> nn.Module:
+        raise NotImplementedError
+
+    @override
+    def configure_model(self) -> None:
+        super().configure_model()
+        if "extra" not in self._modules:
+            self.extra = self.make()
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = super().training_step(batch, batch_idx)
+        return loss + self.extra()
+
+
+class Counter(nn.Module):
+    """Counts its calls in a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(3)), 0
+
+    @override
+    def forward(self) -> Tensor:
+        self.calls += self.training
+        return 0.01 * self.weight.square().sum() * (1 + self.calls % 3)
+
+
+class Counts(Extra):
+    @override
+    def make(self) -> nn.Module:
+        return Counter()
+
+
+class OddBuffers(nn.Module):
+    """Tensors of no, of one and of shared elements; buffers of many types."""
+
+    turn: Tensor
+    wide: Tensor
+    flags: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(4, 4)
+        self.scalar, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 4))
+        self.upper, self.lower = nn.Parameter(both[:2]), nn.Parameter(both[2:])
+        self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("wide", torch.zeros(1).expand(3))
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("none", None)
+
+    @override
+    def forward(self) -> Tensor:
+        if self.training:
+            self.turn *= 1j
+            self.wide = self.wide + 1
+            self.flags[int(self.wide[0]) % 3] ^= True
+        factor = 1 + 0.1 * self.turn.real.sum() + 0.1 * self.flags.sum()
+        return 0.01 * factor * (self.scalar * self.upper.sum() + self.lower.square().sum()).float()
+
+
+class HasOddBuffers(Extra):
+    @override
+    def make(self) -> nn.Module:
+        return OddBuffers()
+
+
+class Edits(LightningModule):
+    """Edits weights between epochs, so that no version counter sees it."""
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        _first_matrix(self).data.mul_(0.9)
+
+
+class Clears(LightningModule):
+    """Lets the optimizer forget everything between epochs."""
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.optimizers().optimizer.state.clear()  # type: ignore[union-attr]
+
+
+class Steps(LightningModule):
+    """Sets options of the optimizer before each step."""
+
+    @override
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.01 * (self.global_step % 3)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class KeepsGradients(LightningModule):
+    """Sets gradients to zero, which others set to `None`."""
+
+    @override
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ScalesGradients(LightningModule):
+    """Edits the gradient of each parameter."""
+
+    @override
+    def on_after_backward(self) -> None:
+        super().on_after_backward()
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+class Clamps(LightningModule):
+    """Edits weights after each batch, unseen."""
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        _first_matrix(self).data.clamp_(-0.3, 0.3)
+
+
+class Logs(LightningModule):
+    """Gives rows to the logger itself."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.logger is not None:
+            self.logger.log_metrics({"direct": float(batch_idx)}, step=self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+def _first_matrix(module: LightningModule) -> Tensor:
+    return next(param for name, param in module.named_parameters() if param.ndim == 2 and "expert" not in name)
+
+
+HOOKS: dict[Hook, type[LightningModule]] = {
+    "skips_rest": SkipsRest,
+    "stops": Stops,
+    "transfers": Transfers,
+    "draws": Draws,
+    "modes": Modes,
+    "counts": Counts,
+    "odd_buffers": HasOddBuffers,
+    "edits": Edits,
+    "clears": Clears,
+    "steps": Steps,
+    "keeps_gradients": KeepsGradients,
+    "scales_gradients": ScalesGradients,
+    "clamps": Clamps,
+    "logs": Logs,
+    "reseeds": Reseeds,
+    "no_loss": NoLoss,
+}
+EDITS: frozenset[Hook] = frozenset({"edits"})
+"""What a validation between repeated steps may see too early."""
+
+
+def with_hooks(base: type[LightningModule], hooks: tuple[Hook, ...]) -> Any:
+    """A class that does these things, innermost first."""
+    for hook, mixin in HOOKS.items():
+        if hook in hooks:
+            base = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
+    return base

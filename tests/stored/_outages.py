@@ -1,0 +1,22 @@
+"""Storage that goes away."""
+
+from __future__ import annotations
+
+from lightning_moe_ckpt.errors import StorageError
+from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._sealed import SealedSegment
+from lightning_moe_ckpt.session._worker import Job
+from lightning_moe_ckpt.storage import SegmentEntry
+from lightning_moe_ckpt.testing import Seam
+
+
+def stop_storing_after(step: int) -> None:
+    """In this process storage fails behind the generation of a boundary."""
+    put = PersistWorker._put
+
+    def put_until(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
+        if job.generation.step > step:
+            raise StorageError("this store takes nothing any more.")
+        return put(worker, job, segment)
+
+    Seam(module=PersistWorker.__module__, attribute="PersistWorker._put", replacement=put_until).apply()
