@@ -123,6 +123,8 @@ class Demo:
             str(args.blocks),
             "--crops",
             str(args.crops),
+            "--accelerator",
+            args.accelerator,
         ]
         folder = out / "checkpoints"
         if checkpoints:
@@ -233,6 +235,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("out/demo"), help="folder for records, checkpoints and picture"
     )
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--accelerator", choices=["cpu", "gpu", "auto"], default="cpu", help="gpu: one for each rank")
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--crops", type=int, default=3840, help="per epoch, over all ranks")

@@ -91,17 +91,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     torch.set_num_threads(1)  # ranks share this machine's cores
     seed_everything(args.seed, verbose=False)
+    if args.accelerator != "cpu":  # fused attention adds up its gradients in any order
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
     model = MoEGPT(Architecture(num_blocks=args.blocks), Recipe(total_steps=args.steps))
     records = Records(args.out, model)
     checkpoint = SparseCheckpoint(args.checkpoints, window=args.window) if args.checkpoints else None
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=args.accelerator,
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         strategy=MoEStrategy(expert_parallel=int(os.environ.get("WORLD_SIZE", "1"))),
         callbacks=[records, checkpoint] if checkpoint else [records],
         max_steps=args.steps,
         gradient_clip_val=1.0,
         num_sanity_val_steps=0,
+        # Kernels that add in any order would give other bits in every run, failures or not.
+        deterministic="warn" if args.accelerator != "cpu" else None,
         logger=False,
         enable_checkpointing=checkpoint is not None,
         enable_progress_bar=False,
@@ -122,6 +127,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--crops", type=int, default=3840, help="per epoch, over all ranks")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--accelerator", choices=["cpu", "gpu", "auto"], default="cpu", help="gpu: one for each rank")
     return parser.parse_args(argv)
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_moe_ckpt.benchmarks import (
+    ACCELERATORS,
     Benchmark,
     DeltaBench,
     Machine,
@@ -111,6 +112,11 @@ def _declare_bench(commands: Commands) -> None:
 def _declare_benchmarks(choices: Commands, name: str, summary: str, chosen: Sequence[Benchmark[Any]]) -> None:
     parser = choices.add_parser(name, help=summary, description=summary)
     parser.add_argument("--json", action="store_true", help="write figures as JSON")
+    parser.add_argument(
+        "--accelerator",
+        choices=ACCELERATORS,
+        help="of trainings; gpu needs a device per rank (default: cpu; with --first-run auto)",
+    )
     for benchmark in chosen:
         benchmark.add_options(parser)
     parser.set_defaults(run=lambda args: _bench(chosen, args))
@@ -121,10 +127,13 @@ def _bench(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> int:
     figures = _measure(chosen, args)
     if args.json:
         document = {name: [dataclasses.asdict(each) for each in group] for name, group in figures.items()}
-        sys.stdout.write(json.dumps({"machine": dataclasses.asdict(machine), **document}, indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps({"machine": dataclasses.asdict(machine), "accelerator": args.accelerator, **document}, indent=2)
+            + "\n"
+        )
         return 0
     console = Screen()
-    console.print(str(machine))
+    console.print(f"{machine}; trainings on: {args.accelerator or 'cpu'}")
     for benchmark in chosen:
         console.print(benchmark.table(figures[benchmark.name]))
     return 0
@@ -145,3 +154,7 @@ def _measure(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> dict
 
 
 _COMMANDS: tuple[Callable[[Commands], None], ...] = (add_commands, add_doctor, add_placement, _declare_bench)
+
+
+if __name__ == "__main__":  # where the package is on the path and not installed
+    sys.exit(main())

@@ -7,13 +7,19 @@ Medians and ratios of such figures say something about another machine; absolute
 from __future__ import annotations
 
 import argparse
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import torch
 from rich.table import Table
 
+from lightning_moe_ckpt.errors import ConfigurationError
+
 Figure = TypeVar("Figure")
+Accelerator = Literal["cpu", "gpu"]
+ACCELERATORS = ("cpu", "gpu", "auto")
 Progress = Callable[[str, int, int], None]
 """Called with what begins, how many were done before it, and how many there are."""
 
@@ -44,6 +50,24 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
     return number
+
+
+def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
+    """What to train on: `cpu` if nothing is said; `auto` takes GPUs if there is one for every rank.
+
+    The driver is not asked: trainings are forked, and CUDA works in no fork of a process that has used it.
+
+    Raises:
+        ConfigurationError: `gpu` is wanted, and there are too few.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    num_devices = torch.cuda.device_count() if wanted in ("gpu", "auto") and torch.cuda.is_available() else 0
+    if wanted == "gpu" and num_devices < num_ranks:
+        raise ConfigurationError(
+            f"`--accelerator gpu` needs a CUDA device for each of {num_ranks} ranks, torch sees {num_devices}. "
+            "Take fewer ranks, or `--accelerator cpu`."
+        )
+    return "gpu" if 0 < num_ranks <= num_devices else "cpu"
 
 
 def milliseconds(seconds: float) -> str:

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.benchmarks._turns import HandOver
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, SparseCheckpoint
@@ -48,6 +49,7 @@ class FitOptions:
     steps: int
     """Steps of a turn that are measured, at least one."""
     turns: int
+    accelerator: Accelerator = "cpu"
 
     @property
     def total_steps(self) -> int:
@@ -132,7 +134,7 @@ def _train(
     )
     with one_thread(), quiet_lightning():
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator=options.accelerator,
             devices=num_ranks,
             strategy="auto" if num_ranks == 1 else MoEStrategy(),
             precision=options.precision,
@@ -181,6 +183,8 @@ class _Turns(Callback):
         within = step % self._period
         if step < 0 or within > self._steps:
             return
+        if pl_module.device.type == "cuda" and within in (0, self._steps):
+            torch.cuda.synchronize()  # the host runs ahead of the device, by a step or more
         if within == 0:
             self._before, self._clocks = self._report(), []  # takes a while, so before the first clock is read
         self._clocks.append(_Clocks.read())

@@ -6,9 +6,9 @@ Goals are relative to a baseline of the same run where there is one: absolute ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
+from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure, attempt
 
 Measurement = Callable[[], float]
 
@@ -58,11 +58,10 @@ def judge(measurements: Mapping[str, Measurement], reason: str) -> list[NativeFi
 def _judge_one(goal: Goal, measure: Measurement | None, reason: str) -> NativeFigure:
     sign = "at least" if goal.at_least else "at most"
     what, wanted = f"{goal.name} {goal.what}", f"goal {sign} {goal.wanted:g} {goal.unit}"
-    value, outcome = None, f"not run on a GPU: {reason}"
-    if measure is not None:
-        try:
-            value = measure()
-            outcome = "met" if goal.is_met(value) else "NOT met"
-        except Exception as error:  # noqa: BLE001  # one measurement that fails must not cost the others
-            outcome = f"FAILED: {type(error).__name__}: {error}"
-    return NativeFigure(what=what, how="compiled engine", value=value, unit=goal.unit, note=f"{wanted}: {outcome}")
+    if measure is None:
+        note = f"{wanted}: not run on a GPU: {reason}"
+        return NativeFigure(what=what, how="compiled engine", value=None, unit=goal.unit, note=note)
+    figure = attempt(what, "compiled engine", measure, unit=goal.unit, note=wanted)
+    if figure.value is None:
+        return figure
+    return replace(figure, note=f"{wanted}: {'met' if goal.is_met(figure.value) else 'NOT met'}")

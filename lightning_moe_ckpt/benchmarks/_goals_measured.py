@@ -1,4 +1,9 @@
-"""Measurements of the goals. Those that need a device have never run on one; each returns what its goal is stated in."""
+"""Rates of copies and kernels on a device, absolute and beside the goals.
+
+Slices lie apart, because a plan joins neighbours: without gaps whole chunks would be measured, whatever a slice's size.
+Copies and the work beside them have streams of their own: on one stream each would wait for the other.
+All of it runs on a CPU too, where the figures say nothing, so that tests can execute it.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +13,43 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from lightning_moe_ckpt.benchmarks._goals import Measurement
+from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure, attempt
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,
+    CompiledCpuEngine,
+    CompiledCudaEngine,
     Copy,
     CopyEngine,
+    CpuCopyEngine,
+    CudaCopyEngine,
+    NativeError,
+    _compiled_cuda,
+    _library,
     compress_gradients,
     decompress_gradient,
     replay_adam,
 )
+from lightning_moe_ckpt.native._plan import Arrangement
 
-_MATRIX = 8192
-_LOOP_SECONDS = 1.5
-_NUM_DELAYS = 400
+MIB = 2**20
+CHUNKS_MIB, DEPTHS = (1, 4, 16, 64), (1, 2, 4)
+SMALL_NBYTES = (4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10)
+_GAP = 256  # bytes between slices, which keep their alignment
+_MAX_SLICES = 10_000
+_NUM_DELAYS = 300
 _LOADS = """
 import time
 import lightning_moe_ckpt
@@ -41,13 +62,13 @@ print(time.perf_counter() - start)
 
 
 def host_measurements(megabytes: int, repeats: int) -> dict[str, Measurement]:
-    """Those that need no device."""
+    """Those goals that need no device."""
     return {"G11": lambda: _checksum_rate(megabytes, repeats), "G13": lambda: _load_milliseconds(repeats)}
 
 
 def _checksum_rate(megabytes: int, repeats: int) -> float:
-    data = memoryview(torch.ones(megabytes * 2**20, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
-    return data.nbytes / _median(lambda: xxhash.xxh3_128_hexdigest(data), repeats) / 1e9
+    data = memoryview(torch.ones(megabytes * MIB, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+    return data.nbytes / median(lambda: xxhash.xxh3_128_hexdigest(data), repeats) / 1e9
 
 
 def _load_milliseconds(repeats: int) -> float:
@@ -56,117 +77,350 @@ def _load_milliseconds(repeats: int) -> float:
     return statistics.median(float(run.stdout) for run in runs) * 1e3
 
 
-class CudaMeasurements:
-    """Of one engine on one device.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    megabytes: int = 256
+    """Of one list of copies, in units of 2^20 bytes."""
+    repeats: int = 7
+    numel: int = 10**9
+    """Elements of the largest gradient that is compressed; a fifth of it is replayed."""
+    matrix: int = 8192
+    """Rows and columns of what is multiplied beside copies."""
+    loop_seconds: float = 0.5
+    """Of each loop of work that copies run beside."""
+
+    def fitting(self, device: torch.device) -> Scale:
+        """The same with gradients that the memory of the device has room for, with torch's copies of them."""
+        if device.type != "cuda":
+            return self
+        free, _ = torch.cuda.mem_get_info(device)
+        return replace(self, numel=min(self.numel, free // 32))
+
+
+def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> CopyEngine:
+    """The compiled engine of a device, started.
 
     Args:
-        engine: to be measured; stays the caller's.
-        device: its device.
-        megabytes: of large copies, in units of 2^20 bytes.
-        repeats: of every measurement.
-        numel: of compressed gradients and replayed parameters.
+        device: where sources are.
+        arrangement: how lists are cut.
+        depth: chunks queued with the device at a time; the engine of the CPU has none.
+
+    Raises:
+        NativeError: there is no compiled part for the device.
+    """
+    if device.type == "cpu":
+        cpu = _library.cpu()
+        return CompiledCpuEngine(cpu, arrangement) if cpu is not None else CpuCopyEngine()
+    status = _library.status("cuda")
+    if status.library is None:
+        raise NativeError(f"The compiled CUDA part is not in use: {status.reason}.")
+    engine = CompiledCudaEngine(status.library, device, arrangement)
+    usual, _compiled_cuda._DEPTH = _compiled_cuda._DEPTH, depth  # noqa: SLF001  # no argument: users have no use for one
+    try:
+        engine.start()
+    finally:
+        _compiled_cuda._DEPTH = usual  # noqa: SLF001
+    return engine
+
+
+class DeviceCopies:
+    """Copies from a device into memory that an engine has registered, as a ring is.
+
+    Args:
+        device: the sources' memory.
+        scale: how much.
     """
 
-    def __init__(self, engine: CopyEngine, device: torch.device, megabytes: int, repeats: int, numel: int) -> None:
-        self._engine, self._device, self._repeats, self._numel = engine, device, repeats, numel
-        self._src = torch.ones(megabytes * 2**20, dtype=torch.uint8, device=device)
-        self._dst = torch.zeros(megabytes * 2**20, dtype=torch.uint8, pin_memory=True)
-        self._large = engine.prepare(list(zip(self._src.view(-1, 2**20), self._dst.view(-1, 2**20), strict=True)))
+    def __init__(self, device: torch.device, scale: Scale) -> None:
+        self._device, self._scale, self._module = device, scale, torch.get_device_module(device)
+        self._on_cuda = device.type == "cuda"
+        self._nbytes = scale.megabytes * MIB
+        room = self._nbytes + _MAX_SLICES * _GAP
+        self._src = torch.ones(room, dtype=torch.uint8, device=device)
+        self._ring = torch.frombuffer(mmap.mmap(-1, room), dtype=torch.uint8)
+        self._pinned = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
 
-    def all(self) -> dict[str, Measurement]:
+    def goals(self) -> dict[str, Measurement]:
         """By name of the goal."""
         return {
-            "G1": self.large_copies,
-            "G2": self.large_copies_beside_matrices,
+            "G1": lambda: 100 * self.rate() / self.baseline(),
+            "G2": lambda: 100 * self._rate_beside_matrices() / self.rate(),
             "G3": lambda: self._slowdown(self._matrices()),
             "G4": lambda: self._slowdown(self._additions()),
-            "G5": self.delay,
-            "G6": self.small_copies,
-            "G7": self.submit,
-            "G8": self.processor,
-            "G9": self.compression,
-            "G10": self.replay,
-            "G12": self.registration,
+            "G5": self._added_delay,
+            "G6": self._small_against_loop,
+            "G7": self._submit_microseconds,
+            "G8": self._processor_share,
+            "G12": self._registration_rate,
         }
 
-    def large_copies(self) -> float:
-        """Percent of the rate of one copy."""
+    def rates(self) -> Iterator[NativeFigure]:
+        """GB/s of every arrangement that can be chosen, and what matrices and a small copy of training feel of it."""
+        gigabytes = partial(attempt, unit="GB/s")
+        yield gigabytes("device to host", "torch, one pinned copy", self.baseline)
+        yield gigabytes("64 KiB slices", "torch's streams, slice by slice", self._rate_of_twin)
+        for size, pack in product(SMALL_NBYTES, (0, 2**30)):
+            arrangement = Arrangement(has_device=self._on_cuda, pack_below=pack)
+            how = "packed by a kernel" if pack else "copied one by one"
+            yield gigabytes(f"{size // 2**10} KiB slices", how, partial(self.rate, size, arrangement))
+        for chunk, depth in product(CHUNKS_MIB, DEPTHS):
+            arrangement = Arrangement(has_device=self._on_cuda, chunk_nbytes=chunk * MIB)
+            what = f"1 MiB slices, chunks of {chunk} MiB, {depth} queued"
+            yield gigabytes(what, "idle device", partial(self.rate, MIB, arrangement, depth))
+            yield attempt(what, "slowdown of matrices", partial(self._slowdown_by, arrangement, depth), unit="%")
+            yield attempt(what, "added to a 4 KiB copy, p99", partial(self._added_delay, arrangement, depth), unit="ms")
+
+    def baseline(self) -> float:
+        """GB/s of one copy into page-locked memory."""
 
         def one() -> None:
-            self._dst.copy_(self._src, non_blocking=True)
-            torch.cuda.synchronize(self._device)
+            self._pinned.copy_(self._src[: self._nbytes], non_blocking=True)
+            self._synchronize()
 
-        return 100 * _median(one, self._repeats) / _median(self._copy, self._repeats)
+        return self._nbytes / median(one, self._scale.repeats) / 1e9
 
-    def large_copies_beside_matrices(self) -> float:
-        """Percent of the rate on an idle device."""
-        idle, work, copied = _median(self._copy, self._repeats), self._matrices(), list[float]()
-        with _in_background(lambda: copied.append(_seconds(self._copy))):
-            self._loop_milliseconds(work)
-        return 100 * idle / statistics.median(copied)
+    def rate(self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+        """GB/s of slices of `size` bytes."""
+        with self._copying(size, arrangement, depth) as (copy, nbytes):
+            return nbytes / median(copy, self._scale.repeats) / 1e9
 
-    def delay(self) -> float:
-        """Milliseconds that the 99th percentile rises by."""
-        small, host = torch.zeros(1024, device=self._device), torch.empty(1024, pin_memory=True)
+    @contextmanager
+    def _copying(
+        self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2, most: int = _MAX_SLICES
+    ) -> Iterator[tuple[Callable[[], None], int]]:
+        """What copies a list of slices and waits for them, and their bytes."""
+        engine = make_engine(self._device, arrangement or Arrangement(has_device=self._on_cuda), depth)
+        try:
+            self._register(engine, self._ring)
+            copies = self._slices(size)[:most]
+            prepared = engine.prepare(copies)
+            yield lambda: engine.wait(engine.submit(prepared)), size * len(copies)
+        finally:
+            engine.close()
+
+    def _register(self, engine: CopyEngine, memory: Tensor) -> None:
+        engine.register(memory)
+        if isinstance(engine, CompiledCudaEngine):
+            engine.finish_registering()
+            if not memory.is_pinned():
+                raise NativeError("The engine could not register host memory; the log says why.")
+
+    def _slices(self, size: int) -> list[Copy]:
+        num = max(1, min(self._nbytes // size, _MAX_SLICES))
+        apart = ((num, size), (size + _GAP, 1))
+        return list(zip(self._src.as_strided(*apart), self._ring.as_strided(*apart), strict=True))
+
+    def _rate_of_twin(self) -> float:
+        engine = CudaCopyEngine(self._device) if self._on_cuda else CpuCopyEngine()
+        copies = self._slices(64 * 2**10)
+        try:
+            seconds = median(lambda: engine.wait(engine.submit(copies)), self._scale.repeats)
+        finally:
+            engine.close()
+        return 64 * 2**10 * len(copies) / seconds / 1e9
+
+    def _rate_beside_matrices(self) -> float:
+        work, rates = self._matrices(), list[float]()
+        with self._copying() as (copy, nbytes), self._beside(lambda: rates.append(nbytes / seconds_of(copy) / 1e9)):
+            self._loop_seconds(work)
+        return statistics.median(rates)
+
+    def _slowdown_by(self, arrangement: Arrangement, depth: int) -> float:
+        return self._slowdown(self._matrices(), arrangement, depth)
+
+    def _slowdown(self, work: Callable[[], object], arrangement: Arrangement | None = None, depth: int = 2) -> float:
+        """Percent that `work` takes longer beside copies."""
+        self._loop_seconds(work)
+        with self._copying(MIB, arrangement, depth) as (copy, _):
+            alone = self._loop_seconds(work)
+            with self._beside(copy):
+                return 100 * (self._loop_seconds(work) / alone - 1)
+
+    def _added_delay(self, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+        """Milliseconds that the 99th percentile of a small copy to the host rises by."""
+        small = torch.zeros(1024, device=self._device)
+        host = torch.empty(1024, pin_memory=self._on_cuda)
 
         def one() -> None:
             host.copy_(small, non_blocking=True)
-            torch.cuda.current_stream(self._device).synchronize()
+            self._synchronize()
 
-        idle = self._percentile(one)
-        with _in_background(self._copy):
-            busy = self._percentile(one)
-        return (busy - idle) * 1e3
+        def percentile() -> float:
+            return sorted(seconds_of(one) for _ in range(_NUM_DELAYS))[int(0.99 * _NUM_DELAYS)]
 
-    def small_copies(self) -> float:
-        """Times as fast as a loop of torch's copies."""
-        copies = self._rows(8192, 4096)
-        prepared = self._engine.prepare(copies)
+        with self._copying(MIB, arrangement, depth) as (copy, _):
+            copy()
+            idle = percentile()
+            with self._beside(copy):
+                return (percentile() - idle) * 1e3
+
+    def _small_against_loop(self) -> float:
+        """Times as fast as a loop of torch's copies into page-locked memory."""
+        num = min(8192, self._nbytes // 4096)
+        sources = self._src[: num * 4096].view(num, 4096)
+        pairs = list(zip(sources, self._pinned[: num * 4096].view(num, 4096), strict=True))
 
         def loop() -> None:
-            for src, dst in copies:
+            for src, dst in pairs:
                 dst.copy_(src, non_blocking=True)
-            torch.cuda.synchronize(self._device)
+            self._synchronize()
 
-        ours = _median(lambda: self._engine.wait(self._engine.submit(prepared)), self._repeats)
-        return _median(loop, self._repeats) / ours
+        with self._copying(4096, most=num) as (copy, _):
+            return median(loop, self._scale.repeats) / median(copy, self._scale.repeats)
 
-    def submit(self) -> float:
-        """Microseconds of the calling thread, an upper bound of the time that it holds the interpreter lock."""
-        prepared, seconds = self._engine.prepare(self._rows(10_000, 256)), list[float]()
-        for _ in range(self._repeats):
-            start = time.perf_counter()
-            ticket = self._engine.submit(prepared)
-            seconds.append(time.perf_counter() - start)
-            self._engine.wait(ticket)
+    def _submit_microseconds(self) -> float:
+        """Time of the calling thread, an upper bound of how long it holds the interpreter lock."""
+        engine, seconds = make_engine(self._device, Arrangement(has_device=self._on_cuda), 2), list[float]()
+        try:
+            self._register(engine, self._ring)
+            prepared = engine.prepare(self._slices(256))
+            for _ in range(self._scale.repeats):
+                start = time.perf_counter()
+                ticket = engine.submit(prepared)
+                seconds.append(time.perf_counter() - start)
+                engine.wait(ticket)
+        finally:
+            engine.close()
         return statistics.median(seconds) * 1e6
 
-    def processor(self) -> float:
-        """Percent of a core."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(10 * self._repeats):
-            self._copy()
-        return 100 * (time.process_time() - cpu) / (time.perf_counter() - wall)
+    def _processor_share(self) -> float:
+        """Percent of a core while copying."""
+        with self._copying() as (copy, _):
+            copy()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(10 * self._scale.repeats):
+                copy()
+            return 100 * (time.process_time() - cpu) / (time.perf_counter() - wall)
 
-    def compression(self) -> float:
-        """Times as fast as torch with a sampled threshold."""
-        gradient = torch.randn(self._numel, device=self._device)
+    def _registration_rate(self) -> float:
+        """GB/s until a fresh mapping is registered, which copies into it then need not wait for."""
+        memory = torch.frombuffer(mmap.mmap(-1, self._nbytes), dtype=torch.uint8)
+        engine = make_engine(self._device, Arrangement(has_device=self._on_cuda), 2)
+        try:
+            return memory.nbytes / seconds_of(lambda: self._register(engine, memory)) / 1e9
+        finally:
+            engine.close()
+
+    def _matrices(self) -> Callable[[], object]:
+        shape = (self._scale.matrix, self._scale.matrix)
+        matrix, out = (torch.randn(shape, device=self._device).to(torch.bfloat16) for _ in range(2))
+        return lambda: torch.mm(matrix, matrix, out=out)
+
+    def _additions(self) -> Callable[[], object]:
+        values = torch.zeros(self._nbytes, device=self._device)  # 1 GiB where 256 MiB are copied: no cache holds it
+        return lambda: values.add_(1.0)
+
+    def _loop_seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of one call."""
+        self._synchronize()
+        start, num = time.perf_counter(), 0
+        while time.perf_counter() - start < self._scale.loop_seconds:
+            for _ in range(8):
+                work()
+            num += 8
+            self._synchronize()
+        return (time.perf_counter() - start) / num
+
+    def _synchronize(self) -> None:
+        """Wait for this thread's stream only: what is copied on another one goes on."""
+        event: Any = self._module.Event()
+        event.record()
+        event.synchronize()
+
+    @contextmanager
+    def _beside(self, action: Callable[[], object]) -> Iterator[None]:
+        """Run `action` again and again, on a thread and a stream, while the block runs; its error ends the block."""
+        stop, errors = threading.Event(), list[Exception]()
+
+        def run() -> None:
+            try:
+                if self._on_cuda:
+                    torch.cuda.set_device(self._device)
+                with self._module.stream(self._module.Stream()):
+                    while not stop.is_set():
+                        action()
+            except Exception as error:  # noqa: BLE001  # thread entry: raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="moe-ckpt-bench", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+class DeviceKernels:
+    """Compression and replay on a device, beside what torch would be asked to do in their place.
+
+    Args:
+        device: where gradients are.
+        scale: how much.
+    """
+
+    def __init__(self, device: torch.device, scale: Scale) -> None:
+        self._device, self._scale = device, scale.fitting(device)
+        self._module = torch.get_device_module(device)
+
+    def goals(self) -> dict[str, Measurement]:
+        """By name of the goal."""
+        numel = self._scale.numel
+        return {
+            "G9": lambda: self._against_torch(self._compressions(numel)),
+            "G10": lambda: self._against_torch(self._replays(numel // 5, 8)),
+        }
+
+    def rates(self) -> Iterator[NativeFigure]:
+        """TB/s of memory that must be read, or read and written, whatever the implementation."""
+        for numel in sorted({min(size, self._scale.numel) for size in (10**6, 10**7, self._scale.numel)}):
+            what = f"compression of {numel:,} float32"
+            yield from self._rows(what, lambda numel=numel: self._compressions(numel), 4 * numel)  # type: ignore[misc]
+        numel = self._scale.numel // 5
+        for steps in (1, 8):
+            what = f"replay of {steps} steps of Adam, {numel:,} elements"
+            yield from self._rows(what, lambda steps=steps: self._replays(numel, steps), 24 * numel)  # type: ignore[misc]
+
+    def _rows(
+        self, what: str, make: Callable[[], Mapping[str, Callable[[], object]]], nbytes: int
+    ) -> Iterator[NativeFigure]:
+        for how in ("compiled", "torch"):
+            yield attempt(what, how, lambda how=how: nbytes / self._seconds(make()[how]) / 1e12, unit="TB/s")  # type: ignore[misc]
+
+    def _against_torch(self, ways: Mapping[str, Callable[[], object]]) -> float:
+        return self._seconds(ways["torch"]) / self._seconds(ways["compiled"])
+
+    def _seconds(self, action: Callable[[], object]) -> float:
+        """Of one call; several are queued at a time, so that what the host does in between is hidden as in training."""
+
+        def some() -> None:
+            for _ in range(4):
+                action()
+            self._module.synchronize()
+
+        return median(some, self._scale.repeats) / 4
+
+    def _compressions(self, numel: int) -> dict[str, Callable[[], object]]:
+        gradient = torch.randn(numel, device=self._device)
 
         def torch_way() -> tuple[Tensor, Tensor]:
             magnitudes = gradient.abs()
-            sample = magnitudes[:: max(self._numel // 32_768, 1)]
+            sample = magnitudes[:: max(numel // 32_768, 1)]
             threshold = sample.kthvalue(max(int(sample.numel() * 0.99), 1)).values
             indices = (magnitudes >= threshold).nonzero().flatten()
             return gradient[indices].half(), indices.int()
 
-        return self._device_median(torch_way) / self._device_median(lambda: compress_gradients([gradient]))
+        return {"compiled": lambda: compress_gradients([gradient]), "torch": torch_way}
 
-    def replay(self) -> float:
-        """Times as fast as torch's fused AdamW with a decompression per step."""
-        (gradient,) = compress_gradients([torch.randn(self._numel, device=self._device)])
-        state = AdamState(*(torch.zeros(self._numel, device=self._device) for _ in range(3)))
-        steps = [AdamStep(gradient=gradient, step=1 + index, lr=1e-3) for index in range(8)]
-        param = torch.nn.Parameter(torch.zeros(self._numel, device=self._device))
+    def _replays(self, numel: int, num_steps: int) -> dict[str, Callable[[], object]]:
+        (gradient,) = compress_gradients([torch.randn(numel, device=self._device)])
+        state = AdamState(*(torch.zeros(numel, device=self._device) for _ in range(3)))
+        steps = [AdamStep(gradient=gradient, step=1 + index, lr=1e-3) for index in range(num_steps)]
+        param = torch.nn.Parameter(torch.zeros(numel, device=self._device))
         optimizer = torch.optim.AdamW([param], lr=1e-3, fused=True)
 
         def torch_way() -> None:
@@ -174,96 +428,16 @@ class CudaMeasurements:
                 param.grad = decompress_gradient(gradient).view_as(param)
                 optimizer.step()
 
-        return self._device_median(torch_way) / self._device_median(lambda: replay_adam(state, steps))
-
-    def registration(self) -> float:
-        """Gigabytes per second until a fresh mapping is registered, which copies into it then need not wait for."""
-        memory = torch.frombuffer(mmap.mmap(-1, self._src.nbytes), dtype=torch.uint8)
-        start = time.perf_counter()
-        self._engine.register(memory)
-        try:
-            while not memory.is_pinned():
-                if time.perf_counter() - start > 60:  # seconds
-                    raise TimeoutError("the memory is not registered after 60 s; the log says why")
-                time.sleep(1e-3)
-            seconds = time.perf_counter() - start
-        finally:
-            self._engine.unregister(memory)
-        return memory.nbytes / seconds / 1e9
-
-    def _copy(self) -> None:
-        self._engine.wait(self._engine.submit(self._large))
-
-    def _rows(self, num: int, nbytes: int) -> list[Copy]:
-        src = torch.ones(num, 2 * nbytes, dtype=torch.uint8, device=self._device)[:, :nbytes]
-        return list(zip(src, torch.zeros(num, nbytes, dtype=torch.uint8, pin_memory=True), strict=True))
-
-    def _matrices(self) -> Callable[[], object]:
-        matrix = torch.randn(_MATRIX, _MATRIX, device=self._device, dtype=torch.bfloat16)
-        return lambda: torch.mm(matrix, matrix)
-
-    def _additions(self) -> Callable[[], object]:
-        values = torch.zeros(self._numel, device=self._device)
-        return lambda: values.add_(1.0)
-
-    def _slowdown(self, work: Callable[[], object]) -> float:
-        self._loop_milliseconds(work)
-        alone = self._loop_milliseconds(work)
-        with _in_background(self._copy):
-            together = self._loop_milliseconds(work)
-        return 100 * (together / alone - 1)
-
-    def _loop_milliseconds(self, work: Callable[[], object]) -> float:
-        torch.cuda.synchronize(self._device)
-        start, num = time.perf_counter(), 0
-        while time.perf_counter() - start < _LOOP_SECONDS:
-            for _ in range(8):
-                work()
-            num += 8
-            torch.cuda.current_stream(self._device).synchronize()
-        return (time.perf_counter() - start) / num * 1e3
-
-    def _percentile(self, action: Callable[[], object]) -> float:
-        return sorted(_seconds(action) for _ in range(_NUM_DELAYS))[int(0.99 * _NUM_DELAYS)]
-
-    def _device_median(self, action: Callable[[], object]) -> float:
-        def finished() -> None:
-            action()
-            torch.cuda.synchronize(self._device)
-
-        return _median(finished, self._repeats)
+        return {"compiled": lambda: replay_adam(state, steps), "torch": torch_way}
 
 
-@contextmanager
-def _in_background(action: Callable[[], object]) -> Iterator[None]:
-    """Run `action` again and again on a thread while the block runs; an error of it ends the block with that error."""
-    stop, errors = threading.Event(), list[Exception]()
-
-    def run() -> None:
-        try:
-            while not stop.is_set():
-                action()
-        except Exception as error:  # noqa: BLE001  # thread entry: raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="moe-ckpt-bench", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _median(action: Callable[[], object], repeats: int) -> float:
+def median(action: Callable[[], object], repeats: int) -> float:
     """Seconds; the first run, which also meets untouched memory, does not count."""
-    seconds: Sequence[float] = [_seconds(action) for _ in range(repeats + 1)]
-    return statistics.median(seconds[1:])
+    return statistics.median([seconds_of(action) for _ in range(repeats + 1)][1:])
 
 
-def _seconds(action: Callable[[], object]) -> float:
+def seconds_of(action: Callable[[], object]) -> float:
+    """Wall time of one call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,6 +32,8 @@ class Machine:
     python: str
     torch: str
     lightning: str
+    devices: str
+    """Names and drivers of the GPUs, as `nvidia-smi` says; empty where there is none."""
 
     @classmethod
     def read(cls) -> Machine:
@@ -44,13 +48,14 @@ class Machine:
             python=platform.python_version(),
             torch=torch.__version__,
             lightning=lightning.__version__,
+            devices=_devices(),
         )
 
     def __str__(self) -> str:
         return (
             f"{self.date}, {self.cpu}, {self.num_cores} cores at load {self.load}, "
             f"{self.memory_nbytes / 2**30:.0f} GiB, {self.system}, "
-            f"Python {self.python}, torch {self.torch}, Lightning {self.lightning}"
+            f"Python {self.python}, torch {self.torch}, Lightning {self.lightning}{f', {self.devices}' if self.devices else ''}"
         )
 
 
@@ -60,6 +65,16 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _devices() -> str:
+    """The driver is not asked in this process, which may have to fork."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    command = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else ""
 
 
 def _num_cores() -> int:

@@ -42,6 +42,8 @@ class ModelSize:
     """Room per expert relative to an even load; 0 drops nothing."""
     balance: float = 0.01
     """Weight of the experts' balancing loss."""
+    dropout: float = 0.0
+    """Share of the embedding's elements that are dropped."""
 
     def num_params(self) -> int:
         """Parameters of the model; it is not built."""
@@ -99,6 +101,7 @@ class BenchModel(LightningModule):
     def cross_entropy(self, tokens_BT: Tensor) -> Tensor:
         """Of every token but the first, in nats, mean."""
         x_BTD = self.embed(tokens_BT[:, :-1]) + self.position.weight[: tokens_BT.shape[1] - 1]
+        x_BTD = nn.functional.dropout(x_BTD, self.size.dropout, self.training)
         logits_BTV = self.head(self.blocks(x_BTD))
         return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
 

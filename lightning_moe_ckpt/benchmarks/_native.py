@@ -1,7 +1,7 @@
 """What compiled copies gain on this machine, each beside what torch or Python does in its place.
 
 Many small slices are where calls cost more than bytes; of large ones only memory bandwidth is left. With a CUDA device
-the goals for its engine are measured too; without one they are listed as not run.
+the goals for its engine are measured too; without one they are listed as not run. `--first-run` is told in `_first_run`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, positive, table_of
+from lightning_moe_ckpt.benchmarks._first_run import SECTIONS, first_run
 from lightning_moe_ckpt.benchmarks._goals import judge
-from lightning_moe_ckpt.benchmarks._goals_measured import CudaMeasurements, host_measurements
+from lightning_moe_ckpt.benchmarks._goals_measured import DeviceCopies, DeviceKernels, Scale, host_measurements, median
 from lightning_moe_ckpt.benchmarks._machine import Machine
 from lightning_moe_ckpt.benchmarks._native_compute import compression, replay
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
@@ -47,13 +48,21 @@ class NativeBench(Benchmark[NativeFigure]):
         parser.add_argument("--repeats", type=positive, default=7, help="of every measurement (default: %(default)s)")
         parser.add_argument("--megabytes", type=positive, default=256, help="of large copies (default: %(default)s)")
         parser.add_argument("--elements", type=positive, default=32 * 2**20, help="of gradients (default: %(default)s)")
+        parser.add_argument("--device-elements", type=positive, default=10**9, help="on a GPU (default: %(default)s)")
         parser.add_argument("--quick", action="store_true", help=f"gradients of at most {_QUICK_NUMEL} elements")
         parser.add_argument("--out", type=Path, help="folder that gets native.json, with the machine and every figure")
+        parser.add_argument(
+            "--first-run", action="store_true", help="all that a first run on a GPU should tell, instead"
+        )
+        parser.add_argument("--only", metavar="A,B", help=f"sections of the first run: {', '.join(SECTIONS)}")
 
     @override
     def measure(self, options: argparse.Namespace, progress: Progress) -> list[NativeFigure]:
+        if options.first_run:
+            return first_run(options, progress)
         if options.quick:
             options.elements = min(options.elements, _QUICK_NUMEL)
+            options.device_elements = min(options.device_elements, _QUICK_NUMEL)
         parts: list[tuple[str, Callable[[argparse.Namespace], list[NativeFigure]]]] = [
             ("small slices", _small_slices),
             ("strided and converted copies", _forms),
@@ -100,8 +109,8 @@ def _ways_to_copy(copies: list[Copy], repeats: int) -> list[tuple[str, float | N
             dst.copy_(src)
 
     found: list[tuple[str, float | None]] = [
-        ("torch, loop of copy_", _median(loop, repeats)),
-        ("torch, _foreach_copy_", _median(lambda: torch._foreach_copy_(destinations, sources), repeats)),
+        ("torch, loop of copy_", median(loop, repeats)),
+        ("torch, _foreach_copy_", median(lambda: torch._foreach_copy_(destinations, sources), repeats)),
     ]
     engine = create_engine(torch.device("cpu"))
     compiled = not isinstance(engine, CpuCopyEngine)
@@ -112,7 +121,7 @@ def _ways_to_copy(copies: list[Copy], repeats: int) -> list[tuple[str, float | N
 
 def _engine_seconds(engine: CopyEngine, copies: list[Copy], repeats: int) -> float:
     prepared = engine.prepare(copies)
-    return _median(lambda: engine.wait(engine.submit(prepared)), repeats)
+    return median(lambda: engine.wait(engine.submit(prepared)), repeats)
 
 
 def _forms(options: argparse.Namespace) -> list[NativeFigure]:
@@ -137,7 +146,7 @@ def _forms(options: argparse.Namespace) -> list[NativeFigure]:
 
 def _storage(options: argparse.Namespace) -> list[NativeFigure]:
     data = memoryview(torch.ones(options.megabytes * 2**20, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
-    seconds = _median(lambda: xxhash.xxh3_128_hexdigest(data), options.repeats)
+    seconds = median(lambda: xxhash.xxh3_128_hexdigest(data), options.repeats)
     written = [_write_seconds(data) for _ in range(min(options.repeats, 3))]
     unit = "GB/s"
     return [
@@ -200,20 +209,11 @@ def _goals(options: argparse.Namespace) -> list[NativeFigure]:
     reason = next((f"{part.part} part: {part.reason}" for part in explain() if not part.active), "")
     if reason:
         return judge(on_host, reason)
-    device = torch.device("cuda", torch.cuda.current_device())
-    engine = create_engine(device)
-    try:
-        measured = CudaMeasurements(engine, device, options.megabytes, options.repeats, options.elements)
-        return judge({**measured.all(), **on_host}, reason)
-    finally:
-        engine.close()
+    device, scale = torch.device("cuda", torch.cuda.current_device()), device_scale(options)
+    copies, kernels = DeviceCopies(device, scale), DeviceKernels(device, scale)
+    return [*judge({**copies.goals(), **kernels.goals(), **on_host}, ""), *copies.rates(), *kernels.rates()]
 
 
-def _median(action: Callable[[], object], repeats: int) -> float:
-    """Seconds; the first run, which also meets untouched memory, does not count."""
-    seconds = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+def device_scale(options: argparse.Namespace) -> Scale:
+    """What the options ask of a device."""
+    return Scale(megabytes=options.megabytes, repeats=options.repeats, numel=options.device_elements)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ class NativeFigure:
     """Median over runs; `None` if it could not be run here."""
     unit: str
     note: str = ""
+    traceback: str = ""
+    """Of the error that left it without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +59,13 @@ def cost_figures(what: str, costs: Mapping[str, Cost], notes: Mapping[str, str])
 
 def _median_cost(costs: list[Cost]) -> Cost:
     return Cost(statistics.median(c.wall for c in costs), statistics.median(c.cpu for c in costs))
+
+
+def attempt(what: str, how: str, measure: Callable[[], float], *, unit: str, note: str = "") -> NativeFigure:
+    """A row with what `measure` returns; one that fails must not cost the others, and says where it did."""
+    try:
+        return NativeFigure(what=what, how=how, value=measure(), unit=unit, note=note)
+    except Exception as error:  # noqa: BLE001  # kept whole, in the row
+        said, where = f"FAILED: {type(error).__name__}: {error}", traceback.format_exc()
+        note = f"{note}: {said}" if note else said
+        return NativeFigure(what=what, how=how, value=None, unit=unit, note=note, traceback=where)

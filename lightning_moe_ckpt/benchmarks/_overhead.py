@@ -24,7 +24,15 @@ from typing import Literal, get_args
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, megabytes, milliseconds, positive, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import (
+    Benchmark,
+    Progress,
+    accelerator_for,
+    megabytes,
+    milliseconds,
+    positive,
+    table_of,
+)
 from lightning_moe_ckpt.benchmarks._fits import FitOptions, StepCosts, Turn, Variant, train
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnTaker
@@ -137,6 +145,7 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
         settle=options.settle,
         steps=options.steps,
         turns=options.rounds,
+        accelerator=accelerator_for(options.accelerator),
     )
 
 

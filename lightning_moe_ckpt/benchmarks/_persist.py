@@ -23,7 +23,14 @@ from pathlib import Path
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, milliseconds, positive, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import (
+    Benchmark,
+    Progress,
+    accelerator_for,
+    milliseconds,
+    positive,
+    table_of,
+)
 from lightning_moe_ckpt.benchmarks._goals import Goal
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._persist_runs import Cost, Pair, StepsMeanwhile, take_pairs, time_steps
@@ -119,11 +126,11 @@ def _pairs(
 
 
 def _steps(options: argparse.Namespace, url: str) -> StepsMeanwhile:
-    dim = options.persist_dim
+    dim, accelerator = options.persist_dim, accelerator_for(options.accelerator)
     size = ModelSize(model_dim=dim, expert_dim=2 * dim, num_blocks=max(1, dim // 32))
 
     def work(hand_over: HandOver[StepsMeanwhile]) -> None:
-        hand_over(time_steps(url, size, options.persist_steps, _WARM_UP))
+        hand_over(time_steps(url, size, options.persist_steps, _WARM_UP, accelerator))
 
     with TurnTaker(work, timedelta(hours=1)) as taker:
         return taker.take()

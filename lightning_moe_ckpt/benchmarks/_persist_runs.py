@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from obstore.store import S3Store
 from typing_extensions import override
 
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
 from lightning_moe_ckpt.benchmarks._fits import one_thread, quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.benchmarks._turns import HandOver
@@ -217,7 +218,7 @@ class StepsMeanwhile:
     """While a segment was written during any part of the step."""
 
 
-def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int) -> StepsMeanwhile:
+def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelerator: Accelerator) -> StepsMeanwhile:
     """Train with sparse checkpoints and tell the steps apart.
 
     In every other stretch of steps writes wait until it is over: there would be no idle step where storage is slow.
@@ -227,13 +228,14 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int) -> Steps
         size: what is trained.
         num_steps: measured.
         warm_up: before these.
+        accelerator: what is trained on.
     """
     writes = _Writes()
     clock = _Clock(writes, warm_up, num_steps)
     watched = wrapping_backends(lambda backend: WatchedBackend(backend, writes))
     with watched, one_thread(), quiet_lightning(), _slow_without_a_word():
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator=accelerator,
             devices=1,
             callbacks=[clock, SparseCheckpoint(url, window=8)],
             max_steps=warm_up + num_steps + 1,

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, positive, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, accelerator_for, positive, table_of
 from lightning_moe_ckpt.benchmarks._machine import Machine
 from lightning_moe_ckpt.benchmarks._quality_cases import CASES, QUICK, Scale
 from lightning_moe_ckpt.benchmarks._quality_plot import draw
@@ -82,7 +82,15 @@ class QualityBench(Benchmark[QualityFigure]):
         machine = Machine.read()
         out: Path = options.quality_out
         out.mkdir(parents=True, exist_ok=True)
-        runs = run_all(cases, seeds, scale, jobs=options.quality_jobs, folder=options.quality_folder, progress=progress)
+        runs = run_all(
+            cases,
+            seeds,
+            scale,
+            jobs=options.quality_jobs,
+            folder=options.quality_folder,
+            accelerator=accelerator_for(options.accelerator),
+            progress=progress,
+        )
         order = {(case.system, case.loss, case.boosted): place for place, case in enumerate(cases)}
         figures = judge(sorted(runs, key=lambda run: order[run.system, run.loss, run.boosted]))
         write(figures, machine, scale, out)

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import nn
 from typing_extensions import override
 
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
 from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
 from lightning_moe_ckpt.benchmarks._quality_cases import Case, Scale
 from lightning_moe_ckpt.benchmarks._quality_model import TextModel, training_text, validation_text
@@ -52,6 +53,7 @@ class QualityFit:
     """Folder on a tmpfs that is the shared memory of the node."""
     record: str
     """File to which every life appends."""
+    accelerator: Accelerator
 
     def __call__(self, life: Life) -> Line:
         """What a life runs. Returns nothing: what was seen is in the record, beside that of lives that were killed."""
@@ -94,7 +96,7 @@ class QualityFit:
 
     def _trainer(self, callbacks: list[Callback]) -> Trainer:
         return Trainer(
-            accelerator="cpu",
+            accelerator=self.accelerator,
             devices=1,
             strategy=MoEStrategy(),
             callbacks=callbacks,

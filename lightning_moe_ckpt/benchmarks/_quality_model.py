@@ -53,7 +53,7 @@ class TextModel(BenchModel):
         with _evaluating(self), torch.no_grad():
             losses = [
                 float(self.cross_entropy(crops_BT)) * len(crops_BT)
-                for crops_BT in torch.split(crops_NT, _VALIDATION_BATCH)
+                for crops_BT in torch.split(crops_NT.to(self.device), _VALIDATION_BATCH)
             ]
         return sum(losses) / len(crops_NT) / math.log(2)
 

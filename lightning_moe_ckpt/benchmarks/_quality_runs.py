@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_moe_ckpt.benchmarks._benchmark import Progress
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress
 from lightning_moe_ckpt.benchmarks._quality_cases import Case, Loss, Scale, System
 from lightning_moe_ckpt.benchmarks._quality_life import Line, QualityFit, read_record
 from lightning_moe_ckpt.errors import CheckpointError
@@ -81,10 +81,18 @@ class _Task:
     seed: int
     scale: Scale
     folder: str | None
+    accelerator: Accelerator
 
 
 def run_all(
-    cases: Sequence[Case], seeds: Sequence[int], scale: Scale, *, jobs: int, folder: Path | None, progress: Progress
+    cases: Sequence[Case],
+    seeds: Sequence[int],
+    scale: Scale,
+    *,
+    jobs: int,
+    folder: Path | None,
+    accelerator: Accelerator,
+    progress: Progress,
 ) -> list[QualityRun]:
     """Every case with every seed, in any order.
 
@@ -94,12 +102,13 @@ def run_all(
         scale: how much.
         jobs: runs at once.
         folder: for checkpoints, `None` for the temporary directory.
+        accelerator: what is trained on.
         progress: see `Progress`.
 
     Raises:
         CheckpointError: a run did not end as scripted.
     """
-    tasks = _tasks(cases, seeds, scale, folder)
+    tasks = _tasks(cases, seeds, scale, folder, accelerator)
     total, runs = len(cases) * len(seeds), []
     progress("final validation loss after faults", 0, total)
     # Forked before this process has run anything parallel, each forks the lives of its runs.
@@ -110,11 +119,18 @@ def run_all(
     return runs
 
 
-def _tasks(cases: Sequence[Case], seeds: Sequence[int], scale: Scale, folder: Path | None) -> list[_Task]:
+def _tasks(
+    cases: Sequence[Case], seeds: Sequence[int], scale: Scale, folder: Path | None, accelerator: Accelerator
+) -> list[_Task]:
     paired = tuple(case for case in cases if case.system in ("none", "sparse"))
     groups = [paired, *((case,) for case in cases if case not in paired)]
     where = None if folder is None else str(folder)
-    return [_Task(cases=group, seed=seed, scale=scale, folder=where) for group in groups if group for seed in seeds]
+    return [
+        _Task(cases=group, seed=seed, scale=scale, folder=where, accelerator=accelerator)
+        for group in groups
+        if group
+        for seed in seeds
+    ]
 
 
 def _run_task(task: _Task) -> list[QualityRun]:
@@ -132,6 +148,7 @@ def _run_task(task: _Task) -> list[QualityRun]:
                 seed=task.seed,
                 memory=str(memory / case.system),
                 record=str(folder / f"{case.system}.jsonl"),
+                accelerator=task.accelerator,
             )
             lives = _live(fit, workdir)
             if case.system == "none":

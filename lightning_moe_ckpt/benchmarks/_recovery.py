@@ -25,7 +25,15 @@ from pathlib import Path
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, megabytes, milliseconds, positive, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import (
+    Benchmark,
+    Progress,
+    accelerator_for,
+    megabytes,
+    milliseconds,
+    positive,
+    table_of,
+)
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure, host_restore_seconds
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System, read_times
@@ -179,6 +187,7 @@ def _recover(case: tuple[System, Loss], step: int, options: argparse.Namespace) 
             every=options.every,
             max_steps=step + 1,
             memory=str(memory),
+            accelerator=accelerator_for(options.accelerator, options.nodes),
         )
         kill = Kill(phase="batch_start", step=step, rank=options.nodes - 1)
         url = (folder / "run").as_uri()

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
 from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.benchmarks._recovery_dcp import DcpCheckpoint, newest_step
@@ -43,6 +44,7 @@ class RecoveryFit:
     max_steps: int
     memory: str
     """Folder on a tmpfs with a folder per node, which is that node's shared memory."""
+    accelerator: Accelerator = "cpu"
 
     def __call__(self, life: Life) -> dict[str, Any]:
         """What a life runs; gives the times of steps on this rank, and what the callback says about its restore."""
@@ -83,7 +85,7 @@ class RecoveryFit:
 
     def _trainer(self, life: Life, callbacks: list[Callback], max_steps: int) -> Trainer:
         return Trainer(
-            accelerator="cpu",
+            accelerator=self.accelerator,
             devices=life.world_size,
             strategy=MoEStrategy(),
             callbacks=callbacks,

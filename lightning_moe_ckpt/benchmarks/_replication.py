@@ -23,7 +23,15 @@ from pathlib import Path
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, megabytes, milliseconds, positive, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import (
+    Benchmark,
+    Progress,
+    accelerator_for,
+    megabytes,
+    milliseconds,
+    positive,
+    table_of,
+)
 from lightning_moe_ckpt.benchmarks._fits import FitOptions, StepCosts, Turn, train_replicated
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnTaker
@@ -125,6 +133,7 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
     dim = options.peer_dim
     size = ModelSize(num_blocks=2, model_dim=dim, num_experts=8, expert_dim=2 * dim, batch_size=4)
     return FitOptions(
+        accelerator=accelerator_for(options.accelerator, NUM_RANKS),
         size=size,
         precision="32-true",
         window=options.peer_window,

@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress, accelerator_for, table_of
 from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import ModelSize, ShardedBenchModel, random_tokens
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
@@ -72,6 +72,7 @@ class PartialFit:
     max_steps: int
     memory: str
     """Folder on a tmpfs with a folder per node, which is that node's shared memory."""
+    accelerator: Accelerator
 
     def __call__(self, life: Life) -> dict[str, Any]:
         """What a life runs; gives PLT over all faults until now."""
@@ -85,7 +86,7 @@ class PartialFit:
         checkpoint = PartialExpertCheckpoint(life.url, k=k, snapshot_k=snapshot_k, plt_budget=None, replicas=0)
         with quiet_lightning():
             trainer = Trainer(
-                accelerator="cpu",
+                accelerator=self.accelerator,
                 devices=life.world_size,
                 strategy=MoEStrategy(expert_parallel=life.world_size),
                 callbacks=life.callbacks(_EachIsStored(), checkpoint),
@@ -119,6 +120,7 @@ def lost_rank(fault: int, num_nodes: int) -> int:
 def measure_two_levels(options: argparse.Namespace, progress: Progress) -> list[TwoLevelFigure]:
     """PLT of every pair, with the loss of a node at a time and of all."""
     nodes, faults, figures = options.partial_nodes, options.partial_faults, []
+    accelerator = accelerator_for(options.accelerator, nodes)
     pairs = [pair for pair in options.pairs if pair[0] <= _EXPERTS_PER_NODE * nodes]
     for done, pair in enumerate(pairs):
         progress(f"killed and resumed: K {pair[0]} in memory, {pair[1]} in storage", done, len(pairs))
@@ -129,14 +131,14 @@ def measure_two_levels(options: argparse.Namespace, progress: Progress) -> list[
                 num_faults=faults,
                 snapshot_k=pair[0],
                 k=pair[1],
-                plt=_plt(pair, "node", nodes, faults),
-                storage_plt=_plt(pair, "cluster", nodes, faults),
+                plt=_plt(pair, "node", nodes, faults, accelerator),
+                storage_plt=_plt(pair, "cluster", nodes, faults, accelerator),
             )
         )
     return figures
 
 
-def _plt(pair: Pair, loss: Loss, nodes: int, faults: int) -> float:
+def _plt(pair: Pair, loss: Loss, nodes: int, faults: int, accelerator: Accelerator) -> float:
     size = ModelSize(
         num_blocks=2, model_dim=32, num_experts=_EXPERTS_PER_NODE * nodes, expert_dim=32, context=16, batch_size=4
     )
@@ -149,7 +151,9 @@ def _plt(pair: Pair, loss: Loss, nodes: int, faults: int) -> float:
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-") as folder,
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=shared_directory()) as memory,
     ):
-        fit = PartialFit(pair=pair, loss=loss, size=size, max_steps=steps[-1] + 2, memory=memory)
+        fit = PartialFit(
+            pair=pair, loss=loss, size=size, max_steps=steps[-1] + 2, memory=memory, accelerator=accelerator
+        )
         url = (Path(folder) / "run").as_uri()
         try:
             lives = run_lives(fit, url=url, workdir=Path(folder), world_size=nodes, kills=kills, timeout=300)

@@ -132,11 +132,11 @@ def _lrs(trainer: Trainer) -> list[str]:
 def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     """All state a resumed run must reproduce: keys are paths, values tensors or plain scalars."""
     names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
-    end: dict[str, Any] = {}
+    end: dict[str, Any] = {}  # on the host, so that whoever reads it needs no device
     for name, parameter in pl_module.named_parameters():
-        end[f"param/{name}"] = parameter.detach().clone()
+        end[f"param/{name}"] = parameter.detach().cpu().clone()
         end[f"requires_grad/{name}"] = parameter.requires_grad
-    end.update({f"buffer/{name}": buffer.detach().clone() for name, buffer in pl_module.named_buffers()})
+    end.update({f"buffer/{name}": buffer.detach().cpu().clone() for name, buffer in pl_module.named_buffers()})
     for index, optimizer in enumerate(trainer.optimizers):
         end.update(_flat(f"optimizer/{index}", _optimizer_state(optimizer, names)))
     for index, config in enumerate(trainer.lr_scheduler_configs):
@@ -167,7 +167,10 @@ def rng_states() -> dict[str, Any]:
     """The state of every generator a training step may draw from."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002  # user code draws from the legacy generator
     version, internal, gauss = random.getstate()
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
+    on_devices = {"cuda": torch.cuda.get_rng_state_all()} if used else {}
     return {
+        **on_devices,
         "torch": torch.get_rng_state(),
         "numpy": {"name": name, "keys": torch.tensor(np.asarray(keys).astype(np.int64)), "rest": list(rest)},
         "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
@@ -180,7 +183,9 @@ def _flat(prefix: str, value: Any) -> dict[str, Any]:
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     else:
-        return {prefix: value if isinstance(value, (Tensor, int, float, str, type(None))) else repr(value)}
+        if isinstance(value, Tensor):
+            return {prefix: value.detach().cpu()}
+        return {prefix: value if isinstance(value, (int, float, str, type(None))) else repr(value)}
     flat: dict[str, Any] = {}
     for key, item in items:
         flat.update(_flat(f"{prefix}/{key}", item))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tempfile
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
@@ -28,6 +29,7 @@ from lightning_moe_ckpt.benchmarks import (
     ReplicationBench,
     SelectionBench,
 )
+from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
 from lightning_moe_ckpt.benchmarks._delta import DeltaFigure
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
@@ -40,6 +42,7 @@ from lightning_moe_ckpt.benchmarks._replication import ReplicationFigure
 from lightning_moe_ckpt.benchmarks._selection import SelectionFigure
 from lightning_moe_ckpt.benchmarks._two_level import TwoLevelFigure
 from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.parallel._bench import ReductionCost
 
@@ -114,7 +117,7 @@ def _document(name: str) -> dict[str, Any]:
 def test_all_of_them_can_be_asked_for_at_once() -> None:
     """One document has the machine and every benchmark."""
     document = _document("all")
-    assert sorted(document) == sorted(["machine", *TINY])
+    assert sorted(document) == sorted(["machine", "accelerator", *TINY])
     assert all(document.values())
 
 
@@ -300,6 +303,18 @@ def test_tables_are_printed_without_json(capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr().out
     assert Machine.read().torch in printed
     assert "Planning 130 operators" in printed
+
+
+def test_trainings_take_a_gpu_where_each_rank_has_one() -> None:
+    """By default they take none, which figures and their goals were stated for; too few are an error that counts them."""
+
+    def work(_: int) -> list[str]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        with pytest.raises(ConfigurationError, match="a CUDA device for each of 2 ranks, torch sees 0"):
+            accelerator_for("gpu", 2)
+        return [accelerator_for(wanted) for wanted in (None, "cpu", "auto")]
+
+    assert run_world(1, work, process_group=False) == [["cpu"] * 3]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,18 @@ import torch
 
 from lightning_moe_ckpt.benchmarks import Machine, NativeBench
 from lightning_moe_ckpt.benchmarks._goals import GOALS, judge
+from lightning_moe_ckpt.benchmarks._goals_measured import (
+    CHUNKS_MIB,
+    DEPTHS,
+    MIB,
+    DeviceCopies,
+    DeviceKernels,
+    Scale,
+)
 from lightning_moe_ckpt.benchmarks._native import write_figures
 from lightning_moe_ckpt.benchmarks._native_compute import replays_like_torch, selects_like_torch
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
+from lightning_moe_ckpt.native import CompiledCpuEngine, _library
 
 
 def _failing() -> float:
@@ -45,6 +54,33 @@ def test_outcomes_are_told_one_by_one() -> None:
     assert (rows["G3"].value, rows["G3"].note) == (2.0, "goal at most 1.5 %: NOT met")
     assert rows["G9"].value is None
     assert rows["G9"].note.endswith("FAILED: RuntimeError: no such kernel")
+    assert "in _failing" in rows["G9"].traceback
+
+
+def test_what_a_device_is_asked_runs_on_a_cpu() -> None:
+    """Every goal and every row of the sweeps has a figure: the code that measures is known to run."""
+    scale = Scale(megabytes=2, repeats=1, numel=200_000, matrix=16, loop_seconds=0.005)
+    cpu = torch.device("cpu")
+    copies, kernels = DeviceCopies(cpu, scale), DeviceKernels(cpu, scale)
+    goals = [
+        row for row in judge({**copies.goals(), **kernels.goals()}, "on the host") if "on the host" not in row.note
+    ]
+    rates = [*copies.rates(), *kernels.rates()]
+    assert [row.what.split()[0] for row in goals] == [f"G{number}" for number in (*range(1, 11), 12)]
+    assert [row for row in goals + rates if row.value is None] == []
+    arrangements = {row.what for row in rates if row.what.startswith("1 MiB slices")}
+    assert len(arrangements) == len(CHUNKS_MIB) * len(DEPTHS)
+
+
+def test_slices_of_the_copies_are_not_joined() -> None:
+    """What is called a slice of 1 MiB is copied as one: a plan joins neighbours, and a gap keeps them apart."""
+    library = _library.cpu()
+    if library is None:
+        pytest.skip(_library.status("cpu").reason)
+    copies = DeviceCopies(torch.device("cpu"), Scale(megabytes=4))._slices(MIB)
+    planned = CompiledCpuEngine(library).prepare(copies)
+    assert planned.plan is not None
+    assert [piece.count * piece.rows for piece in planned.plan.copies()] == [MIB] * 4
 
 
 def test_figures_reach_the_file_with_their_machine(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_steps_are_told_apart(tmp_path: Path, num_steps: int) -> None:
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("lightning_moe_ckpt").addHandler(handler)
         size = ModelSize(num_blocks=1, model_dim=32, num_experts=4, expert_dim=64, batch_size=2)
-        steps = time_steps(tmp_path.as_uri(), size, num_steps=num_steps, warm_up=8)
+        steps = time_steps(tmp_path.as_uri(), size, num_steps=num_steps, warm_up=8, accelerator="cpu")
         return len(steps.idle), len(steps.persisting), sum(second > 0 for second in steps.idle + steps.persisting), said
 
     ((idle, persisting, positive, said),) = run_world(1, work, process_group=False, timeout=timedelta(minutes=2))

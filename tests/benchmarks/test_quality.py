@@ -60,7 +60,7 @@ def test_lost_tokens_do_not_depend_on_how_many_generations_storage_keeps() -> No
 
     def lost(keep: int) -> tuple[int, int]:
         scale = replace(QUICK, keep=keep)
-        (run,) = run_all([PARTIAL], [1], scale, jobs=1, folder=None, progress=_quiet)
+        (run,) = run_all([PARTIAL], [1], scale, jobs=1, folder=None, accelerator="cpu", progress=_quiet)
         return run.lost, run.lossy_faults
 
     few, many = _alone(lambda: (lost(1), lost(100)))

@@ -1,0 +1,375 @@
+"""`moe-ckpt bench native --first-run`: what a first run on a GPU should tell, whatever of it fails.
+
+Each section is a process with a limit of its own, so that an illegal access, a crash or a hang in one costs the others
+nothing. The document is whole after every section; it has what a section had found when it ended, and what it printed
+last, tracebacks included. A section that cannot be run here says what is lacking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress, accelerator_for
+from lightning_moe_ckpt.benchmarks._goals import judge
+from lightning_moe_ckpt.benchmarks._goals_measured import DeviceCopies, DeviceKernels, Scale
+from lightning_moe_ckpt.benchmarks._machine import Machine
+from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
+from lightning_moe_ckpt.benchmarks._overhead import OverheadBench
+from lightning_moe_ckpt.benchmarks._resume import kill_and_resume
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.native import _device_check, _library, examine
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the checkout, if this is one."""
+NO_DEVICE = "no CUDA device"
+_SAID = 8000  # characters of the end of the output
+_DUMP_SECONDS = 1.0
+"""For a section that is over its limit to write the stacks of its threads."""
+_PACKAGES = ("setuptools", "torch", "lightning", "obstore", "pytest", "hypothesis", "nvidia-cuda-nvcc-cu12")
+_ATTRIBUTES = {
+    "copy engines": 40,
+    "page tables of the host": 100,
+    "pageable memory": 88,
+    "host pointers of registered memory": 91,
+    "registering host memory": 99,
+    "shared memory of a block, most": 97,
+}
+"""Numbers of `CUdevice_attribute` that decide which way copies and kernels go."""
+_BIG = ("--dim", "1024", "--experts", "8", "--rounds", "3", "--precision", "32-true")
+_SMALL = ("--dim", "32", "--experts", "4", "--rounds", "1", "--blocks", "1", "--steps", "4", "--settle", "2")
+_CHECKS = """
+import torch
+from lightning_moe_ckpt.native import _device_check, _library
+for use in _device_check.USES:
+    _device_check._check(use, _library.cuda(), torch.device("cuda", 0))
+"""
+
+
+class _Lacking(Exception):
+    """Names what a section needs and this machine has not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a section ended."""
+
+    outcome: str
+    """`done`, `not run: ` and what is lacking, or `FAILED: ` and how."""
+    seconds: float
+    limit_seconds: float
+    found: Any = None
+    """JSON; of a section that failed, what it had until then."""
+    said: str = ""
+    """The end of its output."""
+
+
+Keep = Callable[[Any], None]
+"""Writes down what a section has found so far."""
+Work = Callable[[Accelerator, Keep], None]
+"""Gets `cpu` or `gpu` for trainings; raises if something is not as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a first run."""
+
+    work: Work
+    limit: timedelta
+    needs_device: bool = True
+
+
+def first_run(options: argparse.Namespace, progress: Progress) -> list[NativeFigure]:
+    """Run the sections that `options.only` names, all by default; a row for each.
+
+    Raises:
+        ConfigurationError: there is no such section.
+    """
+    chosen = options.only.split(",") if options.only else list(SECTIONS)
+    if unknown := [name for name in chosen if name not in SECTIONS]:
+        raise ConfigurationError(f"`--only {options.only}`: no section {unknown[0]}; there are {', '.join(SECTIONS)}.")
+    accelerator, has_device = accelerator_for(options.accelerator or "auto"), torch.cuda.is_available()
+    commands = {
+        name: None if SECTIONS[name].needs_device and not has_device else _command(name, accelerator) for name in chosen
+    }
+    folder = options.out or (ROOT / "ext" / "results" if (ROOT / "ext").is_dir() else Path())
+    now = datetime.now(timezone.utc)
+    outcomes = run_apart(commands, folder / f"first-run-{now:%Y%m%dT%H%M%SZ}.json", progress)
+    return [
+        NativeFigure(what=f"section {name}", how="a process", value=each.seconds, unit="s", note=each.outcome)
+        for name, each in outcomes.items()
+    ]
+
+
+def _command(name: str, accelerator: Accelerator) -> list[str]:
+    entry = "from lightning_moe_ckpt.benchmarks._first_run import section_main; section_main()"
+    return [sys.executable, "-c", entry, name, accelerator]
+
+
+def run_apart(commands: Mapping[str, Sequence[str] | None], path: Path, progress: Progress) -> dict[str, Outcome]:
+    """Run sections one after another and put the document into `path` after each.
+
+    Args:
+        commands: by section; each gets the path of the file for what it finds as a last argument. `None`: no device.
+        path: of the document; folders are made.
+        progress: told of each section.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    outcomes = dict[str, Outcome]()
+    for done, (name, command) in enumerate(commands.items()):
+        progress(f"first run: {name}", done, len(commands))
+        limit = SECTIONS[name].limit
+        if command is None:
+            outcomes[name] = Outcome(outcome=f"not run: {NO_DEVICE}", seconds=0, limit_seconds=limit.total_seconds())
+        else:
+            outcomes[name] = run_section(command, limit)
+        document = {"machine": asdict(Machine.read()), "sections": {each: asdict(o) for each, o in outcomes.items()}}
+        _write(path, document)
+    return outcomes
+
+
+def run_section(command: Sequence[str], limit: timedelta) -> Outcome:
+    """Run a process, and kill it with all that it started once `limit` is over or it has ended."""
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-first-run-") as folder:
+        found, log = Path(folder) / "found.json", Path(folder) / "log"
+        start = time.perf_counter()
+        with log.open("wb") as file:
+            process = subprocess.Popen(  # noqa: S603  # ours
+                [*command, str(found)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        try:
+            status: int | None = process.wait(limit.total_seconds())
+        except subprocess.TimeoutExpired:
+            status = None
+            process.send_signal(signal.SIGUSR1)  # it writes its stacks
+            time.sleep(_DUMP_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = log.read_text(encoding="utf-8", errors="replace")[-_SAID:]
+        written = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+        return Outcome(
+            outcome=_outcome(status, limit, written, said),
+            seconds=time.perf_counter() - start,
+            limit_seconds=limit.total_seconds(),
+            found=written.get("found"),
+            said=said,
+        )
+
+
+def _outcome(status: int | None, limit: timedelta, written: Mapping[str, Any], said: str) -> str:
+    if "lacking" in written:
+        return f"not run: {written['lacking']}"
+    if status == 0:
+        return "done"
+    if status is None:
+        return f"FAILED: over its limit of {limit.total_seconds():g} s"
+    if status < 0:
+        return f"FAILED: died by {signal.Signals(-status).name}"
+    return f"FAILED: {said.strip().rpartition(chr(10))[2] or f'status {status}'}"
+
+
+def section_main() -> None:
+    """Entry of a section's process: section, accelerator, and the file for what is found."""
+    name, wanted, path = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        SECTIONS[name].work(accelerator_for(wanted), lambda found: _write(Path(path), {"found": found}))
+    except _Lacking as lacking:
+        _write(Path(path), {"lacking": str(lacking)})
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    staged = path.with_name(f".{path.name}")
+    staged.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    staged.replace(path)
+
+
+def _environment(accelerator: Accelerator, keep: Keep) -> None:
+    found: dict[str, Any] = {"machine": asdict(Machine.read()), "packages": _versions()}
+    found["devices"] = _say("nvidia-smi", "-q", "-d", "PCIE,MEMORY,CLOCK") if torch.cuda.is_available() else NO_DEVICE
+    found["nvcc"] = _say("nvcc", "--version")
+    found["shared memory"] = _say("df", "-h", "/dev/shm")  # noqa: S108  # looked at only
+    limits = Path("/proc/self/limits").read_text(encoding="utf-8").splitlines()
+    found["limits"] = [line for line in limits if "locked memory" in line]
+    found["memory nodes"] = sorted(path.name for path in Path("/sys/devices/system/node").glob("node*"))
+    keep(found)
+    found["attributes"] = _attributes() if torch.cuda.is_available() else NO_DEVICE
+    keep(found)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _say(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stdout + done.stderr).strip()[-_SAID:]
+
+
+def _attributes() -> dict[str, int]:
+    driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuInit(0)
+    found = {}
+    for name, number in _ATTRIBUTES.items():
+        code = driver.cuDeviceGetAttribute(ctypes.byref(value), number, 0)
+        found[name] = value.value if code == 0 else -code
+    return found
+
+
+def _build(accelerator: Accelerator, keep: Keep) -> None:
+    """For the device that is here, in place of the checkout's libraries; without one, to see whether it builds."""
+    script, start = _in_checkout("ext/build_native.py"), time.perf_counter()
+    on_device = torch.cuda.is_available()
+    archs = "".join(map(str, torch.cuda.get_device_capability())) if on_device else "90"
+    environment = os.environ | {"MOE_CKPT_CUDA": "1", "MOE_CKPT_CUDA_ARCHS": archs}
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-build-") as folder:
+        command = [sys.executable, script, *([] if on_device else ["--out", folder])]
+        status = subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
+    keep({"archs": archs, "seconds": time.perf_counter() - start, "status": status})
+    sys.exit(status)
+
+
+def _in_checkout(path: str) -> str:
+    if not (ROOT / path).exists():
+        raise _Lacking(f"this is no checkout, it has no {path}")
+    return str(ROOT / path)
+
+
+def _check(accelerator: Accelerator, keep: Keep) -> None:
+    """The package's own check of the device, with the tracebacks that it keeps to itself."""
+    library, found, failed = _cuda_part(), dict[str, Any](), list[str]()
+    for use in _device_check.USES:
+        start = time.perf_counter()
+        try:
+            _device_check._check(use, library, torch.device("cuda", 0))  # noqa: SLF001  # its verdict has no traceback
+            said = "good"
+        except Exception:  # noqa: BLE001  # of the driver and of kernels: kept, the other uses are tried too
+            said = traceback.format_exc()
+            failed.append(use)
+        found[use] = {"said": said, "seconds": time.perf_counter() - start}
+        keep(found)
+    keep(found | {"doctor": [asdict(finding) for finding in examine()]})
+    if failed:
+        raise CheckpointError(f"The CUDA part fails its check for {', '.join(failed)}.")
+
+
+def _cuda_part() -> _library.Library:
+    status = _library.status("cuda")
+    if status.library is None:
+        raise CheckpointError(f"The compiled CUDA part is not in use: {status.reason}.")
+    return status.library
+
+
+def _tests(accelerator: Accelerator, keep: Keep) -> None:
+    files = sorted(map(str, Path(_in_checkout("tests")).rglob("test_*.py")))
+    files = [file for file in files if "mark.gpu" in Path(file).read_text(encoding="utf-8")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu"]
+    command += ["--timeout", "90", "-k", "not compute_sanitizer", *files]
+    keep({"files": files})
+    sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)  # noqa: S603
+
+
+def _resume(accelerator: Accelerator, keep: Keep) -> None:
+    found = []
+    for resumed in kill_and_resume(accelerator):
+        found.append(asdict(resumed))
+        keep(found)
+    if other := [each["policy"] for each in found if each["differs"]]:
+        raise CheckpointError(f"Other bits after a resume: {', '.join(other)}.")
+
+
+def _copies(accelerator: Accelerator, keep: Keep) -> None:
+    _cuda_part()
+    measured = DeviceCopies(torch.device("cuda", 0), Scale())
+    found = [asdict(figure) for figure in judge(measured.goals(), "measured in another section")]
+    keep(found)
+    for figure in measured.rates():
+        found.append(asdict(figure))
+        keep(found)
+
+
+def _kernels(accelerator: Accelerator, keep: Keep) -> None:
+    _cuda_part()
+    measured = DeviceKernels(torch.device("cuda", 0), Scale())
+    found = []
+    for figure in measured.rates():
+        found.append(asdict(figure))
+        keep(found)
+    keep([*found, *(asdict(figure) for figure in judge(measured.goals(), "measured in another section"))])
+
+
+def _overhead(accelerator: Accelerator, keep: Keep) -> None:
+    """Of a model that is worth a GPU, or on a CPU of one that only shows that it works."""
+    parser, bench = argparse.ArgumentParser(), OverheadBench()
+    bench.add_options(parser)
+    options = parser.parse_args(_BIG if accelerator == "gpu" else _SMALL)
+    options.accelerator = accelerator
+    keep([asdict(figure) for figure in bench.measure(options, _note)])
+
+
+def _note(what: str, done: int, total: int) -> None:
+    sys.stdout.write(f"{what}, {done} of {total} are done\n")
+
+
+def _sanitized(tool: str) -> Work:
+    def work(accelerator: Accelerator, keep: Keep) -> None:
+        program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+        if program is None:
+            raise _Lacking("compute-sanitizer is part of the CUDA toolkit, which is not here")
+        command = [program, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+        sys.exit(subprocess.run([*command, sys.executable, "-c", _CHECKS], check=False).returncode)  # noqa: S603
+
+    return work
+
+
+def _seconds(number: int) -> timedelta:
+    return timedelta(seconds=number)
+
+
+SECTIONS = {
+    "env": Section(_environment, _seconds(20), needs_device=False),
+    "build": Section(_build, _seconds(90), needs_device=False),
+    "check": Section(_check, _seconds(60)),
+    "tests": Section(_tests, _seconds(150)),
+    "resume": Section(_resume, _seconds(120), needs_device=False),
+    "copies": Section(_copies, _seconds(120)),
+    "kernels": Section(_kernels, _seconds(60)),
+    "overhead": Section(_overhead, _seconds(90), needs_device=False),
+    "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
+    "racecheck": Section(_sanitized("racecheck"), _seconds(60)),
+}

@@ -1,0 +1,150 @@
+"""The first run on a GPU brings back all that could be had: what fails, hangs or is lacking costs nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_moe_ckpt.benchmarks import _first_run
+from lightning_moe_ckpt.benchmarks._first_run import SECTIONS, Outcome, run_apart, run_section, section_main
+from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.parallel import run_world
+
+LIMIT = timedelta(seconds=60)
+FINDS = """
+import json, pathlib, sys
+pathlib.Path(sys.argv[-1]).write_text(json.dumps({"found": [1, 2]}))
+"""
+HANGS = """
+import faulthandler, signal, subprocess, sys, time
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+def waits_for_ever(): time.sleep(600)
+waits_for_ever()
+"""
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code]
+
+
+def _ignore(what: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+def test_a_section_that_dies_costs_no_other(tmp_path: Path) -> None:
+    """The document is whole after every section, with what each had found and said until its end."""
+    path, seen = tmp_path / "results" / "first-run.json", list[list[str]]()
+
+    def look(what: str, done: int, total: int) -> None:
+        seen.append(list(json.loads(path.read_text())["sections"]) if path.exists() else [])
+
+    crash = FINDS + "import os; print('last words', flush=True); os.abort()"
+    commands = {
+        "build": _python(crash),
+        "check": None,
+        "resume": _python("raise RuntimeError('other bits')"),
+        "env": _python(FINDS),
+    }
+    outcomes = run_apart(commands, path, look)
+    assert {name: each.outcome for name, each in outcomes.items()} == {
+        "build": "FAILED: died by SIGABRT",
+        "check": "not run: no CUDA device",
+        "resume": "FAILED: RuntimeError: other bits",
+        "env": "done",
+    }
+    assert (outcomes["build"].found, outcomes["build"].said) == ([1, 2], "last words\n")
+    assert "Traceback (most recent call last)" in outcomes["resume"].said
+    assert seen == [[], ["build"], ["build", "check"], ["build", "check", "resume"]]
+    document = json.loads(path.read_text())
+    assert {name: Outcome(**each) for name, each in document["sections"].items()} == outcomes
+    assert document["machine"]["torch"]
+
+
+def test_a_section_that_hangs_shows_where_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped at its limit with all that it started; the stacks of its threads are in what it said."""
+    monkeypatch.setattr(_first_run, "_DUMP_SECONDS", 0.2)
+    outcome = run_section(_python(HANGS), timedelta(seconds=2))
+    assert outcome.outcome == "FAILED: over its limit of 2 s"
+    assert "in waits_for_ever" in outcome.said
+    child = Path("/proc", outcome.said.split()[1], "stat")
+    deadline = time.monotonic() + 10
+    while (
+        child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z"
+    ):  # a zombie waits for its new parent
+        assert time.monotonic() < deadline
+
+
+def _without_devices(argv: Sequence[str]) -> int:
+    def work(_: int) -> int:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return main(argv)
+
+    return run_world(1, work, process_group=False, timeout=LIMIT)[0]
+
+
+def test_without_a_device_each_section_says_so(tmp_path: Path) -> None:
+    """In the words that somebody looks for, not in a traceback of the driver."""
+    chosen = [name for name, section in SECTIONS.items() if section.needs_device]
+    assert chosen == ["check", "tests", "copies", "kernels", "memcheck", "racecheck"]
+    assert _without_devices(["bench", "native", "--first-run", "--only", ",".join(chosen), "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("first-run-*.json")
+    sections = json.loads(path.read_text())["sections"]
+    assert {name: each["outcome"] for name, each in sections.items()} == dict.fromkeys(
+        chosen, "not run: no CUDA device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only", "check,sorting"], "no section sorting"),
+        (["--accelerator", "gpu"], "needs a CUDA device for each of 1"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _without_devices(["bench", "native", "--first-run", *options]) == 2
+    assert said in capfd.readouterr().err
+
+
+def _found(section: str, accelerator: str, path: Path) -> Any:
+    """Of a section in a process forked from this one, or in a new one, since CUDA survives no fork."""
+    if accelerator == "gpu":
+        outcome = run_section(_first_run._command(section, "gpu"), SECTIONS[section].limit)
+        assert outcome.outcome == "done", outcome.said
+        return outcome.found
+
+    def work(_: int) -> None:
+        sys.argv = ["", section, accelerator, str(path)]
+        section_main()
+
+    run_world(1, work, process_group=False, timeout=LIMIT)
+    return json.loads(path.read_text())["found"]
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_killed_and_resumed_run_ends_in_the_same_bits(accelerator: str, tmp_path: Path) -> None:
+    """State, random numbers of the device and every loss, out of the memory of the dead process and out of storage."""
+    sparse, dense = _found("resume", accelerator, tmp_path / "found.json")
+    for resumed, policy, tier in ((sparse, "sparse", "host"), (dense, "dense", "storage")):
+        assert (resumed["policy"], resumed["accelerator"]) == (policy, accelerator)
+        assert resumed["unrepeatable"] == []
+        assert resumed["differs"] == []
+        assert resumed["resumed_from"] > 0
+        assert [*resumed["restored_from"]] == [tier]
+        assert resumed["num_tensors"] > 100
+
+
+def test_the_environment_is_read_on_any_machine(tmp_path: Path) -> None:
+    """Whether there is a device or not."""
+    found = _found("env", "cpu", tmp_path / "found.json")
+    assert {"machine", "packages", "devices", "nvcc", "shared memory", "limits", "attributes"} <= found.keys()
