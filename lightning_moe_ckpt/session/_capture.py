@@ -1,9 +1,10 @@
 """The life of a window: boundaries are captured, sealed one batch later, and handed to the tiers.
 
 At boundary t the slices of this slot are copied into a segment of the ring, overlapped with forward and backward of
-t+1; `fence` waits for the copies before the optimizer overwrites their sources; `seal` writes the journal at the next
-batch start. A window whose segments are all sealed is a generation. All ranks open windows together: one small
-exchange decides whether a window starts and which tiers take it, so that no rank fills half a generation.
+t+1; `seal` takes the journal at the next batch start, without waiting for a device; `fence` completes it, and waits for
+the copies before the optimizer overwrites their sources. A window whose segments are all sealed is a generation. All
+ranks open windows together: one small exchange decides whether a window starts and which tiers take it, so that no rank
+fills half a generation.
 
 Source: MoEvement (2024), Sec. 3.2; PEC/MoC (2024), Sec. 5 (triple buffering).
 """
@@ -13,11 +14,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
 from lightning_moe_ckpt.native import CopyEngine, Ticket
+from lightning_moe_ckpt.session._arrivals import Arrivals
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._gradients import GradientRecorder, RecordedStep
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
@@ -26,7 +27,7 @@ from lightning_moe_ckpt.session._reordering import Succession
 from lightning_moe_ckpt.session._skips import Misses
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers, Window
-from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
+from lightning_moe_ckpt.session._writer import BoundaryCapture, BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing, Slot
 
@@ -37,16 +38,6 @@ _VOTES = 5
 
 _FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
-
-
-@dataclass(kw_only=True)
-class _Pending:
-    step: int
-    slot: Slot
-    writer: SegmentWriter
-    ticket: Ticket
-    outcome: Journal
-    step_record: RecordedStep | None
 
 
 class CaptureSession:
@@ -81,7 +72,7 @@ class CaptureSession:
     ) -> None:
         self._name, self._exchange, self._engine, self._gradients = name, exchange, engine, gradients
         self._tiers, self._stalls, self._make_ring, self._renew_ring = tiers, stalls, make_ring, renew_ring
-        self._relayout, self._reordering = relayout, reordering
+        self._relayout, self._reordering, self._arrivals = relayout, reordering, Arrivals()
         self._journal_nbytes = 0
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
@@ -90,7 +81,11 @@ class CaptureSession:
         self._layout: WindowLayout | None = None
         self._ring: SegmentRing | None = None
         self._window: Window | None = None
-        self._pending: _Pending | None = None
+        self._pending: BoundaryCapture | None = None
+        self._slot: Slot | None = None
+        """Memory of the newest capture."""
+        self._sealing: int | None = None
+        """Boundary of which `complete_seal` is due."""
         self._ticket: Ticket | None = None
         """Of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
@@ -105,10 +100,7 @@ class CaptureSession:
         self._why = ""
         """What the window before this boundary was spoiled by on this rank."""
         self.misses = Misses()
-        self.generations_complete = 0
-        self.windows_skipped = 0
-        self.segments_captured = 0
-        self.nbytes_captured = 0
+        self.generations_complete = self.windows_skipped = self.segments_captured = self.nbytes_captured = 0
 
     @property
     def layout(self) -> WindowLayout | None:
@@ -165,7 +157,8 @@ class CaptureSession:
             return False
         # In replay the plan stays, so looks at the order wait: else the next one would overtake a plan made before.
         reordering = self._reordering if use is not None else None
-        following = self._following(reordering)
+        with self._stalls.measure("plan"):
+            following = reordering.take_next() if reordering is not None else None  # the same on all ranks
         inputs = reordering.inputs() if reordering is not None else []
         with self._stalls.measure("exchange"):
             votes = self._exchange.gather([*self._votes(following), *self._tiers.votes(), *inputs])
@@ -211,10 +204,8 @@ class CaptureSession:
             return
         writer = self._writer(layout, slot)
         record = self._record_step(window, layout, slot)  # first: gradients go sooner than what they have changed
-        self._ticket = writer.start()
-        self._pending = _Pending(
-            step=step, slot=slot, writer=writer, ticket=self._ticket, outcome=outcome, step_record=record
-        )
+        pending = BoundaryCapture(writer, step, outcome, record)
+        self._pending, self._slot, self._ticket = pending, slot, pending.ticket
         self.segments_captured += 1
         self.nbytes_captured += layout.segment.nbytes
 
@@ -226,6 +217,7 @@ class CaptureSession:
 
     def fence(self) -> None:
         """Wait until the optimizer may overwrite what the newest capture reads."""
+        self.complete_seal()
         if self._gradients is not None:
             self.fence_gradients()  # where it was not asked for before gradients were set to zero
             self._gradients.step_begins()
@@ -239,40 +231,52 @@ class CaptureSession:
                 self._spoil(str(error))
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
-        """Complete the capture of boundary `step` with the journal's start half; call at the next batch start.
+        """The next batch begins: take the rest of boundary `step`; complete it, unless values of a device are on their way.
 
         Args:
             start: the journal's start half.
             step: the boundary.
             disturbed: whether sources may have changed unseen since `capture`: all of them are copied again.
         """
-        window, pending = self._window, self._pending
-        if window is None:
+        if self._window is None:
             return
-        self._pending = None
+        self._sealing, pending = step, self._pending
+        if pending is not None and not self._window.spoiled:
+            with self._stalls.measure("journal"):
+                if self._gradients is not None:
+                    self._gradients.sealed()
+                try:
+                    # Hooks and validation may have changed buffers since the step; the next forward will.
+                    pending.take_rest(start, disturbed=disturbed)
+                except (CheckpointError, BufferChanged) as error:
+                    self._spoil(f"its buffers or what was changed cannot be stored: {error}")
+        if pending is None or not pending.waits_for_device:
+            self.complete_seal()
+
+    def complete_seal(self) -> None:
+        """The newest boundary that `seal` was called for is whole, and handed to the tiers."""
+        window, pending, step = self._window, self._pending, self._sealing
+        if window is None or step is None:
+            return
+        self._pending = self._sealing = None
         if pending is not None and not window.spoiled:
-            self._seal_segment(window, pending, start, disturbed=disturbed)
+            self._hand_over(window, pending)
         if step == window.generation.step:
             self._finish(window)
 
-    def _seal_segment(self, window: Window, pending: _Pending, start: Journal, *, disturbed: bool) -> None:
-        assert self._ring is not None
+    def _hand_over(self, window: Window, pending: BoundaryCapture) -> None:
+        assert self._slot is not None
+        if pending.waits_for_device:
+            with self._stalls.measure("arrival"):
+                pending.arrive()
         with self._stalls.measure("journal"):
-            pending.writer.recopy_changed(pending.ticket, everything=disturbed)
-            if self._gradients is not None:
-                self._gradients.sealed()
             try:
-                # Hooks and validation may have changed buffers since the step; the next forward will, before any fence.
-                pending.writer.write_local({"outcome": pending.outcome, "start": start})
-            except JournalOverflow as error:
-                self._journal_nbytes = 2 * error.nbytes
-                self._spoil(str(error))
+                segment = pending.sealed(window.generation)
+            except (JournalOverflow, CodecError) as error:
+                self._journal_nbytes = 2 * error.nbytes if isinstance(error, JournalOverflow) else 0
+                self._spoil(f"its journal cannot be stored: {error}")
                 return
-            except (CodecError, BufferChanged) as error:
-                self._spoil(f"its journal and buffers cannot be stored: {error}")
-                return
-        self._ring.seal(pending.slot)
-        segment = pending.writer.sealed(window.generation, pending.step, pending.ticket, pending.step_record)
+        window.ring.seal(self._slot)
         window.segments.append(segment)
         self._tiers.add(window, segment)
 
@@ -304,11 +308,6 @@ class CaptureSession:
             self._gradients.close()
 
     # -- private
-
-    def _following(self, reordering: Succession | None) -> WindowLayout | None:
-        """The plan in another order that holds from here on; the same on all ranks."""
-        with self._stalls.measure("plan"):
-            return reordering.take_next() if reordering is not None else None
 
     def _votes(self, following: WindowLayout | None) -> list[int]:
         """What this rank tells the others before a window: `_VOTES` integers."""
@@ -478,14 +477,14 @@ class CaptureSession:
         self.generations_complete += 1
 
     def _drop(self, window: Window) -> None:
-        self._window = self._pending = None
+        self._window = self._pending = self._sealing = None
         window.ring.abort_window(window.generation)
 
     def _writer(self, layout: SlotLayout, slot: Slot) -> SegmentWriter:
         """The writer that last filled this place, if it filled the same slot of the plan."""
         writer = self._writers.get(slot.index)
         if writer is None or writer.layout is not layout:
-            writer = self._writers[slot.index] = SegmentWriter(layout, slot.view, self._engine)
+            writer = self._writers[slot.index] = SegmentWriter(layout, slot.view, self._engine, self._arrivals)
         return writer
 
     def _await_copies(self) -> None:

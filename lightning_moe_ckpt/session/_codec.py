@@ -91,13 +91,18 @@ def register_enum(cls: type[Enum]) -> type[Enum]:
     return cls
 
 
-def encode(value: object) -> bytes:
-    """Bytes of `value`. CUDA tensors are copied to the host, which waits for the device.
+def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
+    """Bytes of `value`.
+
+    Args:
+        value: what to encode.
+        on_host: copies of tensors in it that are on a device, by the `id` of those. Others are read, which waits for the
+            device.
 
     Raises:
         CodecError: a part of `value` is not on the closed list; the message says where it sits and what it is.
     """
-    return _Encoder().encode(value)
+    return _Encoder(on_host=on_host).encode(value)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
@@ -134,11 +139,18 @@ class _Encoder:
     Args:
         collect: note refusals and go on, instead of raising the first.
         devices: what to note as the devices of the tensors, in order; by default where they are.
+        on_host: see `encode`.
     """
 
-    def __init__(self, *, collect: bool = False, devices: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        collect: bool = False,
+        devices: Iterable[str] | None = None,
+        on_host: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self.refused: list[str] = []
-        self._collect = collect
+        self._collect, self._on_host = collect, on_host or {}
         self._devices = iter(devices) if devices is not None else None
         self._arrays: list[memoryview | bytes] = []
         self._stored: dict[bytes, int] = {}
@@ -190,6 +202,11 @@ class _Encoder:
         self._arrays.append(content)
         self._repeats.stored(len(content))
         return "]"
+
+    def content(self, tensor: Tensor) -> str:
+        """Store the elements of a tensor; returns the end of its node."""
+        # What is only looked through is not read: that would wait for the device.
+        return "]" if self._collect else self.array(tensor_content(self._on_host.get(id(tensor), tensor)))
 
     def device(self, tensor: Tensor) -> str:
         return str(tensor.device) if self._devices is None else next(self._devices)
@@ -373,7 +390,7 @@ def _write_tensor(encoder: _Encoder, value: Tensor) -> str:
     reason = tensor_refusal(value)
     if reason is not None:
         return encoder.refuse(reason)
-    end = encoder.array(tensor_content(value))
+    end = encoder.content(value)
     return f'["T","{TORCH_NAMES[value.dtype]}",{_dumps(list(value.shape))},{_quoted(encoder.device(value))}{end}'
 
 

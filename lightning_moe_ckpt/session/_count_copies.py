@@ -7,26 +7,10 @@ the numbers at the boundary then waits for backward at most, and never for the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from lightning_moe_ckpt.operators import LoadCounter
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Counts on the host, once what is waited for has happened."""
-
-    counts: Tensor
-    """int64 `[E]`."""
-    arrived: torch.cuda.Event | None = None
-
-    def wait(self) -> Tensor:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.counts
+from lightning_moe_ckpt.session._arrivals import Arrival, Arrivals
 
 
 class CountCopies:
@@ -38,10 +22,10 @@ class CountCopies:
 
     def __init__(self, counter: LoadCounter) -> None:
         self._counter = counter
-        self._under_way: list[_Copy] = []
+        self._arrivals = Arrivals()
+        self._under_way: list[Arrival] = []
         self._is_new = False
         """Whether nothing was counted since the newest copy began."""
-        self._stream: torch.cuda.Stream | None = None
 
     def forward_begins(self) -> None:
         """More is about to be counted."""
@@ -49,7 +33,7 @@ class CountCopies:
 
     def start(self) -> None:
         """Nothing more is counted until the next batch: copy what was. Does not wait for the device."""
-        self._under_way.append(self._copy(self._counter.read_and_reset()))
+        self._under_way.append(self._arrivals.start([self._counter.read_and_reset()]))
         self._is_new = True
 
     def take(self) -> list[int]:
@@ -57,17 +41,5 @@ class CountCopies:
         if not (self._is_new and self._under_way):
             self.start()
         under_way, self._under_way = self._under_way, []
-        total: list[int] = torch.stack([each.wait() for each in under_way]).sum(0).tolist()
+        total: list[int] = torch.cat([torch.stack(each.wait()) for each in under_way]).sum(0).tolist()
         return total
-
-    def _copy(self, counts_E: Tensor) -> _Copy:
-        if counts_E.device.type != "cuda":
-            return _Copy(counts_E.cpu())
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(counts_E.device)  # type: ignore[no-untyped-call]
-        host_E = torch.empty(counts_E.shape, dtype=counts_E.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(counts_E.device))
-        with torch.cuda.stream(self._stream):
-            host_E.copy_(counts_E, non_blocking=True)
-        counts_E.record_stream(self._stream)
-        return _Copy(host_E, self._stream.record_event())

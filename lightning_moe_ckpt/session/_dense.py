@@ -23,7 +23,7 @@ from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._planning import dense_layout
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._worker import Announced
-from lightning_moe_ckpt.session._writer import SegmentWriter
+from lightning_moe_ckpt.session._writer import BoundaryCapture, SegmentWriter
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,8 @@ class DenseCapture:
         layout = dense_layout(self._view, self._groups, max(2 * len(encode(journal)), self._journal.journal_nbytes))
         slot = layout.slots[0]
         writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
-        ticket = writer.start()
-        writer.write_local(journal)
+        capture = BoundaryCapture(writer, step, journal["outcome"])
+        capture.take_rest(start, disturbed=False)
         self._worker.begin(
             Announced(
                 generation=generation,
@@ -139,5 +139,5 @@ class DenseCapture:
                 bad=self._journal.bad_copies,
             )
         )
-        self._worker.add(generation, writer.sealed(generation, step, ticket))
-        return generation, ticket
+        self._worker.add(generation, capture.sealed(generation))
+        return generation, capture.ticket

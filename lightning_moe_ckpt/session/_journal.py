@@ -7,6 +7,7 @@ window, and the next plan reserves twice what was needed.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -51,14 +52,19 @@ class JournalCapacity:
         self.nbytes = max(self.nbytes, -(-nbytes // _PAGE) * _PAGE)
 
 
-def encode_journal(journal: Journal, capacity: int) -> bytes:
-    """The bytes to put at the start of a record of `capacity` bytes.
+def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor] | None = None) -> bytes:
+    """The bytes to put at the start of a record.
+
+    Args:
+        journal: what to encode.
+        capacity: bytes of the record.
+        on_host: see `encode`.
 
     Raises:
         JournalOverflow: they do not fit.
         CodecError: a value in the journal cannot be stored exactly.
     """
-    payload = encode(journal)
+    payload = encode(journal, on_host)
     nbytes = _LENGTH.size + len(payload)
     if nbytes > capacity:
         raise JournalOverflow(nbytes, capacity)

@@ -313,6 +313,7 @@ class Life:
     def boundary(self, step: int, outcome: Journal) -> None:
         """An optimizer step just ended; take what the policy asks for."""
         capture = made(self._capture)
+        capture.complete_seal()  # where no optimizer step asked for it
         self._report_failures()
         # The first generation after a replay is complete where it ends: training catches up first.
         if capture.generations_complete == (2 if self._replayed else 1):

@@ -8,13 +8,15 @@ the ring) and checked for being up to date by comparing the identity of a few te
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import CopyEngine, CopyList, Ticket
+from lightning_moe_ckpt.native import Copy, CopyEngine, CopyList, Ticket, Tickets
+from lightning_moe_ckpt.session._arrivals import Arrival, Arrivals, held
 from lightning_moe_ckpt.session._journal import Journal, encode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
 from lightning_moe_ckpt.session._sealed import RecordDigests, SealedSegment, StepRecord
@@ -25,6 +27,17 @@ class BufferChanged(Exception):
     """A buffer does not fit its record any more; never leaves the session, which turns it into a report."""
 
 
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What a segment has besides records, on its way."""
+
+    journal: Journal
+    values: Arrival
+    """Of all tensors in the journal, if some may be on a device."""
+    buffers: Ticket | None
+    """Of those on a device."""
+
+
 class SegmentWriter:
     """Fills one piece of memory with one slot of a plan.
 
@@ -32,10 +45,15 @@ class SegmentWriter:
         layout: what lies where.
         view_U8: memory of at least the segment's size; its header is written at once.
         engine: copies device memory to it.
+        arrivals: brings values of journals to the host.
     """
 
-    def __init__(self, layout: SlotLayout, view_U8: Tensor, engine: CopyEngine) -> None:
+    def __init__(
+        self, layout: SlotLayout, view_U8: Tensor, engine: CopyEngine, arrivals: Arrivals | None = None
+    ) -> None:
         self.layout, self.view, self._engine = layout, view_U8, engine
+        self._arrivals = arrivals if arrivals is not None else Arrivals()
+        self._may_wait = any(param.is_cuda for param in layout.view.params.values())
         layout.write_headers(view_U8)
         self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for f in layout.own))
         self._params = [layout.view.params[fqn] for fqn in self._fqns]
@@ -59,31 +77,38 @@ class SegmentWriter:
         self._versions = versions(self._bases)
         return self._engine.submit(self._copies)
 
-    def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> None:
-        """Copy again, synchronously, what was changed in place since `start`.
+    def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
+        """Copy again what was changed in place since `start`; it may change again from here on.
 
         Args:
             ticket: what `start` returned.
             everything: whether changes may have left no trace: nothing of the first copy is kept.
+
+        Returns:
+            The ticket of all copies.
+
+        Raises:
+            CheckpointError: a copy failed.
         """
         now = versions(self._bases)
         if now == self._versions and not everything:
-            return
+            return ticket
         changed = {i for i, version in enumerate(self._versions) if version != now[i]}
-        ticket.wait()
         if everything:
-            self._refresh()  # there may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`
+            # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
+            self._refresh(under_way=ticket)
             changed = set(range(len(self._bases)))
-        pairs = [pair for pair, owner in zip(self._pairs, self._owners, strict=True) if owner in changed]
-        self._engine.submit(pairs).wait()
+        again = self._engine.submit([pair for pair, i in zip(self._pairs, self._owners, strict=True) if i in changed])
+        self._engine.fence(again)
+        return Tickets(ticket, again)
 
-    def write_local(self, journal: Journal) -> None:
-        """Copy this rank's buffers and put the journal into its record, synchronously.
+    def take_local(self, journal: Journal) -> LocalState:
+        """Begin to bring this rank's buffers and the journal to the host; they may change, and be let go of, after it.
 
         Raises:
-            JournalOverflow: the record is too small.
             BufferChanged: a buffer has another shape or dtype than when training started.
         """
+        on_device: list[Copy] = []
         for name in self.layout.view.buffer_names:
             place, buffer = self.layout.segment.view(self.view, f"buffer/{name}"), self.layout.view.buffer(name)
             if buffer is None or buffer.shape != place.shape or buffer.dtype != place.dtype:
@@ -92,9 +117,25 @@ class SegmentWriter:
                     f"buffer `{name}` is {found}, was {place.dtype} {tuple(place.shape)} when this plan was made. "
                     "Keep the shape of buffers, or register what grows as a plain attribute that is rebuilt at start"
                 )
-            place.copy_(buffer)
+            if buffer.is_cuda:
+                on_device.append((buffer.detach().clone(), place))  # the next forward changes the buffer
+            else:
+                place.copy_(buffer)
+        ticket = self._engine.submit(on_device) if on_device else None
+        values: list[Tensor] = []
+        if self._may_wait:
+            journal = held(journal, values)  # by the time it is written, training may have changed what it is made of
+        return LocalState(journal, self._arrivals.start(values), ticket)
+
+    def write_local(self, local: LocalState) -> None:
+        """Put the journal into its record; waits until its values have arrived on the host.
+
+        Raises:
+            JournalOverflow: the record is too small.
+            CodecError: a value in the journal cannot be stored exactly.
+        """
         place = self.layout.segment.view(self.view, JOURNAL)
-        payload = encode_journal(journal, place.numel())
+        payload = encode_journal(local.journal, place.numel(), local.values.by_identity())
         place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
     def sealed(
@@ -133,12 +174,15 @@ class SegmentWriter:
             persisted=inner,
         )
 
-    def _refresh(self) -> None:
+    def _refresh(self, under_way: Ticket | None = None) -> None:
+        """Make the list of copies anew if it is out of date, once nothing writes to the segment any more."""
         bases = [*self._params, *self.layout.view.states(self._fqns)]
         # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
         addresses = [base.data_ptr() for base in bases]
         same = len(bases) == len(self._bases) and all(map(is_, bases, self._bases))
         if self._copies is None or not same or addresses != self._addresses:
+            if under_way is not None:
+                under_way.wait()
             self._bases, self._addresses = bases, addresses
             self._rebuild()
 
@@ -163,6 +207,62 @@ class SegmentWriter:
             inner = layout.persisted.entries(layout.persisted_bytes(self.view))
             places = {entry.name: index for index, entry in enumerate(entries)}
             self._persisted, self._places = RecordRows(inner), [places[entry.name] for entry in inner]
+
+
+class BoundaryCapture:
+    """One boundary on its way into its segment.
+
+    Args:
+        writer: of the segment; begins to copy.
+        step: the boundary.
+        outcome: the journal's outcome half.
+        step_record: what led to the boundary, of the experts that leave the node.
+    """
+
+    def __init__(
+        self, writer: SegmentWriter, step: int, outcome: Journal, step_record: StepRecord | None = None
+    ) -> None:
+        self._writer, self._step, self._outcome, self._step_record = writer, step, outcome, step_record
+        self.ticket = writer.start()
+        """Of all copies so far."""
+        self._local: LocalState | None = None
+
+    def take_rest(self, start: Journal, *, disturbed: bool) -> None:
+        """The next batch begins: copy again what has changed, and take what is no record.
+
+        Args:
+            start: the journal's start half.
+            disturbed: whether sources may have changed unseen: all of them are copied again.
+
+        Raises:
+            BufferChanged: see `SegmentWriter.take_local`.
+            CheckpointError: a copy failed.
+        """
+        self.ticket = self._writer.recopy_changed(self.ticket, everything=disturbed)
+        self._local = self._writer.take_local({"outcome": self._outcome, "start": start})
+        if self._local.buffers is not None:
+            self.ticket = Tickets(self.ticket, self._local.buffers)
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether `arrive` has something to wait for."""
+        return self._local is not None and self._local.values.is_under_way
+
+    def arrive(self) -> None:
+        """Wait until the device has come to where `take_rest` was called."""
+        assert self._local is not None
+        self._local.values.wait()
+
+    def sealed(self, generation: GenerationId) -> SealedSegment:
+        """The segment, once its values have arrived; call after `take_rest`.
+
+        Raises:
+            JournalOverflow: its journal record is too small.
+            CodecError: a value in the journal cannot be stored exactly.
+        """
+        assert self._local is not None
+        self._writer.write_local(self._local)
+        return self._writer.sealed(generation, self._step, self.ticket, self._step_record)
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.callbacks import (
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.errors import ConfigurationError, StorageError
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.session._windows import SparseWindows
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
@@ -280,14 +280,19 @@ def test_windows_without_a_generation_are_an_error_wherever_somebody_looks(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "fails",
+    [("take_local", BufferChanged("a buffer has grown")), ("recopy_changed", CheckpointError("a copy failed"))],
+    ids=["buffer", "copy"],
+)
 def test_a_window_that_gives_nothing_costs_no_generation_that_is_there(
-    policy: str, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, fails: tuple[str, Exception], tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest one in memory stays until a newer one is there; storage gets it, if it was on its way."""
     make, window = POLICIES[policy]
     fault = Switch()
-    spoilt = fault.failing(SegmentWriter.write_local, lambda: BufferChanged("a buffer has grown"))
-    monkeypatch.setattr(SegmentWriter, "write_local", spoilt)
+    method, error = fails
+    monkeypatch.setattr(SegmentWriter, method, fault.failing(getattr(SegmentWriter, method), lambda: error))
     checkpoint = make(tmp_path)
     watch = Watch(checkpoint, fault)
     fit(watch, checkpoint)

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.session._lossy_plan import (
 )
 from lightning_moe_ckpt.session._planning import lay_out
 from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._writer import SegmentWriter
+from lightning_moe_ckpt.session._writer import BoundaryCapture, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId, SegmentEntry, SegmentLayout, digest_of, verify_records
 
 WORLDS = [(1, 1), (3, 1), (4, 2), (3, 3)]
@@ -147,11 +147,12 @@ def _capture(layout: WindowLayout) -> tuple[torch.Tensor, SealedSegment]:
     writer = SegmentWriter(slot, memory, engine)
     memory[slot.segment.spans["journal"].offset :][:JOURNAL_NBYTES] = 0
     _zero_absent(slot.segment, memory)
-    ticket = writer.start()
-    writer.write_local({"outcome": {}, "start": {}})
-    ticket.wait()
+    capture = BoundaryCapture(writer, 3, {})
+    capture.take_rest({}, disturbed=False)
+    sealed = capture.sealed(GenerationId(step=3, epoch=1))
+    sealed.wait()
     engine.close()
-    return memory, writer.sealed(GenerationId(step=3, epoch=1), 3, ticket)
+    return memory, sealed
 
 
 def _zero_absent(segment: SegmentLayout, memory: torch.Tensor) -> None:

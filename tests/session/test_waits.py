@@ -1,0 +1,105 @@
+"""No hook makes the training thread wait for the device, but where the optimizer is about to step."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from session._seeming_device import SeemingDevice, seeming_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from typing_extensions import override
+
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.moe import MoELayer
+
+FEATURES = 4
+WARM = 3
+"""Steps in which sizes are found out, and plans made."""
+
+
+class Net(LightningModule):
+    """Has buffers, experts, logged values, a metric and an attribute that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.BatchNorm1d(FEATURES), MoELayer(FEATURES, 8, 4)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.moe(self.norm(batch[0]))
+        loss: Tensor = (out - 1).pow(2).mean()
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class Beside(Callback):
+    """Storage takes every generation. What happens while a run starts does not count."""
+
+    def __init__(self, checkpoint: CheckpointCallback, device: SeemingDevice | None) -> None:
+        self._checkpoint, self._device = checkpoint, device
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        assert self._checkpoint.wait_committed()
+        if self._device is not None and trainer.global_step <= WARM:
+            self._device.waits.clear()
+            self._device.num_copies = 0
+
+
+def fit(checkpoint: CheckpointCallback, device: SeemingDevice | None = None, *, steps: int = 10) -> None:
+    seed_everything(1, verbose=False)
+    net = Net()
+    if device is not None:
+        device.put(itertools.chain(net.parameters(), net.buffers()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, gradient_clip_val=0.5, accumulate_grad_batches=2,
+            callbacks=[Beside(checkpoint, device), checkpoint],
+        )  # fmt: skip
+        trainer.fit(net, DataLoader(TensorDataset(torch.arange(64.0 * FEATURES).view(-1, FEATURES).sin()), 4))
+
+
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, norms, logged values and buffers travel meanwhile, and what is stored is the same to the last bit."""
+    checkpoint = make(policy, tmp_path / "device")
+    with seeming_device(monkeypatch) as device:
+        fit(checkpoint, device)
+    assert checkpoint.report.generations_complete > 2
+    assert device.num_copies > 0
+    while_training = [wait for wait in device.waits if wait.hook not in {"before_epoch_end", "end"}]
+    assert {(wait.hook, wait.what) for wait in while_training} == {("before_optimizer_step", "`synchronize`")}
+    fit(make(policy, tmp_path / "host"))
+    on_device, on_host = stored(tmp_path / "device"), stored(tmp_path / "host")
+    both = on_device.keys() & on_host.keys()  # the run may end before storage has the newest
+    assert len(both) > WARM
+    assert all(on_device[step] == on_host[step] for step in both)
+
+
+def make(policy: str, path: Path) -> CheckpointCallback:
+    if policy == "sparse":
+        return SparseCheckpoint(str(path), window=2, keep=10)
+    return DenseCheckpoint(str(path), every_n_steps=1, keep=10)
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    """Bytes of all files by the step in their names."""
+    return {file.name.split(".")[1]: file.read_bytes() for file in path.rglob("*.safetensors")}
