@@ -16,7 +16,7 @@ from lightning_moe_ckpt.metrics import (
 )
 from lightning_moe_ckpt.session import LossFigures, Report
 
-# Shape suffixes: R ranks, 3 the numbers of `own`.
+# Shape suffixes: R ranks, 4 the numbers of `own`.
 
 
 class CheckpointFigures:
@@ -31,33 +31,35 @@ class CheckpointFigures:
         self._before, self._step, self._clock = report, step, time.perf_counter()
         # The monitor exchanges what it needs by itself: metrics would, one by one.
         self._stall_per_step, self._stall_share = StallPerStep(sync_on_compute=False), StallShare(sync_on_compute=False)
+        self._device_stall_per_step = StallPerStep(sync_on_compute=False)
         self._captured = CapturedPerStep(sync_on_compute=False)
         self._persisted = PersistedPerSecond(sync_on_compute=False)
         self._window, self._generations = WindowPosition(sync_on_compute=False), Generations(sync_on_compute=False)
 
-    def own(self, now: Report) -> tuple[int, int, int]:
-        """Nanoseconds of stall, bytes captured and bytes persisted on this rank since the last row."""
+    def own(self, now: Report) -> tuple[int, int, int, int]:
+        """Nanoseconds of stall, and of the device's, bytes captured and bytes persisted on this rank since the last row."""
         before = self._before
         stalled = sum(now.stall_seconds.values()) - sum(before.stall_seconds.values())
+        stood_still = sum(now.device_stall_seconds.values()) - sum(before.device_stall_seconds.values())
         captured, persisted = (
             now.nbytes_captured - before.nbytes_captured,
             now.nbytes_persisted - before.nbytes_persisted,
         )
-        return round(stalled * 1e9), captured, persisted
+        return round(stalled * 1e9), round(stood_still * 1e9), captured, persisted
 
-    def row(self, now: Report, step: int, ranks_R3: Tensor) -> dict[str, float]:
+    def row(self, now: Report, step: int, ranks_R4: Tensor) -> dict[str, float]:
         """The next row, by name.
 
         Args:
             now: of this rank.
             step: boundary that training has reached.
-            ranks_R3: `own` of every rank.
+            ranks_R4: `own` of every rank.
         """
         clock = time.perf_counter()
         seconds, self._clock = clock - self._clock, clock
         before, self._before = self._before, now
         steps, self._step = step - self._step, step
-        values = {**self._stalls(before, now, steps), **self._rates(ranks_R3, steps, seconds)}
+        values = {**self._stalls(before, now, steps), **self._rates(ranks_R4, steps, seconds)}
         self._window.update(now.window, now.window_position)
         self._generations.update(step, now.generations)
         place = self._window.compute()
@@ -78,25 +80,29 @@ class CheckpointFigures:
     @staticmethod
     def _stalls(before: Report, now: Report, steps: int) -> dict[str, float]:
         """Of this rank, by cause."""
-        stalls = {
-            f"moe/stall_seconds/{cause}": (seconds - before.stall_seconds.get(cause, 0.0)) / steps
-            for cause, seconds in now.stall_seconds.items()
-        }
-        overhead = (now.overhead_seconds - before.overhead_seconds) / steps
-        return {**stalls, "moe/stall_seconds/all": sum(stalls.values()), "moe/overhead_seconds": overhead}
+        figures: dict[str, float] = {}
+        for name in ("stall_seconds", "device_stall_seconds"):
+            totals, earlier = getattr(now, name), getattr(before, name)
+            stalls = {cause: (seconds - earlier.get(cause, 0.0)) / steps for cause, seconds in totals.items()}
+            figures |= {f"moe/{name}/{cause}": seconds for cause, seconds in stalls.items()}
+            figures[f"moe/{name}/all"] = sum(stalls.values())
+        return {**figures, "moe/overhead_seconds": (now.overhead_seconds - before.overhead_seconds) / steps}
 
-    def _rates(self, ranks_R3: Tensor, steps: int, seconds: float) -> dict[str, float]:
+    def _rates(self, ranks_R4: Tensor, steps: int, seconds: float) -> dict[str, float]:
         """Of all ranks."""
-        nanoseconds, captured, persisted = ranks_R3.unbind(1)
+        nanoseconds, of_device, captured, persisted = ranks_R4.unbind(1)
         longest = int(nanoseconds.max()) / 1e9
-        for metric in (self._stall_per_step, self._stall_share, self._captured, self._persisted):
+        stalls = (self._stall_per_step, self._device_stall_per_step, self._stall_share)
+        for metric in (*stalls, self._captured, self._persisted):
             metric.reset()
         self._stall_per_step.update(longest, steps)
+        self._device_stall_per_step.update(int(of_device.max()) / 1e9, steps)
         self._stall_share.update(longest, seconds)
         self._captured.update(int(captured.sum()), steps)
         self._persisted.update(int(persisted.sum()), seconds)
         return {
             "moe/stall_seconds/slowest_rank": self._stall_per_step.compute().item(),
+            "moe/device_stall_seconds/slowest_rank": self._device_stall_per_step.compute().item(),
             "moe/stall_share": self._stall_share.compute().item(),
             "moe/captured_nbytes_per_step": self._captured.compute().item(),
             "moe/persisted_nbytes_per_second": self._persisted.compute().item(),

@@ -35,8 +35,10 @@ class ExpertLoadMonitor(Callback):
 
     Of checkpoints, over the steps since the last row:
 
-    * `moe/stall_seconds/<cause>` and `moe/stall_seconds/all`: seconds per step that rank 0 waited,
+    * `moe/stall_seconds/<cause>` and `moe/stall_seconds/all`: seconds per step that the training thread of rank 0 waited,
       `moe/stall_seconds/slowest_rank`: of the rank that waited longest, `moe/stall_share`: as part of the wall time;
+    * `moe/device_stall_seconds/<cause>`, `/all` and `/slowest_rank`: the same of training's stream on a CUDA device, which is
+      what training loses there: a thread that waits while the device has work costs nothing; 0 without one;
     * `moe/overhead_seconds`: seconds per step of the training thread of rank 0 in hooks of checkpoints, waits included;
     * `moe/captured_nbytes_per_step` and `moe/persisted_nbytes_per_second`: copied to host memory, and made durable, by
       all ranks;

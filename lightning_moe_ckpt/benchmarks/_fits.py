@@ -70,7 +70,9 @@ class StepCosts:
     process_seconds: float
     """CPU time of all threads in a step, mean."""
     stall_seconds: dict[str, float]
-    """Time training waited in a step, mean, by cause; empty without checkpoints."""
+    """Time the training thread waited in a step, mean, by cause; empty without checkpoints."""
+    device_stall_seconds: float
+    """Time training's stream stood still on a CUDA device in a step, mean."""
     overhead_seconds: float
     """Time of the training thread in hooks of checkpoints in a step, mean, waits included."""
     generations_complete: int
@@ -203,26 +205,31 @@ class _Turns(Callback):
 
 def _costs(clocks: Sequence[_Clocks], before: Report | None, after: Report | None) -> StepCosts:
     first, last, num_steps = clocks[0], clocks[-1], len(clocks) - 1
-    stalls, overhead, complete, committed = _gained(before, after, num_steps)
+    stalls, on_device, overhead, complete, committed = _gained(before, after, num_steps)
     return StepCosts(
         mean_seconds=(last.wall - first.wall) / num_steps,
         median_seconds=statistics.median(end.wall - start.wall for start, end in pairwise(clocks)),
         thread_seconds=(last.thread - first.thread) / num_steps,
         process_seconds=(last.process - first.process) / num_steps,
         stall_seconds=stalls,
+        device_stall_seconds=on_device,
         overhead_seconds=overhead,
         generations_complete=complete,
         generations_committed=committed,
     )
 
 
-def _gained(before: Report | None, after: Report | None, num_steps: int) -> tuple[dict[str, float], float, int, int]:
-    """Stall per step by cause, time in hooks per step, generations complete and committed between two reports."""
+def _gained(
+    before: Report | None, after: Report | None, num_steps: int
+) -> tuple[dict[str, float], float, float, int, int]:
+    """Stall per step by cause, the device's, time in hooks per step, generations complete and committed between two reports."""
     if before is None or after is None:
-        return {}, 0.0, 0, 0
+        return {}, 0.0, 0.0, 0, 0
+    on_device = sum(after.device_stall_seconds.values()) - sum(before.device_stall_seconds.values())
     waited = {cause: seconds - before.stall_seconds.get(cause, 0.0) for cause, seconds in after.stall_seconds.items()}
     return (
         {cause: seconds / num_steps for cause, seconds in waited.items() if seconds > 0},
+        on_device / num_steps,
         (after.overhead_seconds - before.overhead_seconds) / num_steps,
         after.generations_complete - before.generations_complete,
         after.generations_committed - before.generations_committed,

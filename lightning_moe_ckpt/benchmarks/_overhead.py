@@ -60,7 +60,9 @@ class OverheadFigure:
     process_seconds: float
     """CPU time of all threads in a step."""
     stall_seconds: dict[str, float]
-    """Time training waited in a step, by cause."""
+    """Time the training thread waited in a step, by cause."""
+    device_stall_seconds: float
+    """Time training's stream stood still on a CUDA device in a step."""
     overhead_seconds: float
     """Time of the training thread in hooks of checkpoints in a step, waits included."""
     window: int
@@ -123,7 +125,14 @@ class OverheadBench(Benchmark[OverheadFigure]):
             f"medians of {len(first.rounds)} interleaved rounds"
         )
         columns = ["checkpoints", "steps/s", "against none", "range", "by median step", "CPU of training", "of process"]
-        columns += ["in hooks per step", "stall per step", "bytes per step (of dense)", "W", "committed"]
+        columns += [
+            "in hooks per step",
+            "stall per step",
+            "of the device",
+            "bytes per step (of dense)",
+            "W",
+            "committed",
+        ]
         table = table_of(title, columns, [_row(figure) for figure in figures])
         table.caption = "\n".join(_causes(figure) for figure in figures if figure.stall_seconds)
         return table
@@ -180,6 +189,7 @@ def _figure(variant: Variant, precision: str, turns: dict[Variant, list[Turn]]) 
         by_median_step=statistics.median(none.median_seconds / own.median_seconds for none, own in pairs),
         thread_seconds=statistics.median(each.thread_seconds for each in rounds),
         process_seconds=statistics.median(each.process_seconds for each in rounds),
+        device_stall_seconds=statistics.median(each.device_stall_seconds for each in rounds),
         stall_seconds={c: statistics.median(each.stall_seconds.get(c, 0.0) for each in rounds) for c in causes},
         overhead_seconds=statistics.median(each.overhead_seconds for each in rounds),
         window=report.window if report is not None else 0,
@@ -203,6 +213,7 @@ def _row(figure: OverheadFigure) -> list[str]:
         *row,
         milliseconds(figure.overhead_seconds),
         milliseconds(figure.stall),
+        milliseconds(figure.device_stall_seconds),
         taken,
         str(figure.window),
         generations,

@@ -212,7 +212,7 @@ class CaptureSession:
     def fence_gradients(self) -> None:
         """Wait until gradients may be overwritten, or let go of."""
         if self._gradients is not None:
-            with self._stalls.measure("gradients"):
+            with self._stalls.measure_both("gradients"):
                 self._gradients.fence()
 
     def fence(self) -> None:
@@ -224,7 +224,7 @@ class CaptureSession:
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             return
-        with self._stalls.measure("fence"):
+        with self._stalls.measure_both("fence"):
             try:
                 self._engine.fence(ticket)
             except CheckpointError as error:

@@ -113,7 +113,7 @@ class DenseCapture:
         if under_way is None:
             return
         generation, ticket = under_way
-        with self._stalls.measure("fence"):
+        with self._stalls.measure_both("fence"):
             try:
                 self._engine.fence(ticket)
             except CheckpointError as error:

@@ -98,7 +98,8 @@ class Life:
         self._planner = make_planner(
             policy, self._view, groups, self._exchange, module, autocast_dtype=autocast_dtype, may_probe=not compiled
         )
-        self._stalls, self.clock, self._heap = StallMeter(), HookClock(), FrozenHeap(wanted=config.freeze_heap)
+        device = next(iter(self._view.params.values())).device
+        self._stalls, self.clock, self._heap = StallMeter(device), HookClock(), FrozenHeap(wanted=config.freeze_heap)
         self._runs: Runs | None = None
         self._storage: PersistWorker | None = None
         self._memory: RankMemory | None = None
@@ -106,7 +107,7 @@ class Life:
         self._dense: DenseCapture | None = None
         self._tiers = Tiers([])
         self._capture: CaptureSession | None = None
-        self._engine = create_engine(next(iter(self._view.params.values())).device)
+        self._engine = create_engine(device)
         self._found: Found | None = None
         self._replay: Replay | None = None
         self._replay_layout: WindowLayout | None = None
@@ -459,6 +460,7 @@ class Life:
             nbytes_persisted=storage.nbytes_complete if storage is not None else 0,
             dense_nbytes=self._dense_nbytes,
             stall_seconds=self._stalls.totals(),
+            device_stall_seconds=self._stalls.device_totals(),
             overhead_seconds=self.clock.seconds - self._began[1] if self._began is not None else 0.0,
             seconds=time.perf_counter() - self._began[0] if self._began is not None else 0.0,
             generations_committed=storage.num_complete if storage is not None else 0,

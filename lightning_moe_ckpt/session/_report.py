@@ -64,7 +64,9 @@ class Report:
     """Shared memory that tiers hold on this node for this rank: `host` for its own generations, `peer` for copies that
     it keeps for others."""
     stall_seconds: dict[str, float]
-    """Seconds that training waited, by cause."""
+    """Seconds that the training thread waited, by cause. With a CUDA device, which has work meanwhile, not all of it is lost."""
+    device_stall_seconds: dict[str, float]
+    """Seconds that the training stream of a CUDA device stood still, by cause, as far as the device has come; else empty."""
     overhead_seconds: float
     """Seconds of the training thread in hooks of this package, waits included, within `seconds`; not token counts in
     forward passes."""
@@ -103,12 +105,17 @@ class Report:
 
     @property
     def stall_seconds_per_step(self) -> float:
-        """Mean wait per optimizer step."""
+        """Mean wait of the training thread per optimizer step."""
         return sum(self.stall_seconds.values()) / max(1, self.steps)
 
     @property
+    def device_stall_seconds_per_step(self) -> float:
+        """Mean time that the training stream of a CUDA device stood still per optimizer step; 0 without one."""
+        return sum(self.device_stall_seconds.values()) / max(1, self.steps)
+
+    @property
     def checkpoint_share(self) -> float:
-        """Part of the wall time that training waited for checkpoints."""
+        """Part of the wall time that the training thread waited for checkpoints."""
         return sum(self.stall_seconds.values()) / self.seconds if self.seconds else 0.0
 
     @property
@@ -124,9 +131,11 @@ class Report:
     @property
     def costs(self) -> str:
         """What checkpoints took from training, in words."""
+        device = f"; the device stood still for {self.device_stall_seconds_per_step * 1e3:.2f} ms"
         return (
             f"checkpoints took {self.overhead_seconds_per_step * 1e3:.2f} ms of the training thread per step "
             f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited {self.stall_seconds_per_step * 1e3:.2f} ms"
+            f"{device if self.device_stall_seconds else ''}"
         )
 
 

@@ -2,17 +2,27 @@
 
 Waits alone would flatter: recording state, starting copies and encoding journals is time of the training thread too.
 Used from the training thread only. A measurement costs well under a microsecond, so everything is measured.
+
+With a device there are two kinds of waits. The thread runs ahead of the device, and where it waits for that, the device
+has work: nothing is lost. What is lost is the time in which the training stream stands still. Events on both sides of a
+fence say how long that was, once the device has passed them; nobody waits for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Concatenate, Protocol, TypeVar
+from typing import Any, Concatenate, Protocol, TypeVar
 
+import torch
 from typing_extensions import ParamSpec, Self
+
+_cuda: Any = torch.cuda
+"""Events are partly untyped in torch."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,16 +31,36 @@ R = TypeVar("R")
 class StallMeter:
     """Sums of seconds per cause, for the current step and since the start.
 
-    Causes in use: `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`. A wait inside a measured wait counts in both.
+    Causes in use: `arrival`, `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`, `plan`. A wait inside a
+    measured wait counts in both.
+
+    Args:
+        device: on which training runs; of a CUDA device, its waits are measured too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
         self._step: dict[str, float] = {}
         self._total: dict[str, float] = {}
+        self._on_device: dict[str, float] = {}
+        self._passing: deque[tuple[str, Any, Any]] = deque()
+        """Waits that the device may not have come to yet: cause, and the events around them."""
 
     def measure(self, cause: str) -> _Measurement:
         """Context manager that adds the seconds spent inside to `cause`, also when the body raises."""
         return _Measurement(self, cause)
+
+    @contextmanager
+    def measure_both(self, cause: str) -> Iterator[None]:
+        """As `measure`, where training's stream is told to wait: also how long it does."""
+        begin = self._mark()
+        try:
+            with self.measure(cause):
+                yield
+        finally:
+            if begin is not None:
+                self._passing.append((cause, begin, self._mark()))
+                self._collect()
 
     def add(self, cause: str, seconds: float) -> None:
         """Add seconds measured elsewhere."""
@@ -47,6 +77,23 @@ class StallMeter:
         """Seconds per cause since the start, the step under way included."""
         causes = [*self._total, *(cause for cause in self._step if cause not in self._total)]
         return {cause: self._total.get(cause, 0.0) + self._step.get(cause, 0.0) for cause in causes}
+
+    def device_totals(self) -> dict[str, float]:
+        """Seconds per cause since the start that training's stream stood still, as far as the device has come."""
+        self._collect()
+        return dict(self._on_device)
+
+    def _mark(self) -> Any:
+        if self._device is None:
+            return None
+        event = _cuda.Event(enable_timing=True)
+        event.record(_cuda.current_stream(self._device))
+        return event
+
+    def _collect(self) -> None:
+        while self._passing and self._passing[0][2].query():
+            cause, begin, end = self._passing.popleft()
+            self._on_device[cause] = self._on_device.get(cause, 0.0) + begin.elapsed_time(end) / 1e3
 
 
 class _Measurement:

@@ -267,6 +267,7 @@ def test_figures_of_checkpoints_stand_beside_the_load(tmp_path: Path) -> None:
     for cause, seconds in stalls.items():
         want = (now.stall_seconds[cause] - before.stall_seconds.get(cause, 0.0)) / 3
         assert seconds == pytest.approx(want, abs=1e-3)
+    assert (row["moe/device_stall_seconds/all"], row["moe/device_stall_seconds/slowest_rank"]) == (0, 0)  # a CPU
     assert stalls["dense"] == 0  # generation 0 was before the first row
     assert set(monitor.latest) <= set(row)
 

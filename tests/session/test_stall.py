@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter, clocked
 
@@ -69,3 +70,60 @@ def test_time_in_hooks_counts_once_also_if_they_nest_or_raise(clock: list[float]
     with pytest.raises(KeyError):
         hooks.outer()
     assert hooks.clock.seconds == 7
+
+
+class Device:
+    """A stream whose clock only this test moves: events take the time when the device passes them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queue: list[Event] = []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event())
+
+    def passes(self, *milliseconds: float) -> None:
+        """The oldest events, each at its time."""
+        for each in milliseconds:
+            self.queue.pop(0).at = each
+
+
+class Event:
+    """On the stream of a `Device`."""
+
+    at: float | None = None
+
+    def record(self, device: Device) -> None:
+        device.queue.append(self)
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.at is not None
+        assert end.at is not None
+        return end.at - self.at
+
+
+def test_waits_of_the_device_are_apart_and_nobody_waits_for_them(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may wait long while the device has work, and a device while the thread has gone on."""
+    device, meter = Device(monkeypatch), StallMeter(torch.device("cuda", 0))
+    for seconds in (5.0, 0.0):
+        with meter.measure_both("fence"):
+            clock[0] += seconds
+    assert meter.device_totals() == {}
+    device.passes(100, 100)
+    assert meter.device_totals() == {"fence": 0.0}
+    device.passes(200)
+    assert meter.device_totals() == {"fence": 0.0}
+    device.passes(2200)
+    assert meter.device_totals() == {"fence": 2.0}
+    assert meter.totals() == {"fence": 5.0}
+
+
+def test_without_a_device_there_are_waits_of_the_thread_only(clock: list[float]) -> None:
+    """No event is made."""
+    meter = StallMeter(torch.device("cpu"))
+    with meter.measure_both("fence"):
+        clock[0] += 3.0
+    assert (meter.totals(), meter.device_totals()) == ({"fence": 3.0}, {})

@@ -71,6 +71,7 @@ def train(model: LightningModule) -> None:
     assert_type(sparse.replaying, bool)
     assert_type(sparse.report.window, int)
     assert_type(sparse.report.stall_seconds, dict[str, float])
+    assert_type(sparse.report.device_stall_seconds, dict[str, float])
     assert_type(sparse.report.resumed_from, int | None)
     assert_type(sparse.report.overhead_share, float)
     assert_type(monitor.latest, dict[str, float])
