@@ -24,6 +24,7 @@ inline SharedPlan& plan_of(void* handle) { return *static_cast<SharedPlan*>(hand
   MOE_API void moe_##part##_plan_free(void* plan) { delete &moe_ckpt::plan_of(plan); }                             \
   MOE_API uint64_t moe_##part##_plan_nbytes(void* plan) { return moe_ckpt::plan_of(plan)->nbytes(); }              \
   MOE_API uint64_t moe_##part##_plan_bounce_nbytes(void* plan) { return moe_ckpt::plan_of(plan)->bounce_nbytes(); } \
+  MOE_API uint64_t moe_##part##_plan_staging_nbytes(void* plan) { return moe_ckpt::plan_of(plan)->staging_nbytes(); } \
   MOE_API int moe_##part##_plan_attach(void* plan, uint64_t staging, uint64_t bounce, moe_ckpt::Error* error) {    \
     return moe_ckpt::guarded(error, [&] {                                                                          \
       moe_ckpt::plan_of(plan)->attach(staging, bounce);                                                            \

@@ -1,10 +1,13 @@
 // A list of copies arranged once and run many times.
 //
 // On the CPU every slice is one operation of the worker. With a device, copy engines move the bytes; they take a few
-// microseconds per copy whatever its size, and convert nothing. So small, strided and converted slices travel together:
+// microseconds per copy whatever its size, and convert nothing. So small slices travel together:
 //
 //   device to host:  pack kernel -> staging (device) -> one copy -> bounce (host) -> scatter by the worker
 //   host to device:  gather by the worker -> bounce -> one copy -> staging -> unpack kernel
+//
+// Larger ones that are strided or converted, but contiguous on the host, need no bounce there: a kernel brings them to, or
+// takes them from, a place of their own in staging, and a copy engine does the rest.
 //
 // Copies within the host are made with the gathering: a fence waits for what the worker queues, and the optimizer that
 // follows it may overwrite a source on the host (Adam's step counts, for one).
@@ -23,6 +26,7 @@ namespace moe_ckpt {
 
 constexpr uint64_t kUnitNbytes = 32 << 10;  // of one block of a kernel: small enough that thousands balance
 constexpr uint64_t kAlignment = 64;         // of a slice in staging: any type, and whole sectors of memory
+constexpr int32_t kAlone = 2;               // `is_relative` of what has a place of its own there
 
 // Host memory registered in pieces, from `base` on. Mirrors `Pieces` of _prototypes.py.
 struct Pieces {
@@ -53,11 +57,13 @@ class Plan {
     cut_chunks();
   }
 
-  // Memory for the slices that travel together: `staging` on the device, `bounce` on the host, both of bounce_nbytes().
+  // Memory for the slices that travel by staging: staging_nbytes() on the device and bounce_nbytes() on the host.
   void attach(uint64_t staging, uint64_t bounce) {
     if (attached_) throw std::logic_error("memory was attached before");
     for (auto& unit : pack) unit.dst += unit.is_relative ? staging : 0;
     for (auto& unit : unpack) unit.src += staging;
+    for (size_t index = 0; index < first_bounced_; ++index)
+      if (copies[index].is_relative) staged_side(copies[index]) += staging;
     for (auto& op : gather) op.dst += op.is_relative ? bounce : 0;
     for (auto& op : scatter) op.src += bounce;
     for (size_t index = first_bounced_; index < copies.size(); ++index) {
@@ -68,8 +74,9 @@ class Plan {
     }
     attached_ = true;
   }
-  bool ready() const { return attached_ || !bounce_nbytes(); }
+  bool ready() const { return attached_ || !staging_nbytes(); }
   uint64_t bounce_nbytes() const { return outward_ + inward_; }
+  uint64_t staging_nbytes() const { return bounce_nbytes() + alone_; }
   uint64_t nbytes() const { return nbytes_; }
   int32_t bfloat16_nan() const { return options_.bfloat16_nan; }
 
@@ -97,6 +104,8 @@ class Plan {
       add_copy(slice);
     } else if (from_device && to_device) {
       add_units(pack, slice);
+    } else if (!is_small && is_contiguous_on_host(slice, from_device)) {
+      send_alone(slice, from_device);
     } else if (from_device) {
       send_together(slice, pack, scatter, outward_, dst_nbytes(slice), dst_itemsize(slice.cast));
     } else {
@@ -132,6 +141,32 @@ class Plan {
     used += (nbytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
+  static bool is_contiguous_on_host(const Slice& slice, bool from_device) {
+    const uint64_t itemsize = from_device ? dst_itemsize(slice.cast) : src_itemsize(slice.cast);
+    const int64_t stride = from_device ? slice.dst_stride : slice.src_stride;
+    return slice.rows == 1 || stride == static_cast<int64_t>(slice.count * itemsize);
+  }
+
+  // By a place of its own in staging, behind those that are shared: the kernel's side converts and sees rows, the copy
+  // sees bytes. Offsets are relative until `attach`.
+  void send_alone(const Slice& slice, bool outward) {
+    const uint64_t nbytes = outward ? dst_nbytes(slice) : src_nbytes(slice);
+    const auto row = static_cast<int64_t>(nbytes / slice.rows);
+    Slice unit = slice, copy = slice;
+    unit.is_relative = copy.is_relative = kAlone;
+    (outward ? unit.dst : unit.src) = staged_side(copy) = alone_;
+    (outward ? unit.dst_stride : unit.src_stride) = row;
+    copy.cast = Cast::kBytes;
+    copy.count = nbytes;
+    copy.rows = 1;
+    add_units(outward ? pack : unpack, unit);
+    add_copy(copy);
+    alone_ += (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+
+  // Where a copy by staging touches it.
+  static uint64_t& staged_side(Slice& copy) { return copy.src_space == Space::kDevice ? copy.src : copy.dst; }
+
   static void add_units(std::vector<Slice>& units, const Slice& slice) {
     const uint64_t itemsize = std::max(src_itemsize(slice.cast), dst_itemsize(slice.cast));
     const uint64_t rows = std::clamp<uint64_t>(kUnitNbytes / (slice.count * itemsize), 1, slice.rows);
@@ -162,7 +197,7 @@ class Plan {
       Slice* last = copies.empty() ? nullptr : &copies.back();
       const bool continues = last && whole_bytes && last->cast == Cast::kBytes && last->rows == 1 &&
                              last->src + last->count == rest.src && last->dst + last->count == rest.dst &&
-                             last->src_space == rest.src_space && last->dst_space == rest.dst_space &&
+                             last->src_space == rest.src_space && last->is_relative == rest.is_relative && last->dst_space == rest.dst_space &&
                              last->count < options_.chunk_nbytes && !starts_piece(rest.src) && !starts_piece(rest.dst);
       if (continues) room = std::min(room, options_.chunk_nbytes - last->count);
       const uint64_t taken = std::min(room, rest.count);
@@ -202,7 +237,10 @@ class Plan {
     add_region(0, outward_, Space::kPinned, Space::kDevice);
     add_region(outward_, inward_, Space::kDevice, Space::kPinned);
     for (auto& op : gather) op.dst += op.is_relative ? outward_ : 0;
-    for (auto& unit : unpack) unit.src += outward_;
+    for (auto& unit : pack) unit.dst += unit.is_relative == kAlone ? bounce_nbytes() : 0;
+    for (auto& unit : unpack) unit.src += unit.is_relative == kAlone ? bounce_nbytes() : outward_;
+    for (size_t index = 0; index < first_bounced_; ++index)
+      if (copies[index].is_relative) staged_side(copies[index]) += bounce_nbytes();
   }
 
   void cut_chunks() {
@@ -236,7 +274,7 @@ class Plan {
 
   PlanOptions options_;
   std::vector<Pieces> pieces_;
-  uint64_t outward_ = 0, inward_ = 0, nbytes_ = 0;
+  uint64_t outward_ = 0, inward_ = 0, alone_ = 0, nbytes_ = 0;
   size_t first_bounced_ = 0;
   bool attached_ = false;
 };

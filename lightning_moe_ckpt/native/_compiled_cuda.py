@@ -149,9 +149,8 @@ class CompiledCudaEngine(CompiledEngine):
         num_units = int(self._library.moe_cuda_plan_num_units(plan.handle))
         if num_units == 0:
             return
-        nbytes = plan.bounce_nbytes
-        staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        bounce = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        staging = torch.empty(plan.staging_nbytes, dtype=torch.uint8, device=self._device)
+        bounce = torch.empty(plan.bounce_nbytes, dtype=torch.uint8, pin_memory=True)
         plan.attach(staging.data_ptr(), bounce.data_ptr())
         units = torch.empty(num_units * _SLICE_NBYTES, dtype=torch.uint8)
         self._library.moe_cuda_plan_units(plan.handle, (Slice * num_units).from_address(units.data_ptr()))

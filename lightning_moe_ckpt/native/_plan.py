@@ -106,8 +106,13 @@ class Plan:
 
     @property
     def bounce_nbytes(self) -> int:
-        """Bytes of staging memory, on the device and again on the host, to give to `attach`."""
+        """Bytes of memory on the host to give to `attach`."""
         return self._call("bounce_nbytes", self.handle)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of memory on the device to give to `attach`."""
+        return self._call("staging_nbytes", self.handle)
 
     @property
     def num_chunks(self) -> int:

@@ -101,6 +101,7 @@ def _plan(part: str) -> dict[str, Prototype]:
         f"moe_{part}_plan_free": plain(None, _HANDLE),
         f"moe_{part}_plan_nbytes": plain(c.c_uint64, _HANDLE),
         f"moe_{part}_plan_bounce_nbytes": plain(c.c_uint64, _HANDLE),
+        f"moe_{part}_plan_staging_nbytes": plain(c.c_uint64, _HANDLE),
         f"moe_{part}_plan_attach": fallible(_HANDLE, c.c_uint64, c.c_uint64),
         f"moe_{part}_plan_num_chunks": plain(c.c_uint64, _HANDLE),
         f"moe_{part}_plan_num_copies": plain(c.c_uint64, _HANDLE),

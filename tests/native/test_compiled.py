@@ -193,7 +193,8 @@ class TestPlansWithADevice:
             has_device=True, chunk_nbytes=chunk, pack_below=pack_below, chunk_copies=3, pieces=pieces
         )
         plan = Plan(library, "cpu", slices, arrangement)
-        staging, bounce = (torch.zeros(plan.bounce_nbytes + 1, dtype=torch.uint8) for _ in range(2))
+        sizes = (plan.staging_nbytes + 1, plan.bounce_nbytes + 1)
+        staging, bounce = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes)
         plan.attach(staging.data_ptr(), bounce.data_ptr())
         copies = plan.copies()
         _run_on_engine(library, plan)
@@ -219,6 +220,29 @@ class TestPlansWithADevice:
         plan = Plan(library, "cpu", slices, Arrangement(has_device=True))
         assert plan.bounce_nbytes == 64_000
         assert len(plan.copies()) == 1
+
+    @pytest.mark.parametrize("to_device", [False, True], ids=["to-host", "to-device"])
+    @pytest.mark.parametrize("kind", ["converted", "strided"])
+    def test_what_is_large_on_the_host_is_copied_by_no_thread(
+        self, library: Library, kind: str, to_device: bool
+    ) -> None:
+        """A kernel converts and gathers on the device; from there and to there copy engines know the way."""
+        dtype = torch.bfloat16 if kind == "converted" else torch.float32
+        there = torch.randn(300, 100, dtype=dtype if to_device else torch.float32)
+        there = there[:, :90] if kind == "strided" else there
+        here = torch.zeros(there.shape, dtype=torch.float32 if to_device else dtype)
+        src, dst = (here.normal_(), there) if to_device else (there, here)
+        slices = slices_of(PlannedCopies([(src, dst)]))
+        assert slices is not None
+        spaces = (Space.DEVICE, Space.PINNED)
+        slices["dst_space"], slices["src_space"] = spaces if to_device else reversed(spaces)
+        plan = Plan(library, "cpu", slices, Arrangement(has_device=True, pack_below=4096, chunk_nbytes=50_000))
+        assert plan.bounce_nbytes == 0
+        staging = torch.zeros(plan.staging_nbytes, dtype=torch.uint8)
+        assert here.nbytes <= staging.nbytes < here.nbytes + 64
+        plan.attach(staging.data_ptr(), 0)
+        _run_on_engine(library, plan)
+        assert torch.equal(dst, src.to(dst.dtype))
 
     def test_memory_has_to_be_attached(self, library: Library) -> None:
         """A plan that packs cannot run before it has staging memory, and takes it once."""
