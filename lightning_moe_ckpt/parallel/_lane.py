@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -30,14 +30,19 @@ class Lane:
         """Copies and pickles, as of a Trainer or of a callback that knows it, are new lanes without work."""
         return Lane, ()
 
-    def submit(self, work: Work, device: torch.device) -> Future[Tensor]:
+    def submit(self, work: Work, device: torch.device, after: Iterable[torch.cuda.Stream] = ()) -> Future[Tensor]:
         """Queue `work`, which reads and writes memory that the caller leaves alone until the future is done.
+
+        Args:
+            work: what to run.
+            device: where its memory is.
+            after: streams that have written to it, besides the current one.
 
         Returns:
             A future of what `work` returns. Its `wait` raises what `work` raised.
         """
         if device.type == "cuda":
-            return self._enqueue_on_stream(work, device)
+            return self._enqueue_on_stream(work, device, after)
         if self._thread is None:
             # Daemon: a collective whose peer died must not keep this process from ending.
             self._thread = threading.Thread(target=self._drain, name="gradient-reduction", daemon=True)
@@ -53,10 +58,13 @@ class Lane:
             self._thread.join(timeout=5)
             self._thread = None
 
-    def _enqueue_on_stream(self, work: Work, device: torch.device) -> Future[Tensor]:
+    def _enqueue_on_stream(
+        self, work: Work, device: torch.device, after: Iterable[torch.cuda.Stream]
+    ) -> Future[Tensor]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        for stream in {torch.cuda.current_stream(device), *after}:
+            self._stream.wait_stream(stream)
         future: Future[Tensor] = Future(devices=[device])
         with torch.cuda.stream(self._stream), torch.no_grad():
             future.set_result(work())  # remembers this stream; `wait` makes the waiting stream wait for it
@@ -70,3 +78,11 @@ class Lane:
                     future.set_result(work())
             except Exception as error:  # noqa: BLE001  # thread entry: the waiter raises it
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub says the result type
+
+
+def stream_writing(tensor: Tensor) -> torch.cuda.Stream | None:
+    """On which the caller now writes to a tensor; `None` where there are no streams.
+
+    Backward runs every hook on the stream of its forward, and a model may have several.
+    """
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None

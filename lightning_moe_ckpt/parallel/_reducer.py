@@ -28,7 +28,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel._buckets import BucketLayout, Slot, plan_buckets
 from lightning_moe_ckpt.parallel._exchange import StepExchange
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
-from lightning_moe_ckpt.parallel._lane import Lane
+from lightning_moe_ckpt.parallel._lane import Lane, stream_writing
 from lightning_moe_ckpt.parallel._ordered import ordered_all_reduce, plain_all_reduce
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ class _Bucket:
     """Position, in reverse order of registration, of the last parameter it waits for."""
     num_slots: int = 0
     pending: int = 0
+    writers: set[torch.cuda.Stream] = field(default_factory=set)
+    """Streams on which gradients were copied in."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,6 +148,7 @@ class GradientReducer:
         self._launched.clear()
         for bucket in self._queue:
             bucket.pending = bucket.num_slots
+            bucket.writers.clear()
         for gradient in self._gradients.values():
             gradient.ready = False
             self._watch(gradient)
@@ -260,8 +263,11 @@ class GradientReducer:
     def _contribute(self, gradient: _Gradient) -> None:
         gradient.fill()
         gradient.ready = True
+        stream = stream_writing(gradient.flat)
         for bucket in gradient.buckets:
             bucket.pending -= 1
+            if stream is not None:
+                bucket.writers.add(stream)
         while (position := len(self._launched)) < len(self._queue) and self._queue[position].pending == 0:
             self._launched.append(self._launch(self._queue[position]))
 
@@ -270,6 +276,7 @@ class GradientReducer:
         return self._lane.submit(
             lambda: self._reduce(bucket.flat, bucket.group, divisor=divisor, scratch=bucket.scratch),
             device=bucket.flat.device,
+            after=bucket.writers,
         )
 
     def _write_back(self, present: Mapping[str, bool]) -> None:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups, WorldFailed, build_groups, run_world
-from lightning_moe_ckpt.parallel._lane import Lane
+from lightning_moe_ckpt.parallel import (
+    GradientReducer,
+    ParallelGroups,
+    WorldFailed,
+    _lane,
+    _reducer,
+    build_groups,
+    run_world,
+)
+from lightning_moe_ckpt.parallel._lane import Lane, Work
 from lightning_moe_ckpt.parallel._reducer import ReductionMode
 
 Gradients = dict[str, Tensor | None]
@@ -425,6 +437,51 @@ def test_a_sparse_gradient_is_an_error() -> None:
     for message in run_world(2, work):
         assert "`weight`" in message
         assert "sparse=False" in message
+
+
+def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
+    """Hooks of backward run on the streams of their forwards; the last hook's is not that of all."""
+
+    def work(_: int) -> tuple[list[str], list[set[str]]]:
+        streams: list[str] = []
+        launched: list[set[str]] = []
+
+        class Watched(Lane):
+            def submit(self, work: Work, device: torch.device, after: Iterable[Any] = ()) -> Future[Tensor]:
+                launched.append(set(after))
+                return super().submit(work, device)
+
+        def next_stream(_: Tensor) -> Any:
+            streams.append(f"stream {len(streams)}")
+            return streams[-1]
+
+        vars(_reducer)["stream_writing"] = next_stream
+        model = build()
+        reducer = reducer_of(model)
+        reducer._lane = Watched()
+        for _step in range(2):
+            streams.clear()
+            launched.clear()
+            step_with(reducer, model, 0)
+        return streams, launched
+
+    for streams, launched in run_world(2, work):
+        assert set().union(*launched) == set(streams)
+        assert 1 < len(launched) < len(streams) == 10
+
+
+def test_on_a_device_the_lane_waits_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for the stream of who submits."""
+    waited: list[str] = []
+    side: Any = SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(_lane, "Future", lambda **_: Future())
+    after: Any = ["first", "current", "second"]
+    result = Lane().submit(lambda: torch.ones(2), torch.device("cuda", 0), after)
+    assert sorted(waited) == ["current", "first", "second"]
+    assert result.wait().tolist() == [1.0, 1.0]
 
 
 def test_a_failed_collective_is_raised_where_its_result_is_needed() -> None:
