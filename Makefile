@@ -2,6 +2,7 @@
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; the last line is pytest's summary
 #   make soak   the long campaigns of kills        make bench  throughput, planner figures, quality after faults; an hour
+#   make wheel  with both compiled parts, into dist/; needs nvcc, and runs with the drivers that its CUDA version runs with
 #   make versions   killed runs under the lowest versions that pyproject.toml declares, and under the newest there are
 #   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer
 # PYTHON picks the interpreter that .venv is made from; PYTEST_ARGS goes to pytest (-k name, -x, --durations=20).
@@ -29,7 +30,7 @@ SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient
 SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint style soak bench sanitize versions clean distclean
+.PHONY: demo test lint style soak bench sanitize versions wheel clean distclean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -74,6 +75,9 @@ versions: $(STAMP)
 	$(VENV)/newest/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation -e .
 	$(VENV)/newest/bin/python tests/versions/exactness.py
 
+wheel: $(STAMP)
+	MOE_CKPT_NATIVE=1 MOE_CKPT_CUDA=1 $(BIN)/python -m build --no-isolation --wheel
+
 bench: $(STAMP)
 	$(BIN)/moe-ckpt bench all
 
@@ -87,7 +91,7 @@ distclean: clean
 # Compiles the extension in place. Without build isolation it and the wheel test use the setuptools pinned in constraints.txt.
 # LitGPT comes without what it asks for: its bounds exclude versions that others here need, and its modules need none of it.
 # DeepSpeed, whose layers run on a CPU, is built without its kernels, and comes with what its layers import.
-$(STAMP): pyproject.toml constraints.txt setup.py ext/build_native.py $(wildcard ext/csrc/*)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard ext/*.py) $(wildcard ext/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version) if sys.version_info < (3, 10) else None'
 	@echo "Setting up $(VENV); the first time takes a few minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

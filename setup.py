@@ -8,7 +8,8 @@ from setuptools import Extension, setup
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "ext"))
 
-from build_native import BdistWheel, BuildNative, sources  # noqa: E402
+from build_commands import BdistWheel, BuildNative  # noqa: E402
+from build_native import sources  # noqa: E402
 
 setup(
     ext_modules=[

@@ -53,8 +53,9 @@ __device__ void advance(const AdamStep& step, float g, float& p, float& m, float
   p = __fadd_rn(p, __fdiv_rn(__fmul_rn(step.minus_step_size, m), root));
 }
 
+// The fourth state of AMSGrad does not fit into the 64 registers that four blocks of a multiprocessor leave each thread.
 template <bool kAmsgrad>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kAmsgrad ? 3 : 4)
     replay_kernel(float* __restrict__ param, float* __restrict__ exp_avg, float* __restrict__ exp_avg_sq,
                   float* __restrict__ max_exp_avg_sq, int64_t count, const AdamStep* __restrict__ steps,
                   int64_t num_steps) {

@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -107,6 +108,9 @@ def _cuda_compiler() -> Finding:
     found = [shutil.which("nvcc", path=str(home)) for home in homes]
     found += [os.environ.get("NVCC"), shutil.which("nvcc")]
     found += [str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)]
+    of_pip = find_spec("nvidia")
+    folders = of_pip.submodule_search_locations or [] if of_pip is not None else []
+    found += [str(path) for folder in folders for path in Path(folder).glob("cu*/bin/nvcc")]
     path = next((path for path in found if path), None)
     if path is None:
         return Finding(name="CUDA compiler", state="absent", found="no nvcc", advice="needed to build the CUDA part")

@@ -10,6 +10,7 @@ and many small slices, not bandwidth.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -155,10 +156,13 @@ def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
 def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
     from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
     from lightning_moe_ckpt.native._device_check import cuda_for
-    from lightning_moe_ckpt.native._library import NativeError
+    from lightning_moe_ckpt.native._library import NativeError, status
 
     library = cuda_for("copies", device)
     if library is None:
+        part = status("cuda")
+        if part.library is None and "MOE_CKPT_NATIVE=0" not in part.reason:
+            _warn_once(f"torch copies snapshots of {device}, which is slower: the compiled CUDA part {part.reason}")
         return None
     engine = CompiledCudaEngine(library, device)
     try:
@@ -167,6 +171,11 @@ def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
         log.warning("the compiled engine cannot use %s, snapshots go through torch: %s", device, error)
         return None
     return engine
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def copy_failed(num_copies: int, cause: BaseException) -> CheckpointError:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
-from lightning_moe_ckpt.native import _library, _prototypes
+from lightning_moe_ckpt.native import CudaCopyEngine, _library, _prototypes, create_engine
 from lightning_moe_ckpt.native._library import Part, PartStatus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +142,74 @@ def test_source_digest_is_that_of_the_build_command() -> None:
     assert done.stdout.strip() == _library._source_digest()
 
 
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The build command's module on a machine with no CUDA toolkit; `site` in `tmp_path` has what pip installed."""
+    monkeypatch.syspath_prepend(str(BUILD.parent))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for name in ("NVCC", "CUDA_HOME", "CUDA_PATH", "MOE_CKPT_CUDA_ARCHS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    module = importlib.import_module("build_native")
+    monkeypatch.setattr(module, "TOOLKITS", tmp_path / "local")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "cuda: Optional[str] = '13.0'",
+            r"built for CUDA 13.0, but nvcc was not found: `pip install 'nvidia-cuda-nvcc==13.0.\*' 'nvidia-nvvm==13.0.\*'",
+        ),
+        ("cuda = '12.8'", "built for CUDA 12.8, but nvcc was not found: install CUDA's toolkit, 12.8 or newer"),
+        ("cuda: Optional[str] = None", "^nvcc was not found; CUDA_HOME or NVCC can say where it is$"),
+    ],
+)
+def test_a_torch_for_cuda_without_nvcc_is_told_what_to_install(
+    build: ModuleType, tmp_path: Path, line: str, said: str
+) -> None:
+    """In one line, which the CPU part carries and the doctor shows; pip hides what a build prints."""
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "version.py").write_text(f"debug = False\n{line}\n")
+    with pytest.raises(build.BuildFailed, match=said) as raised:
+        build.build_part("cuda", tmp_path / "never.so")
+    assert "\n" not in str(raised.value)
+
+
+def test_nvcc_of_pip_is_found_and_what_it_lacks_is_named(build: ModuleType, tmp_path: Path) -> None:
+    """It comes in five packages; its libraries are where nvcc does not look."""
+    root = tmp_path / "site" / "nvidia" / "cu13"
+    nvcc = root / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho compute_75\necho compute_80\necho compute_86\necho compute_90\n")
+    nvcc.chmod(0o700)
+    assert build.find_nvcc() == str(nvcc)
+    with pytest.raises(
+        build.BuildFailed, match="nothing of nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime, nvidia-"
+    ):
+        build._cuda_commands()
+    for name in (*build.PIP_PARTS, "lib/libcudart_static.a"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    compiling, linking = build._cuda_commands()
+    assert compiling[0] == linking[0] == str(nvcc)
+    assert f"-L{root / 'lib'}" in linking
+    assert [option.partition(",code=")[2] for option in compiling if "gencode" in option] == [
+        *("sm_75", "sm_80", "sm_90", "compute_90"),
+    ]
+
+
+def test_a_device_without_the_compiled_part_is_warned_of_once(
+    elsewhere: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever trains on a GPU learns that snapshots are slower than they could be, and why."""
+    for _ in range(2):
+        assert isinstance(create_engine(torch.device("cuda", 0)), CudaCopyEngine)
+    (record,) = caplog.records
+    assert (record.levelname, "was not built" in record.getMessage()) == ("WARNING", True)
+
+
 class TestBuildCommand:
     """A compiler that is missing or fails: a warning and no library, or an error where the caller insists."""
 
@@ -179,6 +250,11 @@ class TestBuildCommand:
         done = self.build(tmp_path, **environment)
         assert done.returncode != 0
         assert "could not be run" in done.stderr
+
+    def test_it_needs_no_setuptools(self) -> None:
+        """A machine may have none, or one that is older than what a wheel needs."""
+        code = f"import runpy, sys; sys.modules['setuptools'] = None; runpy.run_path({str(BUILD)!r}, run_name='other')"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
     def test_nothing_is_built_on_request(self, tmp_path: Path) -> None:
         done = self.build(tmp_path, MOE_CKPT_NATIVE="0")
