@@ -32,7 +32,7 @@
 
 namespace moe_ckpt {
 
-constexpr int32_t kAbi = 2;
+constexpr int32_t kAbi = 3;
 
 struct Error {
   char message[512];

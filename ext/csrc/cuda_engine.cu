@@ -10,7 +10,9 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <stdexcept>
+#include <string>
 
 #include "cuda_device.hpp"
 #include "cuda_error.hpp"
@@ -39,24 +41,15 @@ class CudaBackend {
   };
 
   CudaBackend(int device, int depth) : device_(device) {
-    const DeviceGuard guard(device);
-    int least = 0, greatest = 0, driver = 0;
-    expect(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-    expect(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreateWithPriority");
-    expect(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-    has_batches_ = CUDART_VERSION >= 12080 && driver >= 12080;
-    end_ = make_event();
-    for (int slot = 0; slot < depth; ++slot) ends_of_chunks_.push_back(make_event());
+    try {
+      on_own_thread(device, [&] { make(depth); });
+    } catch (...) {
+      release();
+      throw;
+    }
   }
 
-  ~CudaBackend() {
-    const DeviceGuard guard(device_);
-    for (const auto event : ends_of_chunks_) cudaEventDestroy(event);
-    for (const auto event : spare_) cudaEventDestroy(event);
-    if (end_) cudaEventDestroy(end_);
-    if (stream_) cudaStreamDestroy(stream_);
-    cudaGetLastError();
-  }
+  ~CudaBackend() { release(); }
 
   // Host memory that plans call pinned is registered by now; until then each copy is queued by itself.
   void set_registered(bool registered) { registered_ = registered; }
@@ -91,10 +84,11 @@ class CudaBackend {
     if (batch) {
       const cudaError_t code = copy_batch(slices, count);
       if (code == cudaSuccess) return 0;
-      if (code != cudaErrorNotSupported && code != cudaErrorCallRequiresNewerDriver)
-        return fail_cuda(error, "cudaMemcpyBatchAsync", code);
       cudaGetLastError();
-      has_batches_ = false;
+      const cudaError_t after = cudaStreamQuery(stream_);
+      if (after != cudaSuccess && after != cudaErrorNotReady)  // the device is lost, and one by one is no better
+        return fail_cuda(error, "cudaMemcpyBatchAsync", code);
+      has_batches_ = false;  // drivers refuse them for reasons of their own
     }
     for (size_t index = 0; index < count; ++index)
       MOE_CUDA_CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(slices[index].dst),
@@ -117,11 +111,16 @@ class CudaBackend {
     return 0;
   }
   int record_end(Error* error) {
+    has_end_ = false;
     MOE_CUDA_CHECK(cudaEventRecord(end_, stream_));
+    has_end_ = true;
     return 0;
   }
+  // Where the end could not be marked, nobody may go on before all that the stream has is done.
   int sync_end(Error* error) {
-    MOE_CUDA_CHECK(cudaEventSynchronize(end_));
+    if (has_end_ && cudaEventSynchronize(end_) == cudaSuccess) return 0;
+    cudaGetLastError();
+    MOE_CUDA_CHECK(cudaStreamSynchronize(stream_));
     return 0;
   }
   int follow_end(void* stream, Error* error) {
@@ -131,6 +130,35 @@ class CudaBackend {
   }
 
  private:
+  void make(int depth) {
+    int least = 0, greatest = 0;
+    expect(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    expect(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreateWithPriority");
+    has_batches_ = may_batch();
+    end_ = make_event();
+    for (int slot = 0; slot < depth; ++slot) ends_of_chunks_.push_back(make_event());
+  }
+
+  // Where registered memory has another address on the device (WSL2), a batch that names the host's is an error that
+  // nothing recovers from. Some drivers hang in batches: the environment can turn them off.
+  bool may_batch() const {
+    int driver = 0, same_address = 0;
+    expect(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    expect(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device_),
+           "cudaDeviceGetAttribute");
+    const char* wanted = std::getenv("MOE_CKPT_CUDA_BATCHES");
+    return CUDART_VERSION >= 12080 && driver >= 12080 && same_address && !(wanted && std::string(wanted) == "0");
+  }
+
+  void release() {
+    on_own_thread(device_, [&] {
+      for (const auto event : ends_of_chunks_) cudaEventDestroy(event);
+      for (const auto event : spare_) cudaEventDestroy(event);
+      if (end_) cudaEventDestroy(end_);
+      if (stream_) cudaStreamDestroy(stream_);
+    });
+  }
+
   void bind() {
     if (bound_) return;
     cudaSetDevice(device_);
@@ -188,7 +216,7 @@ class CudaBackend {
   std::vector<void*> destinations_, sources_;
   std::vector<size_t> sizes_;
   std::atomic<bool> registered_{true};
-  bool has_batches_ = false, bound_ = false;
+  bool has_batches_ = false, has_end_ = false, bound_ = false;
 };
 
 using CudaEngine = Engine<CudaBackend>;
@@ -229,12 +257,14 @@ MOE_API int moe_cuda_engine_fence(void* engine, uint64_t ticket, void* stream, E
 
 // One piece of host memory, from then on copied to and from at full speed by every context.
 MOE_API int moe_cuda_register(int32_t device, void* memory, uint64_t nbytes, Error* error) {
-  const DeviceGuard guard(device);
-  MOE_CUDA_CHECK(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable));
-  return 0;
+  return guarded(error, [&] {
+    on_own_thread(device, [&] { expect(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable), "cudaHostRegister"); });
+    return 0;
+  });
 }
 MOE_API int moe_cuda_unregister(int32_t device, void* memory, Error* error) {
-  const DeviceGuard guard(device);
-  MOE_CUDA_CHECK(cudaHostUnregister(memory));
-  return 0;
+  return guarded(error, [&] {
+    on_own_thread(device, [&] { expect(cudaHostUnregister(memory), "cudaHostUnregister"); });
+    return 0;
+  });
 }

@@ -44,26 +44,37 @@ class Engine {
     event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     try {
-      worker_ = std::thread([this] { serve(); });
+      worker_ = std::thread([this] {
+        serve();
+        const std::lock_guard<std::mutex> lock(mutex_);
+        ended_ = true;
+        progress_.notify_all();
+      });
     } catch (...) {
       close(event_fd_);
       throw;
     }
   }
 
-  ~Engine() {
-    stop();
-    close(event_fd_);
-  }
+  // `stop` has returned true.
+  ~Engine() { close(event_fd_); }
 
   // Finishes everything that was submitted and ends the thread. Tickets can still be asked, nothing can be submitted.
-  void stop() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
+  // False if the thread has not ended after `timeout_us` (negative: no limit), as beside a device that hangs: then the
+  // engine must not be destroyed.
+  bool stop(int64_t timeout_us) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopping_ = true;
     work_.notify_all();
+    const auto ended = [&] { return ended_; };
+    if (timeout_us < 0)
+      progress_.wait(lock, ended);
+    else if (!progress_.wait_for(lock, std::chrono::microseconds(timeout_us), ended))
+      return false;
+    lock.unlock();
+    const std::lock_guard<std::mutex> joining(join_mutex_);
     if (worker_.joinable()) worker_.join();
+    return true;
   }
 
   Engine(const Engine&) = delete;
@@ -194,7 +205,8 @@ class Engine {
   std::deque<Job> queue_;
   std::map<uint64_t, std::string> failures_;  // kept: a ticket may be asked more than once, and failures are few
   uint64_t newest_ = 0, submitted_ = 0, done_ = 0, hurried_ = 0;
-  bool stopping_ = false;
+  bool stopping_ = false, ended_ = false;
+  std::mutex join_mutex_;
   Error scratch_{};
   std::thread worker_;
 };

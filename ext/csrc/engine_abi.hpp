@@ -36,8 +36,15 @@ inline SharedPlan& plan_of(void* handle) { return *static_cast<SharedPlan*>(hand
   MOE_API const moe_ckpt::Slice* moe_##part##_plan_copies(void* plan) {                                            \
     return moe_ckpt::plan_of(plan)->copies.data();                                                                 \
   }                                                                                                                \
-  MOE_API void moe_##part##_engine_stop(void* engine) { static_cast<EngineType*>(engine)->stop(); }                \
-  MOE_API void moe_##part##_engine_free(void* engine) { delete static_cast<EngineType*>(engine); }                 \
+  /* 0, or 1 if the thread has not ended after `timeout_us`: then nothing was freed. Negative: no limit. */          \
+  MOE_API int32_t moe_##part##_engine_stop(void* engine, int64_t timeout_us) {                                     \
+    return static_cast<EngineType*>(engine)->stop(timeout_us) ? 0 : 1;                                             \
+  }                                                                                                                \
+  MOE_API int32_t moe_##part##_engine_free(void* engine, int64_t timeout_us) {                                     \
+    if (!static_cast<EngineType*>(engine)->stop(timeout_us)) return 1;                                             \
+    delete static_cast<EngineType*>(engine);                                                                       \
+    return 0;                                                                                                      \
+  }                                                                                                                \
   MOE_API int32_t moe_##part##_engine_event_fd(void* engine) { return static_cast<EngineType*>(engine)->event_fd(); } \
   MOE_API int moe_##part##_engine_wait(void* engine, uint64_t ticket, int64_t timeout_us, moe_ckpt::Error* error) { \
     return moe_ckpt::guarded(error, [&] {                                                                          \

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import _adam_twin, _library
 from lightning_moe_ckpt.native._adam_steps import AdamState, AdamStep
-from lightning_moe_ckpt.native._compress import to_device
 from lightning_moe_ckpt.native._device_check import cuda_for
 from lightning_moe_ckpt.native._gradient import QuantizedGradient, SparseGradient
+from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +126,11 @@ def replay_cpu(state: AdamState, steps: Sequence[AdamStep], how: Arithmetic, thr
 
 def replay_cuda(library: _library.Library, state: AdamState, steps: Sequence[AdamStep]) -> None:
     """Replay with the kernel, on the current stream; `replay_adam` checks the arguments."""
-    where = (state.param.device.index, torch.cuda.current_stream(state.param.device).cuda_stream)
+    device = TorchDevice(state.param.device)
+    where = (device.index, device.stream())
     for begin, numel in _parts(state, steps):
-        packed = to_device((_Step * len(steps))(*(_pack(step, begin) for step in steps)), state.param.device)
-        library.moe_cuda_adam_replay(*_pointers(state, begin), numel, packed.data_ptr(), len(steps), *where)
+        packed_U8 = device.upload((_Step * len(steps))(*(_pack(step, begin) for step in steps)))
+        library.moe_cuda_adam_replay(*_pointers(state, begin), numel, packed_U8.data_ptr(), len(steps), *where)
 
 
 def _parts(state: AdamState, steps: Sequence[AdamStep]) -> Iterator[tuple[int, int]]:

@@ -55,22 +55,18 @@ _FORMS = (
 CHECKED_NBYTES = sum(4 * form.numel + 4 for form in _FORMS)
 
 
-def check_copies(engine: CopyEngine, device: torch.device, host: Memory) -> None:
+def check_copies(engine: CopyEngine, on_device: Memory, host: Memory) -> None:
     """Small, strided, converted and large slices arrive as they were at the fence, and nothing beside them changes.
 
     Args:
         engine: to be checked.
-        device: its device.
-        host: makes the memory on the other side.
+        on_device: makes memory on its device.
+        host: makes memory on the other side.
 
     Raises:
         CheckFailed: some bytes are others than torch's.
         TimeoutError: the copies did not end.
     """
-
-    def on_device(nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
     _check_direction(engine, "to the host", on_device, host)
     _check_direction(engine, "to the device", host, on_device)
 

@@ -5,9 +5,9 @@ They take the functions that they check as arguments and run on any device, so t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,6 +27,8 @@ from lightning_moe_ckpt.native._gradient import (
 
 Compress: TypeAlias = Callable[[Sequence[Tensor], GradientCompression], list[CompressedGradient]]
 Replay: TypeAlias = Callable[[AdamState, Sequence[AdamStep]], None]
+Settle: TypeAlias = Callable[[timedelta], None]
+"""Waits for what was queued on a device, so long at most."""
 
 _COMPRESSION = GradientCompression(small_numel=2000, num_samples=1024)
 _MOMENTS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -34,12 +36,13 @@ _STATE_NUMEL = 4196
 """Two tiles and a part of one."""
 
 
-def check_compression(compress: Compress, device: torch.device) -> None:
+def check_compression(compress: Compress, device: torch.device, settle: Settle = lambda _: None) -> None:
     """INT8 and sparse gradients of every dtype, with NaN, infinity and ties, have the bytes that the twins write.
 
     Args:
         compress: to be checked; takes gradients on `device`.
         device: where it works.
+        settle: see `Settle`.
 
     Raises:
         CheckFailed: they have others.
@@ -48,7 +51,7 @@ def check_compression(compress: Compress, device: torch.device) -> None:
     gradients = list(_gradients())
     wanted = compress_with(None, gradients, _COMPRESSION)
     found = compress([gradient.to(device) for gradient in gradients], _COMPRESSION)
-    _settle(device)
+    settle(PATIENCE)
     for gradient, one, other in zip(gradients, found, wanted, strict=True):
         if type(one) is not type(other) or not _same(one, other):
             what = f"{gradient.numel()} elements of {gradient.dtype}"
@@ -81,12 +84,13 @@ def _same(one: CompressedGradient, other: CompressedGradient) -> bool:
     return all(torch.equal(left.cpu().view(torch.uint8), right.cpu().view(torch.uint8)) for left, right in pairs)
 
 
-def check_replay(replay: Replay, device: torch.device) -> None:
+def check_replay(replay: Replay, device: torch.device, settle: Settle = lambda _: None) -> None:
     """Steps of Adam and AdamW from gradients of every form leave parameter and moments with the bits of the CPU.
 
     Args:
         replay: to be checked; takes state and gradients on `device`.
         device: where it works.
+        settle: see `Settle`.
 
     Raises:
         CheckFailed: they leave others.
@@ -97,7 +101,7 @@ def check_replay(replay: Replay, device: torch.device) -> None:
         wanted = AdamState(*(_noise(index, _STATE_NUMEL).abs() for index in range(4 if amsgrad else 3)))
         state = AdamState(*(tensor.to(device, copy=True) for tensor in wanted.tensors()))
         replay(state, [replace(step, gradient=_moved(step.gradient, device)) for step in steps])
-        _settle(device)
+        settle(PATIENCE)
         same = _replay_on_cpu(wanted, steps)
         for name, found, want in zip(_MOMENTS, state.tensors(), wanted.tensors(), strict=False):
             if not same(found.cpu(), want):
@@ -139,16 +143,3 @@ def _replay_on_cpu(state: AdamState, steps: Sequence[AdamStep]) -> Callable[[Ten
         return torch.equal
     _adam_twin.replay_adam(state, steps)
     return partial(torch.allclose, rtol=1e-4, atol=1e-6)
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for what the current stream holds, but not for ever."""
-    if device.type != "cuda":
-        return
-    cuda: Any = torch.cuda
-    event, deadline = cuda.Event(), time.monotonic() + PATIENCE.total_seconds()
-    event.record(cuda.current_stream(device))
-    while not event.query():
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"work of milliseconds has not ended after {PATIENCE}")
-        time.sleep(0.0005)

@@ -58,7 +58,7 @@ class CompiledCpuEngine(CompiledEngine):
         slices = slices_of(planned)
         if slices is not None:
             planned.keep()
-            planned.plan = Plan(self._library, "cpu", slices, self._arrangement)
+            planned.plan = Plan(self._library, slices, self._arrangement)
         return planned
 
     @override
@@ -86,7 +86,7 @@ class CompiledCpuEngine(CompiledEngine):
     @override
     def _running_worker(self) -> Worker:
         if self._worker is None or not self._worker.is_ours:
-            self._worker = Worker(self._library, "cpu", _DEPTH, self._threads)
+            self._worker = Worker(self._library, _DEPTH, self._threads)
             self._newest, self._newest_of_twin = None, None
         return self._worker
 

@@ -28,16 +28,18 @@ from lightning_moe_ckpt.native._copies import Copy
 from lightning_moe_ckpt.native._cuda import CudaCopyEngine
 from lightning_moe_ckpt.native._engine import Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError
-from lightning_moe_ckpt.native._memory import Preparation, node_of_pci_device
+from lightning_moe_ckpt.native._memory import PageLocks, Preparation, node_of_pci_device
 from lightning_moe_ckpt.native._plan import Arrangement, Cast, Plan, PlannedCopies, Space, slices_of
 from lightning_moe_ckpt.native._prototypes import Slice
+from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
 PIECE_NBYTES = 2**30
 """Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
+_left: list[dict[int, tuple[PageLocks, Preparation]]] = []
+"""Memory of engines whose device hangs."""
 _DEPTH = 2
 """Chunks queued with the device at a time."""
-_SLICE_NBYTES = 64
 
 
 class CompiledCudaEngine(CompiledEngine):
@@ -50,13 +52,12 @@ class CompiledCudaEngine(CompiledEngine):
     """
 
     def __init__(self, library: Library, device: torch.device, arrangement: Arrangement | None = None) -> None:
-        self._library = library
-        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._library, self._device = library, TorchDevice(device)
         self._arrangement = replace(arrangement if arrangement is not None else Arrangement(), has_device=True)
         self._worker: Worker | None = None
-        self._twin = CudaCopyEngine(self._device)
+        self._twin = CudaCopyEngine(device)
         self._newest: Ticket | None = None
-        self._buffers: dict[int, tuple[Tensor, Preparation, list[int]]] = {}
+        self._buffers: dict[int, tuple[PageLocks, Preparation]] = {}
         self._lock, self._waiting = threading.Lock(), set[int]()
 
     def start(self) -> None:
@@ -69,34 +70,35 @@ class CompiledCudaEngine(CompiledEngine):
 
     @override
     def register(self, buffer: Tensor) -> None:
-        base, registered = buffer.data_ptr(), list[int]()
+        base, library, index = buffer.data_ptr(), self._library, self._device.index
         self._note(base, ready=False)
+        locks = PageLocks(buffer, lambda address: library.moe_cuda_unregister(index, address))
 
         def register_piece(address: int, nbytes: int) -> None:
-            self._library.moe_cuda_register(self._device.index, address, nbytes)
-            registered.append(address)
+            library.moe_cuda_register(index, address, nbytes)
+            locks.pieces.append((address, nbytes))
 
+        bus_id = self._device.pci_bus_id()
         preparation = Preparation(
             buffer,
-            node=self._node(),
+            node=None if bus_id is None else node_of_pci_device(bus_id),
             per_step=register_piece,
             done=lambda: self._note(base, ready=True),
             step_nbytes=PIECE_NBYTES,
         )
-        self._buffers[base] = (buffer, preparation, registered)
+        self._buffers[base] = (locks, preparation)
 
     def finish_registering(self) -> None:
         """Wait until all memory given to `register` is ready, or cannot be made so, which was said then."""
-        for _, preparation, _ in self._buffers.values():
+        for _, preparation in self._buffers.values():
             preparation.wait()
 
     @override
     def unregister(self, buffer: Tensor) -> None:
-        _, preparation, registered = self._buffers.pop(buffer.data_ptr())
+        locks, preparation = self._buffers.pop(buffer.data_ptr())
         preparation.stop()
         self._note(buffer.data_ptr(), ready=True)
-        for address in registered:
-            self._library.moe_cuda_unregister(self._device.index, address)
+        locks.release()
 
     @override
     def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:
@@ -109,18 +111,19 @@ class CompiledCudaEngine(CompiledEngine):
             return planned  # conversions on the host are torch's
         planned.keep()
         planned.reads_host = bool((to_device & ~from_device).any())
-        pieces = [(base, base + buffer.nbytes, PIECE_NBYTES) for base, (buffer, _, _) in self._buffers.items()]
-        planned.plan = Plan(self._library, "cuda", slices, replace(self._arrangement, pieces=pieces))
+        pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
+        planned.plan = Plan(self._library, slices, replace(self._arrangement, pieces=pieces))
         self._attach(planned, planned.plan)
         return planned
 
     @override
     def close(self) -> None:
         self._twin.close()
-        if self._worker is not None:
-            self._worker.stop()
-        for buffer, _, _ in list(self._buffers.values()):
-            self.unregister(buffer)
+        if self._worker is not None and not self._worker.stop():
+            _left.append(self._buffers)  # the device may still write there
+            self._buffers = {}
+        for locks, _ in list(self._buffers.values()):
+            self.unregister(locks.buffer)
         self._worker, self._newest = None, None
 
     # -- private
@@ -133,8 +136,7 @@ class CompiledCudaEngine(CompiledEngine):
             return self._twin.submit(list(copies.pairs()))
         if not isinstance(self._newest, CompiledCudaTicket):
             self._finish_newest()
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        ticket = self._running_worker().submit(copies, stream)
+        ticket = self._running_worker().submit(copies, self._device.stream())
         return CompiledCudaTicket(ticket, self._device, reads_host=copies.reads_host)
 
     def _finish_newest(self) -> None:
@@ -149,27 +151,20 @@ class CompiledCudaEngine(CompiledEngine):
         num_units = int(self._library.moe_cuda_plan_num_units(plan.handle))
         if num_units == 0:
             return
-        staging = torch.empty(plan.staging_nbytes, dtype=torch.uint8, device=self._device)
-        bounce = torch.empty(plan.bounce_nbytes, dtype=torch.uint8, pin_memory=True)
-        plan.attach(staging.data_ptr(), bounce.data_ptr())
-        units = torch.empty(num_units * _SLICE_NBYTES, dtype=torch.uint8)
-        self._library.moe_cuda_plan_units(plan.handle, (Slice * num_units).from_address(units.data_ptr()))
-        on_device = units.to(self._device)
-        self._library.moe_cuda_plan_set_units(plan.handle, on_device.data_ptr())
-        copies.attached = [staging, bounce, on_device]
+        staging_U8, bounce_U8 = self._device.memory(plan.staging_nbytes), self._device.page_locked(plan.bounce_nbytes)
+        plan.attach(staging_U8.data_ptr(), bounce_U8.data_ptr())
+        units = (Slice * num_units)()
+        self._library.moe_cuda_plan_units(plan.handle, units)
+        units_U8 = self._device.upload_now(units)
+        self._library.moe_cuda_plan_set_units(plan.handle, units_U8.data_ptr())
+        copies.attached = [staging_U8, bounce_U8, units_U8]
 
     def _space(self, tensor: Tensor) -> Space:
-        if tensor.is_cuda:
-            return Space.DEVICE
-        address = tensor.data_ptr()
-        ours = any(base <= address < base + buffer.nbytes for base, (buffer, _, _) in self._buffers.items())
-        return Space.PINNED if ours or tensor.is_pinned() else Space.PAGEABLE
-
-    def _node(self) -> int | None:
-        properties: Any = torch.cuda.get_device_properties(self._device)
-        found = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
-        numbers = [number for number in found if number is not None]
-        return node_of_pci_device("{:04x}:{:02x}:{:02x}.0".format(*numbers)) if len(numbers) == 3 else None
+        if not tensor.is_cuda:
+            address = tensor.data_ptr()
+            if any(base <= address < base + locks.buffer.nbytes for base, (locks, _) in self._buffers.items()):
+                return Space.PINNED
+        return self._device.space(tensor)
 
     def _note(self, base: int, *, ready: bool) -> None:
         """Batches may start when no buffer waits for being registered; also called by the preparing threads."""
@@ -182,7 +177,7 @@ class CompiledCudaEngine(CompiledEngine):
     def _running_worker(self) -> Worker:
         if self._worker is None or not self._worker.is_ours:
             with self._lock:
-                self._worker = Worker(self._library, "cuda", self._device.index, _DEPTH)
+                self._worker = Worker(self._library, self._device.index, _DEPTH)
                 self._worker.call("set_registered", self._worker.handle, int(not self._waiting))
             self._newest = None
         return self._worker
@@ -194,7 +189,7 @@ class CompiledCudaTicket(Ticket):
     Where the device reads from the host (`reads_host`), the host waits: no stream keeps it from writing there.
     """
 
-    def __init__(self, ticket: CompiledTicket, device: torch.device, *, reads_host: bool) -> None:
+    def __init__(self, ticket: CompiledTicket, device: TorchDevice, *, reads_host: bool) -> None:
         self._ticket, self._device, self._reads_host = ticket, device, reads_host
 
     @property
@@ -206,10 +201,9 @@ class CompiledCudaTicket(Ticket):
     def fence(self) -> float:
         start = time.perf_counter()
         if not self._ticket.done:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
             worker = self._ticket.worker
             try:
-                worker.call("fence", worker.handle, self._ticket.number, stream)
+                worker.call("fence", worker.handle, self._ticket.number, self._device.stream())
             except NativeError as error:
                 raise copy_failed(self._ticket.num_copies, error) from error
         if self._reads_host or self._ticket.done:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as c
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from lightning_moe_ckpt.native._gradient import (
     sample_rank,
     split_parts,
 )
+from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 
 class QuantizeJob(c.Structure):
@@ -98,19 +98,12 @@ def _quantize(
             _gradient_twin.quantize(gradient, out)
         return
     jobs = (QuantizeJob * len(outs))(*map(_job, gradients, outs))
-    if gradients[0].is_cuda:
-        on_device = to_device(jobs, gradients[0].device)
-        library.moe_cuda_quantize(on_device.data_ptr(), len(outs), _device(gradients[0]), _stream(gradients[0]))
+    if library.part == "cuda":
+        device = TorchDevice(gradients[0].device)
+        on_device_U8 = device.upload(jobs)
+        library.moe_cuda_quantize(on_device_U8.data_ptr(), len(outs), device.index, device.stream())
     else:
         library.moe_quantize(jobs, len(outs), threads)
-
-
-def to_device(structures: c.Array[Any], device: torch.device) -> Tensor:
-    """C structures as bytes on a CUDA device, queued on the current stream; the host does not wait for it.
-
-    Memory that is not page-locked would be copied only after all that the stream holds.
-    """
-    return torch.frombuffer(bytearray(structures), dtype=torch.uint8).pin_memory().to(device, non_blocking=True)
 
 
 def _job(gradient: Tensor, out: QuantizedGradient) -> QuantizeJob:
@@ -132,7 +125,7 @@ def _sparse(
         out = empty_part(piece.numel(), piece.device, how)
         if library is None:
             _gradient_twin.select(piece, _gradient_twin.sample_threshold(piece, how), out)
-        elif piece.is_cuda:
+        elif library.part == "cuda":
             _select_cuda(library, piece, how, out)
         else:
             _select_cpu(library, piece, how, out, threads)
@@ -154,8 +147,8 @@ def _select_cuda(library: _library.Library, piece: Tensor, how: GradientCompress
     # one word for the threshold, one for the tile counter, then two words of look-back state for each tile
     scratch = torch.zeros(2 + 2 * out.tiles.numel(), dtype=torch.int32, device=piece.device)
     source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
-    where = (_device(piece), _stream(piece))
-    library.moe_cuda_select(*source, samples, rank, *_room(out), scratch.data_ptr(), *where)
+    device = TorchDevice(piece.device)
+    library.moe_cuda_select(*source, samples, rank, *_room(out), scratch.data_ptr(), device.index, device.stream())
 
 
 def _room(out: SparsePart) -> tuple[int, int, int, int, int]:
@@ -171,11 +164,3 @@ def _library_for(tensor: Tensor) -> _library.Library | None:
         if tensor.device.type == "cpu"
         else None
     )
-
-
-def _device(tensor: Tensor) -> int:
-    return tensor.device.index
-
-
-def _stream(tensor: Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream

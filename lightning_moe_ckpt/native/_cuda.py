@@ -12,6 +12,7 @@ compiled engine's work.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,9 +23,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._copies import Copy, CopyList, split_at_pieces
 from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
+from lightning_moe_ckpt.native._memory import PageLocks
+from lightning_moe_ckpt.native._torch_device import TorchDevice
+
+log = logging.getLogger(__name__)
 
 _PIECE_NBYTES = 2**30
 """Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
@@ -101,35 +105,37 @@ class CudaCopyEngine(CopyEngine):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._registered: dict[int, list[tuple[int, int]]] = {}
+        self._runtime = TorchDevice(device)
+        self._registered: dict[int, PageLocks] = {}
         self._pending: deque[CudaTicket] = deque()
 
     @override
     def register(self, buffer: Tensor) -> None:
-        base, nbytes = buffer.data_ptr(), buffer.numel() * buffer.element_size()
-        done: list[tuple[int, int]] = []
-        self._registered[base] = done
-        for start in range(0, nbytes, _PIECE_NBYTES):
-            piece = (base + start, min(_PIECE_NBYTES, nbytes - start))
-            code = int(_cuda.cudart().cudaHostRegister(*piece, 1))  # 1: portable, usable from every context
+        base, locks = buffer.data_ptr(), PageLocks(buffer, self._runtime.unregister)
+        self._registered[base] = locks
+        for start in range(0, buffer.nbytes, _PIECE_NBYTES):
+            piece = (base + start, min(_PIECE_NBYTES, buffer.nbytes - start))
+            code = self._runtime.register(*piece)
             if code != 0:
-                self.unregister(buffer)
-                raise CheckpointError(
-                    f"cudaHostRegister of {piece[1]} bytes failed with error {code}. "
-                    "Raise the limit of locked memory, or make the ring smaller."
-                )
-            done.append(piece)
+                locks.release()
+                log.warning(
+                    "copies into %d bytes of host memory will be slower: cudaHostRegister of %d of them failed with error %d. "
+                    "Raise the limit of locked memory (`ulimit -l`), or make the ring smaller.",
+                    buffer.nbytes, piece[1], code,
+                )  # fmt: skip
+                return
+            locks.pieces.append(piece)
 
     @override
     def unregister(self, buffer: Tensor) -> None:
-        for start, _ in self._registered.pop(buffer.data_ptr(), []):
-            _cuda.cudart().cudaHostUnregister(start)
+        self._registered.pop(buffer.data_ptr()).release()
 
     @override
     def prepare(self, copies: Sequence[Copy]) -> CopyList:
-        for base, pieces in self._registered.items():
-            if len(pieces) > 1:
-                copies = list(split_at_pieces(copies, base=base, end=sum(pieces[-1]), piece_nbytes=_PIECE_NBYTES))
+        for base, locks in self._registered.items():
+            if len(locks.pieces) > 1:
+                end = sum(locks.pieces[-1])
+                copies = list(split_at_pieces(copies, base=base, end=end, piece_nbytes=_PIECE_NBYTES))
         return CopyList(copies)
 
     @override
@@ -148,6 +154,8 @@ class CudaCopyEngine(CopyEngine):
             self._stream.synchronize()
         self._release_finished()
         self._stream = None
+        while self._registered:
+            self._registered.popitem()[1].release()
 
     def _release_finished(self) -> None:
         while self._pending and self._pending[0].release():

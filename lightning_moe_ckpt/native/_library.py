@@ -35,9 +35,16 @@ class NativeError(CheckpointError, RuntimeError):
 
 
 class Library:
-    """One loaded library. Its functions are attributes of this object, by their C names, and raise `NativeError`."""
+    """One loaded library. Its functions are attributes of this object, by their C names, and raise `NativeError`.
 
-    def __init__(self, handle: ctypes.CDLL, prototypes: Mapping[str, Prototype]) -> None:
+    Args:
+        handle: what was loaded.
+        part: which one it is.
+    """
+
+    def __init__(self, handle: ctypes.CDLL, part: Part) -> None:
+        self.part = part
+        prototypes = _prototypes.CPU if part == "cpu" else _prototypes.CUDA
         for name, prototype in prototypes.items():
             setattr(self, name, _bind(getattr(handle, name), prototype))
 
@@ -105,9 +112,8 @@ def _load(part: Part) -> Library:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         raise _Missing(f"{path} cannot be loaded: {error}", unexpected=True) from error
-    prototypes = _prototypes.CPU if part == "cpu" else _prototypes.CUDA
-    _expect_current(path, handle, part, prototypes)
-    return Library(handle, prototypes)
+    _expect_current(path, handle, part, _prototypes.CPU if part == "cpu" else _prototypes.CUDA)
+    return Library(handle, part)
 
 
 def _folder() -> Path:

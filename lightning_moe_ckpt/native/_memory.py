@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,6 +104,41 @@ class Preparation:
                 self._per_step(base + start, size)
         if self._done is not None:
             self._done()
+
+
+class PageLocks:
+    """Pieces of host memory that are page-locked. They are given back before the memory is, whoever forgets to.
+
+    Memory that is unmapped first leaves its address locked in the driver: the next memory there cannot be.
+
+    Args:
+        buffer: kept alive until `release`.
+        unlock: gives one piece back, by its address.
+    """
+
+    def __init__(self, buffer: Tensor, unlock: Callable[[int], object]) -> None:
+        self.buffer = buffer
+        self.pieces: list[tuple[int, int]] = []
+        """(address, bytes), as they were locked."""
+        self._end = weakref.finalize(self, _unlock_all, buffer, self.pieces, unlock)
+        self._end.atexit = False  # the process gives back everything; a device that hangs must not hold its end up
+
+    def release(self) -> None:
+        """Give all pieces back. No copy may be under way there."""
+        self._end()
+
+
+def _unlock_all(buffer: Tensor, pieces: list[tuple[int, int]], unlock: Callable[[int], object]) -> None:
+    for address, _ in pieces:
+        _unlock(address, buffer.nbytes, unlock)
+    pieces.clear()
+
+
+def _unlock(address: int, nbytes: int, unlock: Callable[[int], object]) -> None:
+    try:
+        unlock(address)
+    except Exception as error:  # noqa: BLE001  # may run in a collection; the other pieces are given back all the same
+        log.warning("a piece of %d bytes of page-locked memory could not be given back: %s", nbytes, error)
 
 
 def preparing_threads() -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native._copies import Copy, CopyList
-from lightning_moe_ckpt.native._library import Library, Part
+from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._prototypes import Pieces, PlanOptions, Slice
 
 _SLICE = np.dtype(Slice)
@@ -48,6 +48,8 @@ class Space(IntEnum):
     PAGEABLE = 0
     PINNED = 1
     DEVICE = 2
+    FOREIGN = -1
+    """Of another device than the engine's, or where this engine cannot reach: torch copies from and to there."""
 
 
 _CASTS = {
@@ -78,13 +80,12 @@ class Plan:
 
     Args:
         library: the loaded part.
-        part: which one it is.
         slices: see `slices_of`.
         arrangement: how they are cut.
     """
 
-    def __init__(self, library: Library, part: Part, slices: Slices, arrangement: Arrangement) -> None:
-        self._library, self._part = library, part
+    def __init__(self, library: Library, slices: Slices, arrangement: Arrangement) -> None:
+        self._library, self._part = library, library.part
         options = PlanOptions(
             chunk_nbytes=arrangement.chunk_nbytes,
             chunk_copies=arrangement.chunk_copies,
@@ -97,7 +98,7 @@ class Plan:
         self._call("create", slices.ctypes.data, len(slices), options, pieces, len(pieces), handle)
         self.handle = handle
         # The library counts users: a job under way keeps what it needs of a plan that is freed here.
-        weakref.finalize(self, getattr(library, f"moe_{part}_plan_free"), handle).atexit = False
+        weakref.finalize(self, getattr(library, f"moe_{self._part}_plan_free"), handle).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +168,8 @@ def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = Non
     """
     sources, destinations = copies.sides()
     casts = _column(map(_cast, map(_DTYPE, sources), map(_DTYPE, destinations)), np.int32)
-    if (casts < 0).any() or not (_are_plain(sources) and _are_plain(destinations)):
+    reachable = {"cpu"} if space_of is None else {"cpu", "cuda"}
+    if (casts < 0).any() or not (_are_plain(sources, reachable) and _are_plain(destinations, reachable)):
         return None
     slices = np.zeros(len(copies), dtype=_SLICE)
     slices["dst"], slices["src"] = _addresses(destinations), _addresses(sources)
@@ -177,6 +179,8 @@ def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = Non
     if space_of is not None:
         slices["dst_space"] = _column(map(space_of, destinations), np.int32)
         slices["src_space"] = _column(map(space_of, sources), np.int32)
+        if (slices["dst_space"] == Space.FOREIGN).any() or (slices["src_space"] == Space.FOREIGN).any():
+            return None
     if not _add_rows(slices, units, sources, destinations):
         return None
     kept: Slices = slices[(slices["count"] > 0) & (slices["dst"] != slices["src"])]
@@ -218,12 +222,12 @@ def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinat
     return True
 
 
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
+def _are_plain(tensors: Sequence[Tensor], device_types: set[str]) -> bool:
     """Whether elements lie in memory as they are meant; a conjugated or negated view stores something else."""
     return (
         set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
         and set(map(_LAYOUT, tensors)) <= {torch.strided}
-        and {device.type for device in set(map(_DEVICE, tensors))} <= {"cpu", "cuda"}
+        and {device.type for device in set(map(_DEVICE, tensors))} <= device_types
         and not any(map(Tensor.is_neg, tensors))
         and not any(map(Tensor.is_conj, tensors))
         and not any(map(_QUANTIZED, tensors))

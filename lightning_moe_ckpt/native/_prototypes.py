@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ABI = 2
+ABI = 3
 
 MESSAGE_NBYTES = 512
 
@@ -106,8 +106,8 @@ def _plan(part: str) -> dict[str, Prototype]:
         f"moe_{part}_plan_num_chunks": plain(c.c_uint64, _HANDLE),
         f"moe_{part}_plan_num_copies": plain(c.c_uint64, _HANDLE),
         f"moe_{part}_plan_copies": plain(c.POINTER(Slice), _HANDLE),
-        f"moe_{part}_engine_stop": plain(None, _HANDLE),
-        f"moe_{part}_engine_free": plain(None, _HANDLE),
+        f"moe_{part}_engine_stop": plain(c.c_int32, _HANDLE, c.c_int64),
+        f"moe_{part}_engine_free": plain(c.c_int32, _HANDLE, c.c_int64),
         f"moe_{part}_engine_event_fd": plain(c.c_int32, _HANDLE),
         f"moe_{part}_engine_wait": fallible(_HANDLE, c.c_uint64, c.c_int64),
     }

@@ -7,6 +7,7 @@ library has addresses only.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import weakref
 from abc import abstractmethod
@@ -20,10 +21,16 @@ from typing_extensions import override
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._copies import Copy, CopyList
 from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
-from lightning_moe_ckpt.native._library import Library, NativeError, Part
+from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._plan import PlannedCopies
 
+log = logging.getLogger(__name__)
+
 _TIMED_OUT = 1
+_LONGEST_US = 60 * 10**6
+"""How long the end of a fit or of the process waits for copies, which take seconds at most."""
+_left: dict[int, list[CompiledTicket]] = {}
+"""Of engines that did not end: whatever their device still reads stays here."""
 
 
 class Worker:
@@ -31,16 +38,15 @@ class Worker:
 
     Args:
         library: a loaded part.
-        part: which one.
         arguments: of the function that makes the engine.
     """
 
-    def __init__(self, library: Library, part: Part, *arguments: int) -> None:
-        self._library, self._part, self._pid = library, part, os.getpid()
+    def __init__(self, library: Library, *arguments: int) -> None:
+        self._library, self._part, self._pid = library, library.part, os.getpid()
         self.handle = ctypes.c_void_p()
         self.call("create", *arguments, self.handle)
         self.pending: deque[CompiledTicket] = deque()
-        free = getattr(library, f"moe_{part}_engine_free")
+        free = getattr(library, f"moe_{library.part}_engine_free")
         self._end = weakref.finalize(self, _finish, free, self.handle, self._pid, self.pending)
 
     @property
@@ -68,13 +74,19 @@ class Worker:
         """Readable when a ticket became done since it was last read (8 bytes), for `select` and event loops."""
         return self.call("event_fd", self.handle)
 
-    def stop(self) -> None:
-        """Finish what was submitted and end the thread; tickets can be asked on."""
-        if self.is_ours:
-            self.call("stop", self.handle)
-            for ticket in self.pending:
-                assert ticket.done
+    def stop(self) -> bool:
+        """Finish what was submitted and end the thread; tickets can be asked on.
+
+        Returns:
+            Whether it has ended. A device that hangs is not waited for: what it may still read stays allocated.
+        """
+        if self.is_ours and self.call("stop", self.handle, _LONGEST_US) == _TIMED_OUT:
+            _leave(self.handle, self.pending)
+            return False
+        for ticket in self.pending if self.is_ours else ():
+            assert ticket.done
         self.pending.clear()
+        return True
 
     def call(self, name: str, *arguments: object) -> int:
         """The library's function `engine_<name>`."""
@@ -83,9 +95,16 @@ class Worker:
 
 def _finish(free: Callable[..., Any], handle: ctypes.c_void_p, pid: int, pending: deque[CompiledTicket]) -> None:
     """Also runs at interpreter exit. `pending` is an argument so that the sources live until the thread has ended."""
-    if pid == os.getpid():
-        free(handle)
+    if pid == os.getpid() and free(handle, 0 if handle.value in _left else _LONGEST_US) == _TIMED_OUT:
+        _leave(handle, pending)
+        return
     pending.clear()
+
+
+def _leave(handle: ctypes.c_void_p, pending: deque[CompiledTicket]) -> None:
+    if handle.value not in _left:
+        log.warning("copies have not ended after %.0f s; the process goes on without them", _LONGEST_US / 1e6)
+        _left[handle.value or 0] = list(pending)
 
 
 class CompiledEngine(CopyEngine):

@@ -106,6 +106,7 @@ class Rings:
         slot_nbytes += int(slot_nbytes * RING_HEADROOM)
         lag = _LAG if back_to_back else 0
         slots = slots_needed(window, readers=readers, lag=lag, keep=keep)
+        self._unregister()
         return self._register(self._memory.make(slot_nbytes, slots, keep=keep))
 
     def renew(self) -> SegmentRing:
@@ -114,7 +115,6 @@ class Rings:
         return self._register(self._memory.renew())
 
     def _register(self, ring: SegmentRing) -> SegmentRing:
-        self._unregister()
         self._registered = ref(ring.memory)
         self._engine.register(ring.memory)
         return ring

@@ -95,7 +95,7 @@ def test_registered_memory_takes_batches_across_pieces(
     start = -ring.data_ptr() % 4096
     ring = ring[start : start + 2**22]
     engine.register(ring)
-    engine._buffers[ring.data_ptr()][1].wait()
+    engine.finish_registering()
     assert engine._buffers[ring.data_ptr()][1].failure is None
     src = torch.randint(0, 256, (2**22,), dtype=torch.uint8, device="cuda")
     engine.wait(engine.submit([(src, ring)]))

@@ -1,0 +1,119 @@
+"""What compiled code needs to know from torch of one CUDA device, in one place: tests put an emulated device there."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.native._plan import Space
+
+log = logging.getLogger(__name__)
+
+_cuda: Any = torch.cuda
+"""Events, streams and the runtime are partly untyped in torch."""
+_PORTABLE = 1
+"""Of `cudaHostRegister`: usable from every context."""
+
+
+class TorchDevice:
+    """A CUDA device and its current stream, as torch has them.
+
+    Args:
+        device: without an index it is the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device(device.type, self.index)
+
+    def stream(self) -> int:
+        """Handle of the current stream."""
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def is_capturing(self) -> bool:
+        """Whether what is queued now becomes part of a user's graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Bytes on the device."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def page_locked(self, nbytes: int) -> Tensor:
+        """Bytes on the host that the device reaches at full speed."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, structures: ctypes.Array[Any]) -> Tensor:
+        """C structures as bytes on the device, queued on the current stream; the host does not wait for it.
+
+        Memory that is not page-locked would be copied only after all that the stream holds.
+        """
+        host_U8 = torch.frombuffer(bytearray(structures), dtype=torch.uint8).pin_memory()
+        return host_U8.to(self.device, non_blocking=True)
+
+    def upload_now(self, structures: ctypes.Array[Any]) -> Tensor:
+        """As `upload`, there when this returns, whatever the current stream holds: it takes a stream of its own."""
+        stream = _cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            on_device_U8 = self.upload(structures)
+        stream.synchronize()
+        return on_device_U8
+
+    def space(self, tensor: Tensor) -> Space:
+        """Where a tensor is, as this device sees it; page-locked if torch has done that."""
+        if tensor.is_cuda:
+            return Space.DEVICE if tensor.device == self.device else Space.FOREIGN
+        return Space.PINNED if tensor.is_pinned() else Space.PAGEABLE
+
+    def pci_bus_id(self) -> str | None:
+        """`domain:bus:device.function`; `None` if this torch does not say."""
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        found = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+        numbers = [number for number in found if number is not None]
+        return "{:04x}:{:02x}:{:02x}.0".format(*numbers) if len(numbers) == 3 else None
+
+    def settle(self, patience: timedelta) -> None:
+        """Wait for what the current stream holds, but not for ever.
+
+        Raises:
+            TimeoutError: it is not through after `patience`.
+        """
+        event, deadline = _cuda.Event(), time.monotonic() + patience.total_seconds()
+        event.record(torch.cuda.current_stream(self.device))
+        while not event.query():
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"work of milliseconds has not ended after {patience}")
+            time.sleep(0.0005)
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Page-lock host memory through torch's runtime; the error code, 0 if it went well."""
+        with torch.cuda.device(self.device):
+            return _cleared(int(_cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)))
+
+    def unregister(self, address: int) -> int:
+        """Undo `register`; the error code."""
+        with torch.cuda.device(self.device):
+            return _cleared(int(_cuda.cudart().cudaHostUnregister(address)))
+
+
+def _cleared(code: int) -> int:
+    """`code`; torch would else raise a failure at the next kernel that anybody launches, and blame that."""
+    if code != 0:
+        try:
+            ctypes.CDLL(None).cudaGetLastError()  # torch loads the runtime with its symbols for everybody
+        except AttributeError:
+            log.debug("the CUDA runtime has no symbol to clear error %d by; a small kernel takes it", code)
+            _take_error()
+    return code
+
+
+def _take_error() -> None:
+    try:
+        _cuda._sleep(0)  # noqa: SLF001  # the smallest kernel torch has
+    except RuntimeError as error:
+        log.debug("cleared: %s", error)

@@ -1,0 +1,36 @@
+"""The emulated device, for tests that need one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules of this folder are `native.emulator.x`
+
+from lightning_moe_ckpt.native import _device_check
+from native.emulator.build import unavailable
+from native.emulator.device import Emulator, install, load
+
+
+@pytest.fixture(scope="session")
+def loaded_emulator() -> Emulator:
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return load()
+
+
+@pytest.fixture
+def emulator(loaded_emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    """Two emulated CUDA devices in the place of real ones; nothing may stay registered, nor may a failure go unseen."""
+    install(loaded_emulator, monkeypatch.setattr)
+    monkeypatch.setattr(_device_check, "_verdicts", {})
+    loaded_emulator.heal()
+    loaded_emulator.forget_registered()
+    yield loaded_emulator
+    loaded_emulator.release()
+    loaded_emulator.heal()
+    assert loaded_emulator.num_registered() == 0, "page-locked memory was not given back"
