@@ -193,8 +193,8 @@ class TestPlansWithADevice:
             has_device=True, chunk_nbytes=chunk, pack_below=pack_below, chunk_copies=3, pieces=pieces
         )
         plan = Plan(library, slices, arrangement)
-        sizes = (plan.staging_nbytes + 1, plan.bounce_nbytes + 1)
-        staging, bounce = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes)
+        room = (plan.staging_nbytes + 1, plan.bounce_nbytes + 1)
+        staging, bounce = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in room)
         plan.attach(staging.data_ptr(), bounce.data_ptr())
         copies = plan.copies()
         _run_on_engine(library, plan)
