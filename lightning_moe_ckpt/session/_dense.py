@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import CopyEngine, Ticket
+from lightning_moe_ckpt.native import CopyEngine, Preparation, Ticket
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._exchange import Exchange
@@ -27,6 +28,9 @@ from lightning_moe_ckpt.session._writer import BoundaryCapture, SegmentWriter
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
 log = logging.getLogger(__name__)
+
+_MAPPED_AHEAD_NBYTES = 64 * 2**20
+"""Of a snapshot; the pages of a smaller one are mapped by the copies themselves, at about 1 GB/s."""
 
 
 class JournalSource(Protocol):
@@ -127,7 +131,7 @@ class DenseCapture:
         # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
         layout = dense_layout(self._view, self._groups, max(2 * len(encode(journal)), self._journal.journal_nbytes))
         slot = layout.slots[0]
-        writer = SegmentWriter(slot, torch.zeros(slot.segment.nbytes, dtype=torch.uint8), self._engine)
+        writer = SegmentWriter(slot, _memory(slot.segment.nbytes), self._engine)
         capture = BoundaryCapture(writer, step, journal["outcome"])
         capture.take_rest(start, disturbed=False)
         self._worker.begin(
@@ -141,3 +145,14 @@ class DenseCapture:
         )
         self._worker.add(generation, capture.sealed(generation))
         return generation, capture.ticket
+
+
+def _memory(nbytes: int) -> Tensor:
+    """Zeros, whose pages a few threads map ahead of the copies where that takes long.
+
+    It is used once, so it is not page-locked: that takes as long as copies into ordinary memory that is mapped.
+    """
+    memory_U8 = torch.zeros(nbytes, dtype=torch.uint8)
+    if nbytes >= _MAPPED_AHEAD_NBYTES:
+        Preparation(memory_U8)
+    return memory_U8

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet
 from lightning_moe_ckpt.policies import Popularity, decayed_popularity, popularity_per_capacity
+from lightning_moe_ckpt.session._arrivals import Arrival, Arrivals
 
 # Shape suffix: E experts of all layers, over all ranks.
 
@@ -45,6 +46,8 @@ class PopularityMeter:
             _require(self._capacity, "per_capacity=True", "the capacity of experts", "per_capacity=False", "capacity")
         self._value_E = torch.zeros(operators.num_experts, dtype=torch.float64)
         self._held: list[Tensor] = []
+        self._arrivals, self._coming = Arrivals(), list[Arrival]()
+        """Of what is held."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -73,19 +76,19 @@ class PopularityMeter:
         if self._every_step or due:
             self._fold()
         if due:
-            self._held.append(self._value_E.clone())
+            self._hold([self._value_E.clone()])
             if self._config.half_life_steps is None:
                 self._value_E = torch.zeros_like(self._value_E)
 
     def take_held(self) -> Tensor:
         """What was held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
 
-        Equally many on all ranks, since steps are. Only here something waits for the device.
+        Equally many on all ranks, since steps are. Only here something waits for the device, up to the step of the look.
         """
-        held, self._held = self._held, []
-        if not held:
+        coming, self._coming, self._held = self._coming, [], []
+        if not coming:
             return torch.zeros(0, len(self._value_E), dtype=torch.float64)
-        return torch.stack(held).cpu()
+        return torch.stack([value_E for each in coming for value_E in each.wait()])
 
     @property
     def num_experts(self) -> int:
@@ -112,7 +115,8 @@ class PopularityMeter:
         """Go on from a state; `False` if it measured something else, then this starts anew."""
         if state["measure"] != self._measure:
             return False
-        self._value_E, self._held = state["value"].clone(), list(state["held"])
+        self._value_E, self._held, self._coming = state["value"].clone(), [], []
+        self._hold(state["held"])
         return True
 
     # -- private
@@ -127,6 +131,10 @@ class PopularityMeter:
     def _every_step(self) -> bool:
         """Whether steps weigh differently; otherwise counts may pile up until they are needed."""
         return self._config.half_life_steps is not None or self._config.per_capacity
+
+    def _hold(self, values: Sequence[Tensor]) -> None:
+        self._held += values
+        self._coming += [self._arrivals.start([value_E]) for value_E in values]
 
     def _fold(self) -> None:
         counts_E = self._counter.read_and_reset().double()

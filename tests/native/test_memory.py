@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_moe_ckpt.native._memory import (
     prefer_node,
     preparing_threads,
 )
+from lightning_moe_ckpt.session import _dense
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 
 NBYTES = 64 * mmap.PAGESIZE
@@ -50,6 +52,22 @@ def test_populated_pages_are_there_and_hold_what_they_held() -> None:
         pytest.skip("MADV_POPULATE_WRITE needs Linux 5.14")
     assert _resident_pages(memory) == 64
     assert memory.sum() == 7
+
+
+def test_a_large_snapshot_of_everything_meets_pages_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults would come one by one on the thread that copies."""
+    probe = _mapped()
+    if not populate(probe.data_ptr(), probe.nbytes):
+        pytest.skip("MADV_POPULATE_WRITE needs Linux 5.14")
+    monkeypatch.setattr(_dense, "_MAPPED_AHEAD_NBYTES", 2**20)
+    memory = _dense._memory(2**21)
+    for thread in threading.enumerate():
+        if thread.name == "moe-ckpt-prepare":
+            thread.join()
+    first = -memory.data_ptr() % mmap.PAGESIZE
+    whole = memory[first : first + 2**21 - mmap.PAGESIZE]
+    assert _resident_pages(whole) == whole.nbytes // mmap.PAGESIZE
+    assert not memory.any()
 
 
 def test_memory_that_is_not_mapped_is_an_error() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, Popularity, SparseCheckpoint
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe import MoELayer
 
@@ -75,7 +75,7 @@ def fit(checkpoint: CheckpointCallback, device: SeemingDevice | None = None, *, 
         trainer.fit(net, DataLoader(TensorDataset(torch.arange(64.0 * FEATURES).view(-1, FEATURES).sin()), 4))
 
 
-@pytest.mark.parametrize("policy", ["sparse", "dense"])
+@pytest.mark.parametrize("policy", ["sparse", "popularity", "dense"])
 def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,8 @@ def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
     assert checkpoint.report.generations_complete > 2
     assert device.num_copies > 0
     while_training = [wait for wait in device.waits if wait.hook not in {"before_epoch_end", "end"}]
-    assert {(wait.hook, wait.what) for wait in while_training} == {("before_optimizer_step", "`synchronize`")}
+    looks = {("after_batch", "`synchronize`")} if policy == "popularity" else set()  # at the order of experts
+    assert {(wait.hook, wait.what) for wait in while_training} == {("before_optimizer_step", "`synchronize`"), *looks}
     fit(make(policy, tmp_path / "host"))
     on_device, on_host = stored(tmp_path / "device"), stored(tmp_path / "host")
     both = on_device.keys() & on_host.keys()  # the run may end before storage has the newest
@@ -95,6 +96,9 @@ def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
 
 
 def make(policy: str, path: Path) -> CheckpointCallback:
+    if policy == "popularity":
+        looks = Popularity(reorder_every_n_steps=3, half_life_steps=2)
+        return SparseCheckpoint(str(path), window=2, keep=10, popularity=looks)
     if policy == "sparse":
         return SparseCheckpoint(str(path), window=2, keep=10)
     return DenseCheckpoint(str(path), every_n_steps=1, keep=10)
