@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ def _outcome(status: int | None, limit: timedelta, written: Mapping[str, Any], s
         return f"FAILED: over its limit of {limit.total_seconds():g} s"
     if status < 0:
         return f"FAILED: died by {signal.Signals(-status).name}"
-    return f"FAILED: {said.strip().rpartition(chr(10))[2] or f'status {status}'}"
+    last_line = said.strip().rpartition("\n")[2]
+    return f"FAILED: {written.get('error') or last_line or f'status {status}'}"
 
 
 def section_main() -> None:
@@ -199,10 +201,19 @@ def section_main() -> None:
     name, wanted, path = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    written = dict[str, Any]()
+
+    def keep(found: Any) -> None:
+        written["found"] = found
+        _write(Path(path), written)
+
     try:
-        SECTIONS[name].work(accelerator_for(wanted), lambda found: _write(Path(path), {"found": found}))
+        SECTIONS[name].work(accelerator_for(wanted), keep)
     except _Lacking as lacking:
-        _write(Path(path), {"lacking": str(lacking)})
+        _write(Path(path), written | {"lacking": str(lacking)})
+    except Exception as error:
+        _write(Path(path), written | {"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
+        raise
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
@@ -296,6 +307,8 @@ def _cuda_part() -> _library.Library:
 
 
 def _tests(accelerator: Accelerator, keep: Keep) -> None:
+    if lacking := [name for name in ("pytest", "pytest_timeout", "hypothesis") if find_spec(name) is None]:
+        raise _Lacking(f"the tests need {', '.join(lacking)}")
     files = sorted(map(str, Path(_in_checkout("tests")).rglob("test_*.py")))
     files = [file for file in files if "mark.gpu" in Path(file).read_text(encoding="utf-8")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu"]

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
+from lightning_moe_ckpt.benchmarks._fits import one_thread, quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.strategy import MoEStrategy
@@ -116,6 +116,7 @@ def kill_and_resume(accelerator: Accelerator, *, steps: int = 16, timeout: float
         LifeFailed: a life ended otherwise than it should; the message holds its log.
     """
     with (
+        one_thread(),  # comparing on several would leave threads that the next life's fork has not, and waits for
         tempfile.TemporaryDirectory(prefix="moe-ckpt-resume-", dir=shared_directory()) as memory,
         tempfile.TemporaryDirectory(prefix="moe-ckpt-resume-") as folder,
     ):

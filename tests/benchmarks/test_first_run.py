@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from lightning_moe_ckpt.benchmarks import _first_run
-from lightning_moe_ckpt.benchmarks._first_run import SECTIONS, Outcome, run_apart, run_section, section_main
+from lightning_moe_ckpt.benchmarks._first_run import (
+    SECTIONS,
+    Keep,
+    Outcome,
+    Section,
+    run_apart,
+    run_section,
+    section_main,
+)
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 
@@ -82,6 +90,26 @@ def test_a_section_that_hangs_shows_where_and_leaves_nothing(monkeypatch: pytest
         child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z"
     ):  # a zombie waits for its new parent
         assert time.monotonic() < deadline
+
+
+def test_an_error_is_told_in_a_line_with_what_was_found_before(tmp_path: Path) -> None:
+    """Whatever else is printed on the way out; the whole of it is in what the section said."""
+    path = tmp_path / "found.json"
+
+    def work(_: int) -> None:
+        def fail(accelerator: str, keep: Keep) -> None:
+            keep([1])
+            raise ValueError("first line\nsecond line")
+
+        SECTIONS["env"] = Section(fail, LIMIT)
+        sys.argv = ["", "env", "cpu", str(path)]
+        with pytest.raises(ValueError, match="second line"):
+            section_main()
+
+    run_world(1, work, process_group=False)
+    written = json.loads(path.read_text())
+    assert written == {"found": [1], "error": "ValueError: first line"}
+    assert _first_run._outcome(1, LIMIT, written, "farewell\n") == "FAILED: ValueError: first line"
 
 
 def _without_devices(argv: Sequence[str]) -> int:
