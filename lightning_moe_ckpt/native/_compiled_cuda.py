@@ -206,6 +206,7 @@ class CompiledCudaTicket(Ticket):
                 worker.call("fence", worker.handle, self._ticket.number, self._device.stream())
             except NativeError as error:
                 raise copy_failed(self._ticket.num_copies, error) from error
+            self._ticket.release_sources()  # torch's allocator is ordered as the stream that waits for the copies
         if self._reads_host or self._ticket.done:
             self._ticket.wait()  # raises if it failed
         return time.perf_counter() - start

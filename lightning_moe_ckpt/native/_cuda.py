@@ -56,6 +56,7 @@ class CudaTicket(Ticket):
     def fence(self) -> float:
         start = time.perf_counter()
         torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        self._sources = None  # torch's allocator is ordered as the stream that waits for the copies
         self._raise_failure()
         return time.perf_counter() - start
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
@@ -151,7 +152,8 @@ class CompiledTicket(Ticket):
 
     def __init__(self, worker: Worker, number: int, copies: PlannedCopies) -> None:
         self.worker, self.number = worker, number
-        self._copies: PlannedCopies | None = copies
+        self._copies: PlannedCopies | Sequence[Tensor] | None = copies
+        """What must stay until the bytes have arrived."""
         self.num_copies = len(copies)
         self._error: NativeError | None = None
 
@@ -173,6 +175,11 @@ class CompiledTicket(Ticket):
         if self._copies is not None:
             raise TimeoutError(f"A snapshot of {self.num_copies} slices is not done after {timeout}.")
         self._raise_failure()
+
+    def release_sources(self) -> None:
+        """Let go of the sources before they have been read: whatever gets their memory is written behind that."""
+        if isinstance(self._copies, PlannedCopies):
+            self._copies = [*self._copies.sides()[1], *self._copies.attached]
 
     def _ask(self, timeout: timedelta | None) -> None:
         """Wait, and let go of the sources if they have been read."""

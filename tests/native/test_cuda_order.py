@@ -155,6 +155,7 @@ def test_the_host_waits_where_the_device_reads_from_it(script: Script, reads_hos
     """No stream keeps the host from overwriting its own memory after the fence."""
     script.training.cuda_stream = 0
     ticket: Any = SimpleNamespace(
+        release_sources=lambda: None,
         done=False,
         number=1,
         worker=SimpleNamespace(handle=None, call=lambda name, *_: script.lines.append(name)),

@@ -197,7 +197,6 @@ def test_what_training_does_next_runs_after_the_copies(engine: CompiledCudaEngin
             ticket.wait(PATIENCE)
             assert torch.equal(ring_U8, torch.full_like(ring_U8, step))
     emulator.settle()
-    assert emulator.calls(b"cudaMemcpyBatchAsync") > 0
 
 
 # -- the check before the first use, and planted failures
@@ -397,6 +396,21 @@ def test_memory_stays_while_it_is_registered(emulator: Emulator, make: Any) -> N
         _registered(engine, registered_memory(NBYTES))
     gc.collect()
     assert emulator.num_registered() == 3
+    engine.close()
+
+
+@ENGINES
+def test_a_fence_lets_go_of_the_sources(emulator: Emulator, make: Any) -> None:
+    """What is computed next may have their memory: gradients of one step must not stay beside those of the next."""
+    engine, host_U8 = _made(make, emulator), emulator.page_locked(NBYTES)
+    source_U8 = emulator.memory(NBYTES)
+    address = source_U8.data_ptr()
+    emulator.sleep(emulator.training(), 2000)
+    ticket = engine.submit([(source_U8[:1000], host_U8[:1000]), (source_U8[1000:], host_U8[1000:])])
+    engine.fence(ticket)
+    del source_U8
+    assert emulator.device_of(address) < 0
+    ticket.wait(PATIENCE)
     engine.close()
 
 
