@@ -24,8 +24,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_PROCESS = Path("/proc/self")
-_LISTENING = "0A"
+_DESCRIPTORS = Path("/proc/self/fd")
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
@@ -55,17 +54,17 @@ def listening() -> dict[int, tuple[int, int]]:
     """Descriptor and port of every TCP socket of this process that listens, by inode; nothing where that is not told."""
     if sys.platform != "linux":
         return {}
-    ports: dict[int, int] = {}
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            rows = [line.split() for line in (_PROCESS / "net" / table).read_text(encoding="ascii").splitlines()[1:]]
-            ports |= {int(row[9]): int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENING}
     found: dict[int, tuple[int, int]] = {}
-    for entry in (_PROCESS / "fd").iterdir():
+    # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
+    for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile, as the one that lists them
             named = _SOCKET.fullmatch(str(entry.readlink()))
-            if named is not None and int(named[1]) in ports:
-                found[int(named[1])] = (int(entry.name), ports[int(named[1])])
+            if named is None:
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as each:
+                internet = each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM
+                if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[int(named[1])] = (int(entry.name), each.getsockname()[1])
     return found
 
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,18 @@ def test_hooks_before_the_first_batch_are_outside_of_both_clocks(tmp_path: Path)
     assert 0 < checkpoint.report.overhead_seconds < checkpoint.report.seconds
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """The heap of the tests is frozen before and after."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
 def test_the_heap_is_frozen_while_training_and_only_then(tmp_path: Path) -> None:
     """From the first complete generation to the end of the fit, also if that fails; switched off, never."""
     counts: list[int] = []
-    gc.unfreeze()
 
     class Count(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:

@@ -7,7 +7,6 @@ A short fit without any callback of ours fills the caches of Python, torch and L
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from _heap import freeze_heap
 
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Life, run_lives
 
 Result = TypeVar("Result")
 
@@ -31,8 +31,6 @@ class WarmParents:
     """Runs functions in forks of warm processes. Functions, arguments and results travel as pickles."""
 
     def __init__(self, count: int) -> None:
-        gc.collect()
-        gc.freeze()  # forks then share these pages until somebody writes to the objects themselves
         self._parents: dict[Connection, int] = {}
         for _ in range(count):
             ours, theirs = multiprocessing.Pipe()
@@ -114,16 +112,21 @@ def _rehearse() -> None:
     os.environ.update(environment)
     left = [Path(task, "comm").read_text(encoding="utf-8").strip() for task in Path("/proc/self/task").iterdir()]
     assert len(left) == 1, f"forks would lack these threads: {left}"
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
 
 
 def _serve(connection: Connection) -> NoReturn:
     while True:
         try:
             function, args, kwargs = connection.recv()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             os._exit(0)
+        except KeyboardInterrupt:  # what it was meant for has just ended
+            continue
+        if function is run_lives:  # does nothing here but fork and wait, so it needs no fork of its own
+            connection.send(os.getpid())
+            connection.send(_result(function, args, kwargs))
+            continue
         pid = os.fork()
         if pid == 0:
             _answer(connection, function, args, kwargs)
@@ -132,12 +135,15 @@ def _serve(connection: Connection) -> NoReturn:
 
 
 def _answer(connection: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> NoReturn:
-    try:
-        result = function(*args, **kwargs)
-    except BaseException as error:  # noqa: BLE001  # process entry: the caller raises it
-        result = _portable(error)
-    connection.send(result)
+    connection.send(_result(function, args, kwargs))
     os._exit(0)
+
+
+def _result(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:  # noqa: BLE001  # process entry: the caller raises it
+        return _portable(error)
 
 
 def _portable(error: BaseException) -> BaseException:

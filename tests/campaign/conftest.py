@@ -37,14 +37,24 @@ NEEDED_BY_LIVES = [
 _warm: list[WarmParents] = []
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the warm parents when all test modules are imported and no test has run."""
-    mine = Path(__file__).parent
-    if not session.config.option.collectonly and any(mine in item.path.parents for item in session.items):
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    """Import what lives need before the heap is frozen."""
+    if _has_campaigns(session, items):
         for name in NEEDED_BY_LIVES:
             importlib.import_module(name)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the warm parents when all test modules are imported and no test has run."""
+    if _has_campaigns(session, session.items):
         # Processes that share the tests run campaigns beside each other; one alone does so with two campaigns of a test.
         _warm.append(WarmParents(count=1 if "PYTEST_XDIST_WORKER" in os.environ else 2))
+
+
+def _has_campaigns(session: pytest.Session, items: list[pytest.Item]) -> bool:
+    mine = Path(__file__).parent
+    return not session.config.option.collectonly and any(mine in item.path.parents for item in items)
 
 
 @pytest.fixture(scope="session")

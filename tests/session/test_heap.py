@@ -21,10 +21,11 @@ class Ring:
 @pytest.fixture(autouse=True)
 def heap_as_it_was() -> Iterator[None]:
     assert gc.isenabled()
-    gc.unfreeze()  # the parents of campaigns freeze the heap that they fork from
+    gc.unfreeze()  # that of the tests is frozen
     yield
     gc.enable()
     gc.unfreeze()
+    gc.freeze()
 
 
 def test_what_is_alive_is_left_out_of_collections_until_thawed() -> None:
