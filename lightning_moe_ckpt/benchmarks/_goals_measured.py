@@ -42,7 +42,8 @@ from lightning_moe_ckpt.native import (
     decompress_gradient,
     replay_adam,
 )
-from lightning_moe_ckpt.native._plan import Arrangement
+from lightning_moe_ckpt.native._plan import Arrangement, Space
+from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 MIB = 2**20
 CHUNKS_MIB, DEPTHS = (1, 4, 16, 64), (1, 2, 4)
@@ -113,10 +114,10 @@ def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> C
     if device.type == "cpu":
         cpu = _library.cpu()
         return CompiledCpuEngine(cpu, arrangement) if cpu is not None else CpuCopyEngine()
-    status = _library.status("cuda")
-    if status.library is None:
-        raise NativeError(f"The compiled CUDA part is not in use: {status.reason}.")
-    engine = CompiledCudaEngine(status.library, device, arrangement)
+    library = _library.cuda()
+    if library is None:
+        raise NativeError(f"The compiled CUDA part is not in use: {_library.status('cuda').reason}.")
+    engine = CompiledCudaEngine(library, device, arrangement)
     usual, _compiled_cuda._DEPTH = _compiled_cuda._DEPTH, depth  # noqa: SLF001  # no argument: users have no use for one
     try:
         engine.start()
@@ -135,12 +136,15 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device, scale: Scale) -> None:
         self._device, self._scale, self._module = device, scale, torch.get_device_module(device)
-        self._on_cuda = device.type == "cuda"
+        self._cuda = TorchDevice(device) if device.type == "cuda" else None
+        self._of_tensors = self._cuda.device if self._cuda is not None else device
         self._nbytes = scale.megabytes * MIB
         room = self._nbytes + _MAX_SLICES * _GAP
-        self._src = torch.ones(room, dtype=torch.uint8, device=device)
+        self._src = (self._cuda.memory(room) if self._cuda is not None else torch.empty(room, dtype=torch.uint8)).fill_(
+            1
+        )
         self._ring = torch.frombuffer(mmap.mmap(-1, room), dtype=torch.uint8)
-        self._pinned = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        self._pinned = self._page_locked(self._nbytes)
 
     def goals(self) -> dict[str, Measurement]:
         """By name of the goal."""
@@ -162,11 +166,11 @@ class DeviceCopies:
         yield gigabytes("device to host", "torch, one pinned copy", self.baseline)
         yield gigabytes("64 KiB slices", "torch's streams, slice by slice", self._rate_of_twin)
         for size, pack in product(SMALL_NBYTES, (0, 2**30)):
-            arrangement = Arrangement(has_device=self._on_cuda, pack_below=pack)
+            arrangement = Arrangement(has_device=self._cuda is not None, pack_below=pack)
             how = "packed by a kernel" if pack else "copied one by one"
             yield gigabytes(f"{size // 2**10} KiB slices", how, partial(self.rate, size, arrangement))
         for chunk, depth in product(CHUNKS_MIB, DEPTHS):
-            arrangement = Arrangement(has_device=self._on_cuda, chunk_nbytes=chunk * MIB)
+            arrangement = Arrangement(has_device=self._cuda is not None, chunk_nbytes=chunk * MIB)
             what = f"1 MiB slices, chunks of {chunk} MiB, {depth} queued"
             yield gigabytes(what, "idle device", partial(self.rate, MIB, arrangement, depth))
             yield attempt(what, "slowdown of matrices", partial(self._slowdown_by, arrangement, depth), unit="%")
@@ -191,7 +195,7 @@ class DeviceCopies:
         self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2, most: int = _MAX_SLICES
     ) -> Iterator[tuple[Callable[[], None], int]]:
         """What copies a list of slices and waits for them, and their bytes."""
-        engine = make_engine(self._device, arrangement or Arrangement(has_device=self._on_cuda), depth)
+        engine = make_engine(self._device, arrangement or Arrangement(has_device=self._cuda is not None), depth)
         try:
             self._register(engine, self._ring)
             copies = self._slices(size)[:most]
@@ -204,8 +208,11 @@ class DeviceCopies:
         engine.register(memory)
         if isinstance(engine, CompiledCudaEngine):
             engine.finish_registering()
-            if not memory.is_pinned():
+            if self._cuda is not None and self._cuda.space(memory) != Space.PINNED:
                 raise NativeError("The engine could not register host memory; the log says why.")
+
+    def _page_locked(self, nbytes: int) -> Tensor:
+        return self._cuda.page_locked(nbytes) if self._cuda is not None else torch.empty(nbytes, dtype=torch.uint8)
 
     def _slices(self, size: int) -> list[Copy]:
         num = max(1, min(self._nbytes // size, _MAX_SLICES))
@@ -213,7 +220,7 @@ class DeviceCopies:
         return list(zip(self._src.as_strided(*apart), self._ring.as_strided(*apart), strict=True))
 
     def _rate_of_twin(self) -> float:
-        engine = CudaCopyEngine(self._device) if self._on_cuda else CpuCopyEngine()
+        engine = CudaCopyEngine(self._device) if self._cuda is not None else CpuCopyEngine()
         copies = self._slices(64 * 2**10)
         try:
             seconds = median(lambda: engine.wait(engine.submit(copies)), self._scale.repeats)
@@ -240,8 +247,7 @@ class DeviceCopies:
 
     def _added_delay(self, arrangement: Arrangement | None = None, depth: int = 2) -> float:
         """Milliseconds that the 99th percentile of a small copy to the host rises by."""
-        small = torch.zeros(1024, device=self._device)
-        host = torch.empty(1024, pin_memory=self._on_cuda)
+        small, host = torch.zeros(1024, device=self._of_tensors), self._page_locked(4096).view(torch.float32)
 
         def one() -> None:
             host.copy_(small, non_blocking=True)
@@ -272,7 +278,7 @@ class DeviceCopies:
 
     def _submit_microseconds(self) -> float:
         """Time of the calling thread, an upper bound of how long it holds the interpreter lock."""
-        engine, seconds = make_engine(self._device, Arrangement(has_device=self._on_cuda), 2), list[float]()
+        engine, seconds = make_engine(self._device, Arrangement(has_device=self._cuda is not None), 2), list[float]()
         try:
             self._register(engine, self._ring)
             prepared = engine.prepare(self._slices(256))
@@ -297,7 +303,7 @@ class DeviceCopies:
     def _registration_rate(self) -> float:
         """GB/s until a fresh mapping is registered, which copies into it then need not wait for."""
         memory = torch.frombuffer(mmap.mmap(-1, self._nbytes), dtype=torch.uint8)
-        engine = make_engine(self._device, Arrangement(has_device=self._on_cuda), 2)
+        engine = make_engine(self._device, Arrangement(has_device=self._cuda is not None), 2)
         try:
             return memory.nbytes / seconds_of(lambda: self._register(engine, memory)) / 1e9
         finally:
@@ -305,11 +311,11 @@ class DeviceCopies:
 
     def _matrices(self) -> Callable[[], object]:
         shape = (self._scale.matrix, self._scale.matrix)
-        matrix, out = (torch.randn(shape, device=self._device).to(torch.bfloat16) for _ in range(2))
+        matrix, out = (torch.randn(shape, device=self._of_tensors).to(torch.bfloat16) for _ in range(2))
         return lambda: torch.mm(matrix, matrix, out=out)
 
     def _additions(self) -> Callable[[], object]:
-        values = torch.zeros(self._nbytes, device=self._device)  # 1 GiB where 256 MiB are copied: no cache holds it
+        values = torch.zeros(self._nbytes, device=self._of_tensors)  # 1 GiB where 256 MiB are copied: no cache holds it
         return lambda: values.add_(1.0)
 
     def _loop_seconds(self, work: Callable[[], object]) -> float:
@@ -326,7 +332,7 @@ class DeviceCopies:
     def _synchronize(self) -> None:
         """Wait for this thread's stream only: what is copied on another one goes on."""
         event: Any = self._module.Event()
-        event.record()
+        event.record(self._module.current_stream())
         event.synchronize()
 
     @contextmanager
@@ -336,8 +342,8 @@ class DeviceCopies:
 
         def run() -> None:
             try:
-                if self._on_cuda:
-                    torch.cuda.set_device(self._device)
+                if self._of_tensors.type == "cuda":
+                    torch.cuda.set_device(self._of_tensors)
                 with self._module.stream(self._module.Stream()):
                     while not stop.is_set():
                         action()
