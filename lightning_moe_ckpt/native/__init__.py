@@ -16,7 +16,6 @@ from lightning_moe_ckpt.native._doctor import Finding as Finding
 from lightning_moe_ckpt.native._doctor import examine as examine
 from lightning_moe_ckpt.native._engine import CopyEngine as CopyEngine
 from lightning_moe_ckpt.native._engine import Ticket as Ticket
-from lightning_moe_ckpt.native._engine import Tickets as Tickets
 from lightning_moe_ckpt.native._engine import copy_through as copy_through
 from lightning_moe_ckpt.native._engine import create_engine as create_engine
 from lightning_moe_ckpt.native._gradient import CompressedGradient as CompressedGradient

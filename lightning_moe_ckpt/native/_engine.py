@@ -20,7 +20,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._copies import Copy, CopyList
@@ -57,31 +56,6 @@ class Ticket(ABC):
             CheckpointError: the copy failed; the destinations hold garbage.
             TimeoutError: the copy is still running after `timeout`.
         """
-
-
-class Tickets(Ticket):
-    """Several lists of copies that are one to whoever waits.
-
-    Args:
-        tickets: at least one.
-    """
-
-    def __init__(self, *tickets: Ticket) -> None:
-        self._tickets = tickets
-
-    @property
-    @override
-    def done(self) -> bool:
-        return all(ticket.done for ticket in self._tickets)
-
-    @override
-    def fence(self) -> float:
-        return sum(ticket.fence() for ticket in self._tickets)
-
-    @override
-    def wait(self, timeout: timedelta | None = None) -> None:
-        for ticket in self._tickets:
-            ticket.wait(timeout)
 
 
 class CopyEngine(Protocol):

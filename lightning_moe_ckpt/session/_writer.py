@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_moe_ckpt.native import Copy, CopyEngine, CopyList, Ticket, Tickets
+from lightning_moe_ckpt.native import Copy, CopyEngine, CopyList, Ticket
 from lightning_moe_ckpt.session._arrivals import Arrival, Arrivals, held
 from lightning_moe_ckpt.session._journal import Journal, encode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
@@ -25,6 +27,31 @@ from lightning_moe_ckpt.storage import GenerationId, RecordRows
 
 class BufferChanged(Exception):
     """A buffer does not fit its record any more; never leaves the session, which turns it into a report."""
+
+
+class _Tickets(Ticket):
+    """Several lists of copies that are one to whoever waits.
+
+    Args:
+        tickets: at least one.
+    """
+
+    def __init__(self, *tickets: Ticket) -> None:
+        self._tickets = tickets
+
+    @property
+    @override
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self._tickets)
+
+    @override
+    def fence(self) -> float:
+        return sum(ticket.fence() for ticket in self._tickets)
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for ticket in self._tickets:
+            ticket.wait(timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +127,7 @@ class SegmentWriter:
             changed = set(range(len(self._bases)))
         again = self._engine.submit([pair for pair, i in zip(self._pairs, self._owners, strict=True) if i in changed])
         self._engine.fence(again)
-        return Tickets(ticket, again)
+        return _Tickets(ticket, again)
 
     def take_local(self, journal: Journal) -> LocalState:
         """Begin to bring this rank's buffers and the journal to the host; they may change, and be let go of, after it.
@@ -241,7 +268,7 @@ class BoundaryCapture:
         self.ticket = self._writer.recopy_changed(self.ticket, everything=disturbed)
         self._local = self._writer.take_local({"outcome": self._outcome, "start": start})
         if self._local.buffers is not None:
-            self.ticket = Tickets(self.ticket, self._local.buffers)
+            self.ticket = _Tickets(self.ticket, self._local.buffers)
 
     @property
     def waits_for_device(self) -> bool:

@@ -470,6 +470,7 @@ def copy(source: Tensor, target: Tensor) -> float:
     ticket = engine.submit(prepared)
     assert_type(ticket, native.Ticket)
     ticket.wait(timedelta(seconds=1))
+    native.Preparation(target.view(torch.uint8), threads=2).wait()
     return engine.fence(ticket) + native.measure_bandwidth(2**20)
 
 
