@@ -6,9 +6,11 @@ a device's. So that a later step cannot overtake copies, a fence waits for what 
 
 from __future__ import annotations
 
+import bisect
 import ctypes as c
 import functools
 import mmap
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -234,20 +236,29 @@ def is_anonymous(tensor: Tensor) -> bool:
     address = tensor.data_ptr()
     if address == 0:
         return False
-    starts, ends, named = _mappings(address)
-    return any(start <= address < end and not name for start, end, name in zip(starts, ends, named, strict=True))
+    inode = _inode_at(address)
+    if inode is None:
+        _mappings.cache_clear()
+        inode = _inode_at(address)
+    return inode == 0
 
 
-def _mappings(address: int) -> tuple[list[int], list[int], list[bool]]:
-    starts, ends, named = [], [], []
+def _inode_at(address: int) -> int | None:
+    """Of the file that is mapped there, 0 if it is none; `None` if nothing was there when somebody looked last."""
+    mappings = _mappings()
+    index = bisect.bisect_right(mappings, address, key=operator.itemgetter(0)) - 1
+    return mappings[index][2] if index >= 0 and address < mappings[index][1] else None
+
+
+@functools.cache
+def _mappings() -> list[tuple[int, int, int]]:
+    """(begin, end, inode) of everything in this process's memory, in order."""
+    found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, _, _, inode, *_ = line.split(maxsplit=5)
-        start, end = (int(part, 16) for part in span.split("-"))
-        if start <= address < end:
-            starts.append(start)
-            ends.append(end)
-            named.append(inode != "0")
-    return starts, ends, named
+        begin, end = span.split("-")
+        found.append((int(begin, 16), int(end, 16), int(inode)))
+    return found
 
 
 def registered_memory(nbytes: int) -> Tensor:
