@@ -27,6 +27,8 @@ TYPES := $(BIN)/mypy --strict lightning_moe_ckpt tests examples
 
 library = $$($${CXX:-g++} -print-file-name=$(1))
 SANITIZED_TESTS := $(addprefix tests/native/test_,compiled.py memory.py gradient.py adam.py replan.py device_check.py)
+SANITIZED_TESTS += $(addprefix tests/native/test_,emulated_kernels.py emulated_engine.py)
+emulated = MOE_CKPT_EMULATED=$$($(BIN)/python tests/native/emulator/build.py --sanitize $(1))
 SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)
 
 .DEFAULT_GOAL := test
@@ -57,10 +59,10 @@ soak: $(STAMP) $(SERVERS)/.stamp
 # processes without them.
 sanitize: $(STAMP)
 	$(BIN)/python ext/build_native.py --sanitize address --out build/address
-	LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/address \
+	$(call emulated,address) LD_PRELOAD="$(call library,libasan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/address \
 	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest $(SANITIZED) $(PYTEST_ARGS)
 	$(BIN)/python ext/build_native.py --sanitize thread --out build/thread
-	LD_PRELOAD="$(call library,libtsan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/thread \
+	$(call emulated,thread) LD_PRELOAD="$(call library,libtsan.so) $(call library,libstdc++.so.6)" MOE_CKPT_NATIVE_PATH=$(CURDIR)/build/thread \
 	  TSAN_OPTIONS=suppressions=$(CURDIR)/ext/sanitizers/thread.supp:exitcode=66 \
 	  $(BIN)/pytest $(SANITIZED) $(PYTEST_ARGS)
 
