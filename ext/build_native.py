@@ -50,7 +50,16 @@ PATTERNS: dict[Part, str] = {"cpu": "cpu_*.cpp", "cuda": "cuda_*.cu"}
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
 CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 SANITIZED = ["-O1", "-g", "-fno-omit-frame-pointer"]
-NVCC_FLAGS = ["-O3", "-std=c++17", "--threads", "0", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread,-Wall"]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "--threads",
+    "0",
+    "-Xptxas",
+    "-warn-spills",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden,-pthread,-Wall",
+]
 
 ARCHS = ("75", "80", "90", "100", "120")
 """From Turing on. A device runs the newest of its own generation that is not newer than it: an 8.9 runs that of 8.0."""

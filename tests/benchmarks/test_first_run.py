@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_moe_ckpt.benchmarks import _first_run
 from lightning_moe_ckpt.benchmarks._first_run import (
@@ -112,19 +112,19 @@ def test_an_error_is_told_in_a_line_with_what_was_found_before(tmp_path: Path) -
     assert _first_run._outcome(1, LIMIT, written, "farewell\n") == "FAILED: ValueError: first line"
 
 
-def _without_devices(argv: Sequence[str]) -> int:
-    def work(_: int) -> int:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return main(argv)
-
-    return run_world(1, work, process_group=False, timeout=LIMIT)[0]
+def _main(argv: Sequence[str]) -> int:
+    return run_world(1, lambda _: main(argv), process_group=False, timeout=LIMIT)[0]
 
 
+without_devices = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@without_devices
 def test_without_a_device_each_section_says_so(tmp_path: Path) -> None:
     """In the words that somebody looks for, not in a traceback of the driver."""
     chosen = [name for name, section in SECTIONS.items() if section.needs_device]
     assert chosen == ["check", "tests", "copies", "kernels", "memcheck", "racecheck"]
-    assert _without_devices(["bench", "native", "--first-run", "--only", ",".join(chosen), "--out", str(tmp_path)]) == 0
+    assert _main(["bench", "native", "--first-run", "--only", ",".join(chosen), "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("first-run-*.json")
     sections = json.loads(path.read_text())["sections"]
     assert {name: each["outcome"] for name, each in sections.items()} == dict.fromkeys(
@@ -132,6 +132,7 @@ def test_without_a_device_each_section_says_so(tmp_path: Path) -> None:
     )
 
 
+@without_devices
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -140,7 +141,7 @@ def test_without_a_device_each_section_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(options: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _without_devices(["bench", "native", "--first-run", *options]) == 2
+    assert _main(["bench", "native", "--first-run", *options]) == 2
     assert said in capfd.readouterr().err
 
 
