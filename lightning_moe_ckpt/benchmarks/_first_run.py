@@ -56,7 +56,7 @@ _ATTRIBUTES = {
     "shared memory of a block, most": 97,
 }
 """Numbers of `CUdevice_attribute` that decide which way copies and kernels go."""
-_BIG = ("--dim", "1024", "--experts", "8", "--rounds", "3", "--precision", "32-true")
+_BIG = ("--dim", "1024", "--experts", "8", "--blocks", "2", "--rounds", "3", "--precision", "32-true")
 _SMALL = ("--dim", "32", "--experts", "4", "--rounds", "1", "--blocks", "1", "--steps", "4", "--settle", "2")
 _CHECKS = """
 import torch
@@ -382,7 +382,7 @@ SECTIONS = {
     "resume": Section(_resume, _seconds(120), needs_device=False),
     "copies": Section(_copies, _seconds(120)),
     "kernels": Section(_kernels, _seconds(60)),
-    "overhead": Section(_overhead, _seconds(90), needs_device=False),
+    "overhead": Section(_overhead, _seconds(120), needs_device=False),
     "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
     "racecheck": Section(_sanitized("racecheck"), _seconds(60)),
 }
