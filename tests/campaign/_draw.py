@@ -203,6 +203,7 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
         changes["precision"] = "64-true"
     changes["tensorboard"] = setup.logger and rng.random() < 0.4
     changes["growing_accumulation"] = setup.accumulate == 1 and rng.random() < 0.08
+    changes["emulated"] = rng.random() < 0.1
     return replace(setup, **changes)
 
 

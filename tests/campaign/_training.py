@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from campaign._data import make_loader, make_validation_loader
+from campaign._emulated import emulated_device
 from campaign._models import BiasedMoE, Counting, build
 from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 from lightning_moe_ckpt.policies import Popularity
@@ -131,6 +133,8 @@ class Setup:
     """Who moves the router bias of the model `biased` after each batch."""
     bucket_nbytes: tuple[int, ...] = (2**25,)
     """Size of a reduction bucket in each life; the last one holds for all that follow."""
+    emulated: bool = False
+    """Whether snapshots go through the CUDA engine, on an emulated device."""
 
     @property
     def steps(self) -> int:
@@ -187,7 +191,7 @@ class Setup:
 
     def fault_free(self) -> Setup:
         """The same training with nothing that checkpoints or breaks it."""
-        return replace(self, checkpointing=None)
+        return replace(self, checkpointing=None, emulated=False)
 
     edits_weights: ClassVar[bool] = False
     """Whether a hook at the start of an epoch edits weights, and validation may come between two epochs."""
@@ -379,7 +383,8 @@ def train(setup: Setup, life: Life) -> Mapping[str, Any]:
     module = setup.make_module(life)
     trainer = Trainer(callbacks=life.callbacks(*setup.callbacks(life), *own), **setup.trainer_options(life))
     setup.before_fit(trainer, module)
-    trainer.fit(module, *setup.loaders(life), **setup.fit_options(life))
+    with emulated_device(life) if setup.emulated else nullcontext():
+        trainer.fit(module, *setup.loaders(life), **setup.fit_options(life))
     return setup.returned(life, trainer)
 
 
