@@ -301,7 +301,7 @@ class BoundaryRecorder:
             "param_groups": groups_state(trainer.optimizers[0]),
             "trained": self._trained.take(),
             "attributes": self._moved.take(),
-            "precision": copied(trainer.precision_plugin.state_dict()),
+            "precision": copied(_lightning.take_precision(trainer)),
             "callbacks": self._extras.take_callbacks(self._callbacks()),
             "module": self._extras.take_module(self._module),
             "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.callbacks._trained import Trained
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
-from lightning_moe_ckpt.session import HookClock, Life, LifeConfig, WindowPolicy, clocked
+from lightning_moe_ckpt.session import HookClock, Life, LifeConfig, Unread, WindowPolicy, clocked
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class FitRun:
         self._found_inf = _lightning.FoundInf(trainer)
         self._step = trainer.global_step
         self._losses: list[torch.Tensor] = []
-        self._found: float | None = None
+        self._found: float | Unread | None = None
         self._taps = _lightning.FitLoopTaps(trainer, self, resting(trainer))
         self._stops = Stops(
             trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.leave_nothing_behind

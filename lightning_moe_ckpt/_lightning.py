@@ -26,6 +26,8 @@ from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
+from lightning_moe_ckpt.session import Unread
+
 LoopState = dict[str, Any]
 
 _SEED_VARIABLE = "PL_GLOBAL_SEED"
@@ -230,10 +232,15 @@ class FoundInf:
         """Whether the run scales gradients at all."""
         return self._scaler is not None
 
-    def read(self, optimizer: torch.optim.Optimizer) -> float | None:
-        """The flag of the step about to happen; `None` without a scaler."""
+    def read(self, optimizer: torch.optim.Optimizer) -> float | Unread | None:
+        """The flag of the step about to happen, for the journal; `None` without a scaler."""
         found = self._per_device(optimizer)
-        return None if found is None else float(sum(flag.item() for flag in found.values()))
+        if found is None:
+            return None
+        flags = list(found.values())
+        if len(flags) == 1 and flags[0].is_cuda:
+            return Unread(flags[0].clone())
+        return float(sum(flag.item() for flag in flags))
 
     def write(self, optimizer: torch.optim.Optimizer, value: float, device: torch.device) -> None:
         """Make the scaler act as if it had found `value`."""
@@ -250,6 +257,24 @@ class FoundInf:
             return None
         state: dict[torch.device, Tensor] = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return state
+
+
+def take_precision(trainer: Trainer) -> dict[str, Any]:
+    """State of the precision plugin, for the journal; what a scaler has on a device is not read here."""
+    plugin = trainer.precision_plugin
+    scaler: Any = getattr(plugin, "scaler", None)
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    if scale is None or not scale.is_cuda:
+        return plugin.state_dict()
+    # The scaler puts into its state what these return, and both wait for the device.
+    unread = {"get_scale": Unread(scale.clone()), "_get_growth_tracker": Unread(scaler._growth_tracker.clone())}
+    for name, number in unread.items():
+        setattr(scaler, name, lambda number=number: number)
+    try:
+        return plugin.state_dict()
+    finally:
+        for name in unread:
+            delattr(scaler, name)
 
 
 def take_loop_state(trainer: Trainer) -> LoopState:

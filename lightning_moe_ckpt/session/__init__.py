@@ -2,6 +2,7 @@
 
 from lightning_moe_ckpt.session._averages import Averages as Averages
 from lightning_moe_ckpt.session._averages import is_average as is_average
+from lightning_moe_ckpt.session._codec import Unread as Unread
 from lightning_moe_ckpt.session._codec import decode as decode
 from lightning_moe_ckpt.session._codec import encode as encode
 from lightning_moe_ckpt.session._codec import refusals as refusals

@@ -40,6 +40,7 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
@@ -133,6 +134,13 @@ def refusals(value: object) -> list[str]:
     return encoder.refused
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Unread:
+    """A number in a tensor of one element, which is stored as the number: reading it now would wait for the device."""
+
+    tensor: Tensor
+
+
 class _Encoder:
     """Builds the tree and gathers the arrays of one value.
 
@@ -206,7 +214,14 @@ class _Encoder:
     def content(self, tensor: Tensor) -> str:
         """Store the elements of a tensor; returns the end of its node."""
         # What is only looked through is not read: that would wait for the device.
-        return "]" if self._collect else self.array(tensor_content(self._on_host.get(id(tensor), tensor)))
+        return "]" if self._collect else self.array(tensor_content(self.read(tensor)))
+
+    def number(self, value: Unread) -> str:
+        return "null" if self._collect else self.node(self.read(value.tensor).item())
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The tensor, or its copy on the host."""
+        return self._on_host.get(id(tensor), tensor)
 
     def device(self, tensor: Tensor) -> str:
         return str(tensor.device) if self._devices is None else next(self._devices)
@@ -440,6 +455,7 @@ _WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
     torch.dtype: _write_torch_dtype,
     Tensor: _write_tensor,
     np.ndarray: _write_array,
+    Unread: lambda encoder, value: encoder.number(value),
 }
 _READERS: dict[str, Callable[[_Decoder, list[Node]], Any]] = {
     "l": lambda decoder, args: list(decoder.values(args)),

@@ -38,6 +38,14 @@ class Wait(NamedTuple):
     place: str
 
 
+def waits_of_hooks(what: str) -> list[Wait]:
+    """The wait that this call is, if a hook of ours has called."""
+    stack = traceback.extract_stack()
+    hooks = [after.name for frame, after in pairwise(stack) if frame.filename.endswith(_HOOK)]
+    ours = [frame for frame in stack if "lightning_moe_ckpt" in frame.filename]
+    return [Wait(hook, what, f"{ours[-1].filename.rpartition('/')[2]}: {ours[-1].line}") for hook in hooks[:1]]
+
+
 class SeemingDevice(TorchFunctionMode):
     """While it is entered, `put` tensors and what comes of them seem to be on CUDA."""
 
@@ -60,12 +68,7 @@ class SeemingDevice(TorchFunctionMode):
 
     def waited(self, what: str) -> None:
         """The host waits for the device."""
-        stack = traceback.extract_stack()
-        hooks = [after.name for frame, after in pairwise(stack) if frame.filename.endswith(_HOOK)]
-        if hooks:
-            ours = [frame for frame in stack if "lightning_moe_ckpt" in frame.filename][-1]
-            place = f"{ours.filename.rpartition('/')[2]}: {ours.line}"
-            self.waits.append(Wait(hooks[0], what, place))
+        self.waits += waits_of_hooks(what)
 
     @override
     def __torch_function__(
@@ -84,6 +87,8 @@ class SeemingDevice(TorchFunctionMode):
             self._copied(args[0], args[1], kwargs)
         elif func in _READS and there:
             self.waited(f"`{func.__name__}`")
+        elif there and func.__name__.startswith("_amp_"):
+            self.put(iter(given))  # a gradient scaler's, which change in place
         elif there:
             self.put(each for each in tree_iter(out) if isinstance(each, Tensor))
         return out

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from session._seeming_device import SeemingDevice, seeming_device
+from lightning.pytorch.plugins.precision import MixedPrecision
+from session._seeming_device import SeemingDevice, Wait, seeming_device, waits_of_hooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -60,7 +61,13 @@ class Beside(Callback):
             self._device.num_copies = 0
 
 
-def fit(checkpoint: CheckpointCallback, device: SeemingDevice | None = None, *, steps: int = 10) -> None:
+def fit(
+    checkpoint: CheckpointCallback,
+    device: SeemingDevice | None = None,
+    *others: Callback,
+    scaled: bool = False,
+    accelerator: str = "cpu",
+) -> None:
     seed_everything(1, verbose=False)
     net = Net()
     if device is not None:
@@ -68,31 +75,69 @@ def fit(checkpoint: CheckpointCallback, device: SeemingDevice | None = None, *, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
         trainer = Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
+            accelerator=accelerator, devices=1, max_steps=10, max_epochs=-1, logger=False, enable_progress_bar=False,
             enable_model_summary=False, gradient_clip_val=0.5, accumulate_grad_batches=2,
-            callbacks=[Beside(checkpoint, device), checkpoint],
+            callbacks=[Beside(checkpoint, device), *others, checkpoint], plugins=[scaling()] if scaled else None,
         )  # fmt: skip
         trainer.fit(net, DataLoader(TensorDataset(torch.arange(64.0 * FEATURES).view(-1, FEATURES).sin()), 4))
 
 
-@pytest.mark.parametrize("policy", ["sparse", "popularity", "dense"])
+@pytest.mark.parametrize(
+    ("policy", "scaled"), [("sparse", False), ("popularity", False), ("dense", False), ("dense", True)]
+)
 def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, scaled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, norms, logged values and buffers travel meanwhile, and what is stored is the same to the last bit."""
     checkpoint = make(policy, tmp_path / "device")
     with seeming_device(monkeypatch) as device:
-        fit(checkpoint, device)
+        fit(checkpoint, device, scaled=scaled)
     assert checkpoint.report.generations_complete > 2
     assert device.num_copies > 0
     while_training = [wait for wait in device.waits if wait.hook not in {"before_epoch_end", "end"}]
     looks = {("after_batch", "`synchronize`")} if policy == "popularity" else set()  # at the order of experts
     assert {(wait.hook, wait.what) for wait in while_training} == {("before_optimizer_step", "`synchronize`"), *looks}
-    fit(make(policy, tmp_path / "host"))
+    fit(make(policy, tmp_path / "host"), scaled=scaled)
     on_device, on_host = stored(tmp_path / "device"), stored(tmp_path / "host")
     both = on_device.keys() & on_host.keys()  # the run may end before storage has the newest
     assert len(both) > WARM
     assert all(on_device[step] == on_host[step] for step in both)
+
+
+class Watched(Callback):
+    """Lets torch warn of whatever waits for the device."""
+
+    def __init__(self) -> None:
+        self.waits: list[Wait] = []
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == WARM:
+            warnings.simplefilter("always")
+            warnings.showwarning = self._noted  # type: ignore[assignment]  # names of what is not used
+            torch.cuda.set_sync_debug_mode("warn")
+
+    @override
+    def on_train_end(self, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def _noted(self, message: Warning | str, *args: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            self.waits += waits_of_hooks(str(message))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["sparse", "dense"])
+def test_torch_sees_no_hook_wait_on_a_gpu(policy: str, tmp_path: Path) -> None:
+    """Its debug mode is of all threads, and of Lightning: only waits of our hooks on the training thread count."""
+    watched = Watched()
+    fit(make(policy, tmp_path), None, watched, accelerator="gpu")
+    assert not [wait for wait in watched.waits if wait.hook not in {"before_optimizer_step", "before_epoch_end", "end"}]
+
+
+def scaling() -> MixedPrecision:
+    """Lightning makes bf16-mixed of 16-mixed on the CPU."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4))
 
 
 def make(policy: str, path: Path) -> CheckpointCallback:
