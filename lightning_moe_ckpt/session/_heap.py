@@ -36,6 +36,26 @@ def collections_paused() -> Iterator[None]:
         gc.enable()
 
 
+class _Owner:
+    """Who keeps objects of this process out of collections, as far as is known."""
+
+    ours = False
+    others = False
+    """Found once. Finding it again would hold up training: that counts what is frozen, a tenth of a second per million."""
+
+
+def _free_to_freeze() -> bool:
+    if not gc.isenabled() or _Owner.ours or _Owner.others:
+        return False
+    _Owner.others = gc.get_freeze_count() > 0
+    return not _Owner.others
+
+
+def _thaw() -> None:
+    _Owner.ours = False
+    gc.unfreeze()
+
+
 class FrozenHeap:
     """Objects alive at `freeze` are left out of collections until `thaw`.
 
@@ -52,7 +72,8 @@ class FrozenHeap:
 
         Nothing happens where `freeze` would do nothing.
         """
-        if self._wanted and gc.isenabled() and gc.get_freeze_count() == 0:
+        if self._wanted and _free_to_freeze():
+            _Owner.ours = True
             gc.freeze()
             self._spared = True
 
@@ -65,8 +86,9 @@ class FrozenHeap:
             return
         self._wanted = False
         self.unspare()
-        if gc.isenabled() and gc.get_freeze_count() == 0:
+        if _free_to_freeze():
             gc.collect()  # garbage that is frozen would stay
+            _Owner.ours = True
             gc.freeze()
             self._frozen = True
 
@@ -74,7 +96,7 @@ class FrozenHeap:
         """Undo `spare`, if it did anything."""
         if self._spared:
             self._spared = False
-            gc.unfreeze()
+            _thaw()
 
     def thaw(self) -> None:
         """Let collections see everything again, if `spare` or `freeze` took it from them. Repeating this is allowed."""
@@ -82,4 +104,4 @@ class FrozenHeap:
         self.unspare()
         if self._frozen:
             self._frozen = False
-            gc.unfreeze()
+            _thaw()

@@ -27,6 +27,7 @@ from lightning_moe_ckpt.errors import (
     NoUsableGeneration,
     StorageRefused,
 )
+from lightning_moe_ckpt.session._heap import _Owner
 from lightning_moe_ckpt.storage import PosixBackend, RunStore, open_backend
 
 FEATURES = 4
@@ -147,8 +148,9 @@ def test_hooks_before_the_first_batch_are_outside_of_both_clocks(tmp_path: Path)
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The heap of the tests is frozen before and after."""
+    monkeypatch.setattr(_Owner, "others", False)
     gc.unfreeze()
     yield
     gc.freeze()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
+from lightning_moe_ckpt.session._heap import FrozenHeap, _Owner, collections_paused
 
 
 class Ring:
@@ -19,8 +19,9 @@ class Ring:
 
 
 @pytest.fixture(autouse=True)
-def heap_as_it_was() -> Iterator[None]:
+def heap_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert gc.isenabled()
+    monkeypatch.setattr(_Owner, "others", False)
     gc.unfreeze()  # that of the tests is frozen
     yield
     gc.enable()
@@ -92,6 +93,16 @@ def test_another_owners_frozen_objects_stay_frozen() -> None:
     heap.freeze()
     heap.thaw()
     assert gc.get_freeze_count() > 0
+
+
+def test_another_owner_is_found_once() -> None:
+    """Looking again would count all that is frozen in a step of training; who froze once does so again, if need be."""
+    gc.freeze()
+    FrozenHeap(wanted=True).spare()
+    gc.unfreeze()
+    heap = FrozenHeap(wanted=True)
+    heap.freeze()
+    assert gc.get_freeze_count() == 0
 
 
 def test_collections_that_are_off_are_left_alone() -> None:
