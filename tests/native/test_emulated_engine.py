@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from lightning_moe_ckpt.native import (
 )
 from lightning_moe_ckpt.native._device_check import USES, cuda_for, verdict
 from lightning_moe_ckpt.native._plan import Arrangement
+from lightning_moe_ckpt.session._host import Rings
+from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from native.emulator.device import HANGS, Emulator, registered_memory
 
 CUDA = torch.device("cuda", 0)
@@ -560,3 +563,23 @@ def test_the_end_does_not_wait_for_a_device_that_hangs(
     while _compiled_cuda._left:
         for locks, _ in _compiled_cuda._left.pop().values():
             locks.release()
+
+
+@ENGINES
+def test_a_ring_that_is_made_anew_is_registered_in_the_place_of_the_one_before(
+    emulator: Emulator, make: Any, tmp_path: Path
+) -> None:
+    """Memory that grew, or lost its name, is given back with what the driver knows of it."""
+    memory = RankMemory("run", 0, url="memory://run", directory=tmp_path)
+    memory.claim(None)
+    engine = _made(make, emulator)
+    rings = Rings(memory, engine)
+    for slot_nbytes in (2**16, 2**18):
+        rings.make(slot_nbytes, 2, readers=1, back_to_back=False)
+    rings.renew()
+    if isinstance(engine, CompiledCudaEngine):
+        engine.finish_registering()
+    gc.collect()
+    assert emulator.num_registered() == 1
+    engine.close()
+    memory.close(unlink=True)
