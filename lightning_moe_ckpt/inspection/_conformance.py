@@ -20,7 +20,8 @@ from typing import Literal
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyExists, StorageError
 from lightning_moe_ckpt.storage import Backend, ObjectBackend, PosixBackend, Retrying
-from lightning_moe_ckpt.storage._backend import StorageOptions, open_without_retries
+from lightning_moe_ckpt.storage._backend import StorageOptions
+from lightning_moe_ckpt.storage._open import open_without_retries
 from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
 State = Literal["good", "weaker", "broken", "unknown"]

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import _adam_twin, _library
 from lightning_moe_ckpt.native._adam_steps import AdamState, AdamStep
-from lightning_moe_ckpt.native._device_check import cuda_for
 from lightning_moe_ckpt.native._gradient import QuantizedGradient, SparseGradient
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 
@@ -47,29 +46,6 @@ class _Step(c.Structure):
         *((name, c.c_float) for name in ("decay", "l2", "lerp", "beta2", "one_minus_beta2")),
         *((name, c.c_float) for name in ("minus_step_size", "bias2_sqrt", "eps")),
     )
-
-
-def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | None = None) -> None:
-    """Take `state` through `steps`, in place; on CUDA on the current stream.
-
-    Args:
-        state: parameter and moments.
-        steps: in the order in which they were taken.
-        threads: CPU threads; as many as torch uses by default.
-
-    Raises:
-        ValueError: a tensor of the state is not float32, not contiguous, or of another shape or device; a gradient does
-            not fit the parameter. Nothing was changed then.
-    """
-    _check(state, steps)
-    arithmetic = torch_arithmetic() if state.param.device.type == "cpu" else None
-    library = cuda_for("replay", state.param.device) if state.param.is_cuda else None
-    if arithmetic is not None:
-        replay_cpu(state, steps, arithmetic, threads or torch.get_num_threads())
-    elif library is not None:
-        replay_cuda(library, state, steps)
-    else:
-        _adam_twin.replay_adam(state, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +157,7 @@ def _part_index(gradient: SparseGradient, begin: int) -> int:
     return begin // gradient.parts[0].numel
 
 
-def _check(state: AdamState, steps: Sequence[AdamStep]) -> None:
+def check_replay_arguments(state: AdamState, steps: Sequence[AdamStep]) -> None:
     for name, tensor in zip(("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), state.tensors(), strict=False):
         fits = tensor.shape == state.param.shape and tensor.device == state.param.device
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not fits:

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from lightning_moe_ckpt.native._engine import create_engine
+from lightning_moe_ckpt.native._choice import create_engine
 
 _REPEATS = 5
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import _gradient_twin, _library
-from lightning_moe_ckpt.native._device_check import cuda_for
 from lightning_moe_ckpt.native._gradient import (
     DTYPE_CODES,
     MAX_PART_NUMEL,
@@ -18,7 +17,6 @@ from lightning_moe_ckpt.native._gradient import (
     QuantizedGradient,
     SparseGradient,
     SparsePart,
-    check_gradient,
     empty_part,
     empty_quantized,
     is_small,
@@ -38,40 +36,6 @@ class QuantizeJob(c.Structure):
         ("not_finite", c.c_void_p),
         ("count", c.c_uint64),
         ("dtype", c.c_int32),
-    )
-
-
-def compress_gradients(
-    gradients: Sequence[Tensor],
-    how: GradientCompression | None = None,
-    *,
-    threads: int | None = None,
-    part_numel: int = MAX_PART_NUMEL,
-) -> list[CompressedGradient]:
-    """Compress many gradients; on CUDA on the current stream, without waiting for the device.
-
-    Args:
-        gradients: contiguous tensors of float32, bfloat16 or float16, all on one device.
-        how: thresholds and ratios; the paper's by default.
-        threads: CPU threads; as many as torch uses by default.
-        part_numel: elements that a sparse part stands for at most, a multiple of 2048.
-
-    Returns:
-        One compressed gradient for each, on its device. Sparse ones hold unused room until `trimmed()`.
-
-    Raises:
-        ValueError: a gradient has another dtype, is not contiguous or is on another device than the first.
-    """
-    for position, gradient in enumerate(gradients):
-        check_gradient(gradient, position)
-        if gradient.device != gradients[0].device:
-            raise ValueError(
-                f"Gradient {position} is on {gradient.device}, the first on {gradients[0].device}; "
-                "compress the gradients of one device in one call."
-            )
-    library = _library_for(gradients[0]) if gradients else None
-    return compress_with(
-        library, gradients, how or GradientCompression(), threads or torch.get_num_threads(), part_numel
     )
 
 
@@ -154,13 +118,3 @@ def _select_cuda(library: _library.Library, piece: Tensor, how: GradientCompress
 def _room(out: SparsePart) -> tuple[int, int, int, int, int]:
     capacity = out.values.numel()
     return out.values.data_ptr(), out.indices.data_ptr(), capacity, out.tiles.data_ptr(), out.counts.data_ptr()
-
-
-def _library_for(tensor: Tensor) -> _library.Library | None:
-    return (
-        cuda_for("compression", tensor.device)
-        if tensor.is_cuda
-        else _library.cpu()
-        if tensor.device.type == "cpu"
-        else None
-    )

@@ -16,7 +16,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native import _adam, _check_kernels, _compress, _library
+from lightning_moe_ckpt.native._check_copies import CHECKED_NBYTES, check_copies
+from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
 from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 
@@ -79,12 +81,7 @@ def _examine(use: Use, library: Library, device: torch.device) -> Verdict:
     return Verdict(failure=failure, seconds=time.perf_counter() - start)
 
 
-# What is checked asks for the verdict itself, so it is imported when it is needed.
-
-
 def _check(use: Use, library: Library, device: torch.device) -> None:
-    from lightning_moe_ckpt.native import _adam, _check_kernels, _compress
-
     on = TorchDevice(device)
     if use == "copies":
         _check_engine(library, on)
@@ -96,9 +93,6 @@ def _check(use: Use, library: Library, device: torch.device) -> None:
 
 def _check_engine(library: Library, on: TorchDevice) -> None:
     """Through memory that torch has page-locked and through memory that the engine has."""
-    from lightning_moe_ckpt.native._check_copies import CHECKED_NBYTES, check_copies
-    from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
-
     engine = CompiledCudaEngine(library, torch.device("cuda", on.index))
     registered = torch.frombuffer(mmap.mmap(-1, CHECKED_NBYTES), dtype=torch.uint8)
     try:

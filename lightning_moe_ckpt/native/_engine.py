@@ -10,7 +10,6 @@ and many small slices, not bandwidth.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -92,25 +91,6 @@ class CopyEngine(Protocol):
         """Finish what was submitted and release threads and streams. Closing twice is allowed."""
 
 
-def create_engine(device: torch.device) -> CopyEngine:
-    """The engine for parameters that live on `device`, compiled if the library for it is there.
-
-    Raises:
-        ValueError: neither a CPU nor a CUDA device.
-    """
-    from lightning_moe_ckpt.native._compiled import CompiledCpuEngine
-    from lightning_moe_ckpt.native._cpu import CpuCopyEngine
-    from lightning_moe_ckpt.native._cuda import CudaCopyEngine
-    from lightning_moe_ckpt.native._library import cpu
-
-    if device.type == "cpu":
-        library = cpu()
-        return CompiledCpuEngine(library) if library is not None else CpuCopyEngine()
-    if device.type == "cuda":
-        return _compiled_cuda_engine(device) or CudaCopyEngine(device)
-    raise ValueError(f"`create_engine(device={device})`: snapshots are taken from 'cpu' and 'cuda' devices only.")
-
-
 def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
     """Copy into live tensors and return when all bytes have arrived, such as host memory into parameters.
 
@@ -125,31 +105,6 @@ def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
     engine.wait(ticket)
     for _, dst in copies:
         torch.autograd.graph.increment_version(dst)
-
-
-def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
-    from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
-    from lightning_moe_ckpt.native._device_check import cuda_for
-    from lightning_moe_ckpt.native._library import NativeError, status
-
-    library = cuda_for("copies", device)
-    if library is None:
-        part = status("cuda")
-        if part.library is None and "MOE_CKPT_NATIVE=0" not in part.reason:
-            _warn_once(f"torch copies snapshots of {device}, which is slower: the compiled CUDA part {part.reason}")
-        return None
-    engine = CompiledCudaEngine(library, device)
-    try:
-        engine.start()
-    except NativeError as error:
-        log.warning("the compiled engine cannot use %s, snapshots go through torch: %s", device, error)
-        return None
-    return engine
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
 
 
 def copy_failed(num_copies: int, cause: BaseException) -> CheckpointError:

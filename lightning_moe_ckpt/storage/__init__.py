@@ -6,8 +6,6 @@
 from lightning_moe_ckpt.storage._backend import Backend as Backend
 from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import create_once as create_once
-from lightning_moe_ckpt.storage._backend import open_backend as open_backend
-from lightning_moe_ckpt.storage._backend import wrapping_backends as wrapping_backends
 from lightning_moe_ckpt.storage._carry import BadCopies as BadCopies
 from lightning_moe_ckpt.storage._carry import carry_forward as carry_forward
 from lightning_moe_ckpt.storage._carry import carry_spares as carry_spares
@@ -36,6 +34,8 @@ from lightning_moe_ckpt.storage._names import segment_key as segment_key
 from lightning_moe_ckpt.storage._nested import PERSISTED_HEADER as PERSISTED_HEADER
 from lightning_moe_ckpt.storage._nested import NestedLayout as NestedLayout
 from lightning_moe_ckpt.storage._object import ObjectBackend as ObjectBackend
+from lightning_moe_ckpt.storage._open import open_backend as open_backend
+from lightning_moe_ckpt.storage._open import wrapping_backends as wrapping_backends
 from lightning_moe_ckpt.storage._pace import Pace as Pace
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._ranges import read_chunks as read_chunks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, Retrying, RingHeader, RunView
-from lightning_moe_ckpt.storage._backend import open_without_retries
+from lightning_moe_ckpt.storage._open import open_without_retries
 from lightning_moe_ckpt.tiers._names import Kind, MemoryName, marker_paths, memory_files
 from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
 

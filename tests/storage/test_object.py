@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import Backend, ObjectBackend, open_backend
-from lightning_moe_ckpt.storage._backend import open_without_retries
 from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
+from lightning_moe_ckpt.storage._open import open_without_retries
 from lightning_moe_ckpt.testing import BackendContract
 
 QUICK = timedelta(seconds=1)
