@@ -259,3 +259,48 @@ ALLOWED = [
 def test_rule_leaves_alone_what_is_allowed(rule: Rule, module: str, source: str) -> None:
     """A rule that cried at everything would be switched off."""
     assert list(rule(f"{PACKAGE}.{module}", ast.parse(source))) == []
+
+
+# -- circles
+
+
+def _imported_modules(module: str, tree: ast.AST, known: set[str]) -> set[str]:
+    """Modules of the package that a module needs, at any depth; `from package.part import _x` needs `_x`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known
+            found |= submodules or {node.module} & known
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+    return found - {module}
+
+
+def circles(trees: dict[str, ast.Module]) -> list[str]:
+    """Modules that need each other, each circle once, imports within functions included."""
+    graph = {name: _imported_modules(name, tree, set(trees)) for name, tree in trees.items()}
+    while ends := [name for name, needs in graph.items() if not needs & graph.keys()]:
+        for name in ends:
+            del graph[name]
+    # What is left is in a circle, or above one: follow any way until it comes back.
+    found = set[str]()
+    for start in graph:
+        path = [start]
+        while (after := min(graph[path[-1]] & graph.keys())) not in path:
+            path.append(after)
+        circle = path[path.index(after) :]
+        first = circle.index(min(circle))
+        found.add(" -> ".join([*circle[first:], *circle[:first]]))
+    return sorted(found)
+
+
+def test_no_modules_need_each_other() -> None:
+    """Neither at import nor later: a circle cannot be read, or moved, in parts. An `__init__` only gathers."""
+    files = [path for path in _package_files() if path.name != "__init__.py"]
+    assert circles({_name(path): ast.parse(path.read_text()) for path in files}) == []
+
+
+def test_a_circle_is_found() -> None:
+    """Also through a local import, and also from above it."""
+    sources = {"p.a": "import p.b", "p.b": "def f():\n    from p import c", "p.c": "from p.b import x", "p.d": ""}
+    assert circles({name: ast.parse(source) for name, source in sources.items()}) == ["p.b -> p.c"]
