@@ -51,8 +51,9 @@ def test_killed_on_random_ranks_the_job_ends_the_same(
     assert lives[-1].steps()[0] > 1, "it did not start over"
 
 
+@pytest.mark.soak
 def test_an_expert_that_never_gets_a_token_survives_on_three_ranks(campaigns: Campaigns) -> None:
-    """Replicated ModuleList experts, whose gradient is `None` on every rank or only on some."""
+    """Replicated ModuleList experts, whose gradient is `None` on every rank or only on some; two drawn runs have them too."""
     setup = replace(parallel_setup(3, 1), model="lists", options=(("never_routed", True),))
     campaigns.check(setup, *random_kills(setup, 1, seed=1))
 
@@ -64,8 +65,9 @@ def test_a_mixed_precision_job_ends_the_same(campaigns: Campaigns) -> None:
     campaigns.check(setup, Kill(phase="forward", step=4, rank=1), Kill(phase="forward", step=7, rank=2))
 
 
+@pytest.mark.soak
 def test_a_sharded_run_killed_every_window_and_two_steps_still_finishes(campaigns: Campaigns) -> None:
-    """Progress under constant failure, on three ranks."""
+    """Progress under constant failure, on three ranks; `make test` has it on one, and three killed at random."""
     setup = replace(parallel_setup(3, 3), batches=4)
     kill = Kill(phase="after_batch_end", batches=5, settle=10.0)
     lives = campaigns.check(setup, *[kill] * (2 * setup.steps), must_strike=False)

@@ -120,7 +120,7 @@ def worlds(one: tuple[int, str], other: tuple[int, str]) -> pytest.MarkDecorator
     return pytest.mark.parametrize(("world_size", "policy"), rows)
 
 
-@worlds(FOUR_SPARSE, THREE_DENSE)
+@worlds(THREE_DENSE, FOUR_SPARSE)
 def test_after_a_process_is_lost_all_ranks_restore_from_their_own_memory(
     campaigns: Campaigns, world_size: int, policy: str
 ) -> None:
