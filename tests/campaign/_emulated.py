@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from native.emulator.device import Emulator, install, is_anonymous, load
+from torch import Tensor
 
 from lightning_moe_ckpt.native import CompiledCudaEngine, CopyEngine, create_engine
 from lightning_moe_ckpt.testing import Seam
@@ -18,9 +20,16 @@ _CALLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventSynchronize")
 
 @contextmanager
 def emulated_device(life: Life) -> Iterator[Emulator]:
-    """For the rest of this process. What training has in memory of its own is a device's; rings and files are the host's."""
+    """For the rest of this process. What training has in memory of its own is a device's; rings and files are the host's.
+
+    In a world of one so are the values of journals, and buffers: they come to the host by copies for which no hook waits.
+    (torch.distributed would ask CUDA about tensors that say they are there.)
+    """
     emulator = load()
     install(emulator, setattr)
+    if life.world_size == 1:
+        is_cuda: Any = property(is_anonymous)
+        torch.Tensor.is_cuda = is_cuda
     emulator.training_memory = is_anonymous
     emulator.set(b"jitter_us", JITTER_US)
 
@@ -29,8 +38,16 @@ def emulated_device(life: Life) -> Iterator[Emulator]:
         assert type(engine) is CompiledCudaEngine, "the device has failed its check"
         return engine
 
+    values: list[int] = []
+
+    def sent(tensor: Tensor) -> Tensor:
+        values.append(tensor.nbytes)
+        return emulator.page_locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
     Seam(module="lightning_moe_ckpt.session._life", attribute="create_engine", replacement=create).apply()
+    Seam(module="lightning_moe_ckpt.session._arrivals", attribute="_sent", replacement=sent).apply()
     yield emulator
     used = {call: emulator.calls(call.encode()) for call in _CALLS}
+    assert values or life.world_size > 1, "no value of a journal came to the host by a copy"
     assert all(used.values()), f"copies did not go through the device: {used}"
     assert emulator.num_registered() == 0, "memory was not given back"
