@@ -16,7 +16,7 @@ from torch import Tensor
 Copy = tuple[Tensor, Tensor]
 """(source, destination): as many elements in both; floating types may differ, which rounds or widens."""
 
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
 
 
 class CopyList:
@@ -52,7 +52,8 @@ class CopyList:
 
     def devices(self) -> set[torch.device]:
         """CUDA devices that take part."""
-        return {t.device for t in (*self._sources, *self._destinations) if t.is_cuda}
+        found = {*map(_DEVICE, self._sources), *map(_DEVICE, self._destinations)}
+        return {device for device in found if device.type == "cuda"}
 
     def _all(self, read: Callable[[Tensor], object], same: Callable[[object, object], bool]) -> bool:
         # Loops inside the interpreter's own functions: no bytecode, and no object per pair for its garbage collector.

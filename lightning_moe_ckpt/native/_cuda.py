@@ -80,6 +80,9 @@ class CudaTicket(Ticket):
         except (RuntimeError, ValueError) as error:
             self._error = error
         finally:
+            # What is on another device, torch copies on the current stream of that.
+            for device in (self._sources.devices() if self._sources is not None else set()) - {self._device}:
+                stream.wait_stream(torch.cuda.current_stream(device))
             # Recorded after a failure too: some copies may be queued, and their sources must stay until they ran.
             self._arrived.record(stream)
 

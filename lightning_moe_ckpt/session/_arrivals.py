@@ -26,21 +26,21 @@ class Arrival:
     Args:
         sources: what is copied; kept as long as this, so that nothing else gets its memory meanwhile.
         on_host: where to; a tensor that was on the host all along is its own copy.
-        arrived: event behind the copies; `None` if there are none.
+        arrived: events behind the copies, one for each device.
     """
 
-    def __init__(self, sources: Sequence[Tensor], on_host: Sequence[Tensor], arrived: Any = None) -> None:
-        self._sources, self._on_host, self._arrived = list(sources), list(on_host), arrived
+    def __init__(self, sources: Sequence[Tensor], on_host: Sequence[Tensor], arrived: Sequence[Any]) -> None:
+        self._sources, self._on_host, self._arrived = list(sources), list(on_host), list(arrived)
 
     @property
     def is_under_way(self) -> bool:
         """Whether something was on a device when this began."""
-        return self._arrived is not None
+        return bool(self._arrived)
 
     def wait(self) -> list[Tensor]:
         """The values on the host, in the order in which they were given."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        for each in self._arrived:
+            each.synchronize()
         return self._on_host
 
     def by_identity(self) -> dict[int, Tensor]:
@@ -52,20 +52,26 @@ class Arrivals:
     """Starts copies to the host. Used by one thread."""
 
     def __init__(self) -> None:
-        self._stream: Any = None
+        self._streams: dict[torch.device, Any] = {}
 
     def start(self, tensors: Sequence[Tensor]) -> Arrival:
-        """Copy what is on a CUDA device, as it is behind the work queued so far; it must not change until it has arrived."""
-        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if device is None:
-            return Arrival(tensors, tensors)
-        if self._stream is None:
-            self._stream = _cuda.Stream(device)
-        self._stream.wait_stream(_cuda.current_stream(device))
-        with _cuda.stream(self._stream):
-            on_host = [_sent(tensor) for tensor in tensors]
-            arrived = _cuda.Event(blocking=True)
-            arrived.record(self._stream)
+        """Copy what is on CUDA devices, as it is behind the work queued so far; it must not change until it has arrived.
+
+        What is on a device is copied by a stream of that device: of another one's, torch takes the current stream instead,
+        and no event here would be behind the copy.
+        """
+        on_host, arrived = list(tensors), []
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            if device not in self._streams:
+                self._streams[device] = _cuda.Stream(device)
+            self._streams[device].wait_stream(_cuda.current_stream(device))
+            with _cuda.stream(self._streams[device]):
+                on_host = [
+                    _sent(source) if source.is_cuda and source.device == device else there
+                    for source, there in zip(tensors, on_host, strict=True)
+                ]
+                arrived.append(_cuda.Event(blocking=True))
+                arrived[-1].record(self._streams[device])
         return Arrival(tensors, on_host, arrived)
 
 
@@ -85,6 +91,4 @@ def held(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _sent(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

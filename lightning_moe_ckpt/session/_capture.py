@@ -248,7 +248,7 @@ class CaptureSession:
                 try:
                     # Hooks and validation may have changed buffers since the step; the next forward will.
                     pending.take_rest(start, disturbed=disturbed)
-                except (CheckpointError, BufferChanged) as error:
+                except (CheckpointError, BufferChanged, RuntimeError) as error:  # torch's, where memory is not there
                     self._spoil(f"its buffers or what was changed cannot be stored: {error}")
         if pending is None or not pending.waits_for_device:
             self.complete_seal()

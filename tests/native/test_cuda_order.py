@@ -27,7 +27,9 @@ class Script:
         self.finished = False
         self.names: dict[int, str] = {}
         self.training = self.stream("training")
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.training)
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device: self.training if device == DEVICE else self.stream(str(device))
+        )
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: self.stream("side"))
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         monkeypatch.setattr(torch.cuda, "stream", self.inside)
@@ -58,6 +60,7 @@ class Script:
         return SimpleNamespace(
             name=name,
             wait_event=lambda event: self.lines.append(f"{name} waits for {event.name}"),
+            wait_stream=lambda stream: self.lines.append(f"{name} waits for stream {stream.name}"),
             synchronize=lambda: self.lines.append(f"host waits for stream {name}"),
         )
 
@@ -122,6 +125,13 @@ def test_a_failed_copy_still_marks_its_end(script: Script) -> None:
     with pytest.raises(CheckpointError):
         engine.fence(ticket)
     assert script.lines[-1] == "training waits for arrived"
+
+
+def test_the_end_is_behind_what_is_copied_from_other_devices(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch does not take the side stream there: an event on that alone would pass before the bytes have arrived."""
+    monkeypatch.setattr(CopyList, "devices", lambda _: {DEVICE, torch.device("cuda", 1)})
+    CudaCopyEngine(DEVICE).submit([(torch.ones(2), torch.zeros(2))])
+    assert script.lines[-2:] == ["side waits for stream cuda:1", "arrived recorded on side"]
 
 
 def test_memory_is_registered_in_pieces_and_copies_are_cut_there(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +24,8 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, Popularity, SparseCheckpoint
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.session import _arrivals
+from lightning_moe_ckpt.session._arrivals import Arrival, Arrivals
 
 FEATURES = 4
 WARM = 3
@@ -138,6 +144,63 @@ def test_torch_sees_no_hook_wait_on_a_gpu(policy: str, tmp_path: Path) -> None:
 def scaling() -> MixedPrecision:
     """Lightning makes bf16-mixed of 16-mixed on the CPU."""
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4))
+
+
+def test_values_of_several_devices_are_waited_for_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch copies from a device on a stream of that device, and no event on one of another says anything about it."""
+    lines: list[str] = []
+
+    def stream(name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: lines.append(f"{name} waits for {other.name}"))
+
+    @contextmanager
+    def inside(stream: Any) -> Iterator[None]:
+        lines.append(f"enter {stream.name}")
+        yield
+
+    def event(**_: bool) -> Any:
+        where: list[str] = []
+        return SimpleNamespace(
+            record=lambda stream: where.append(stream.name),
+            synchronize=lambda: lines.append(f"host waits for {where[0]}"),
+        )
+
+    def sent(tensor: Any) -> Any:
+        lines.append(f"copy of {tensor.device.index}")
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream(f"side {device.index}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(f"training {device.index}"))
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(_arrivals, "_sent", sent)
+    on_devices: Any = [SimpleNamespace(is_cuda=True, device=torch.device("cuda", index)) for index in (0, 1)]
+    on_host = torch.ones(1)
+    arrival = Arrivals().start([on_host, *on_devices])
+    for index in (0, 1):
+        begin = lines.index(f"side {index} waits for training {index}")
+        assert lines[begin + 1 : begin + 3] == [f"enter side {index}", f"copy of {index}"]
+    assert len(lines) == 6
+    assert arrival.wait() == [on_host, *on_devices]
+    assert sorted(lines[6:]) == ["host waits for side 0", "host waits for side 1"]
+
+
+def test_values_that_find_no_memory_cost_a_window_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locked memory, or some on the device, may have run out; torch says so by errors of its own."""
+    start, calls = Arrivals.start, itertools.count(1)
+
+    def fails_once(self: Arrivals, tensors: Sequence[Tensor]) -> Arrival:
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return start(self, tensors)
+
+    monkeypatch.setattr(Arrivals, "start", fails_once)
+    checkpoint = make("sparse", tmp_path)
+    with pytest.MonkeyPatch.context() as quiet:
+        quiet.setattr(logging.getLogger("lightning_moe_ckpt"), "disabled", True)
+        fit(checkpoint)
+    assert checkpoint.report.steps == 10
+    assert checkpoint.report.generations_complete > 0
 
 
 def make(policy: str, path: Path) -> CheckpointCallback:
