@@ -13,9 +13,10 @@ into it are queued one by one and at the speed of ordinary memory.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,8 @@ from lightning_moe_ckpt.native._plan import Arrangement, Cast, Plan, PlannedCopi
 from lightning_moe_ckpt.native._prototypes import Slice
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
+
+log = logging.getLogger(__name__)
 
 PIECE_NBYTES = 2**30
 """Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
@@ -59,6 +62,10 @@ class CompiledCudaEngine(CompiledEngine):
         self._newest: Ticket | None = None
         self._buffers: dict[int, tuple[PageLocks, Preparation]] = {}
         self._lock, self._waiting = threading.Lock(), set[int]()
+        # The worker ends a list before it begins the next one, so all that are prepared share one of each.
+        self._staging: Tensor | None = None
+        self._bounce: Tensor | None = None
+        self._lacked_memory = False
 
     def start(self) -> None:
         """Make stream and thread now.
@@ -95,6 +102,7 @@ class CompiledCudaEngine(CompiledEngine):
 
     @override
     def unregister(self, buffer: Tensor) -> None:
+        self._finish_newest()
         locks, preparation = self._buffers.pop(buffer.data_ptr())
         preparation.stop()
         self._note(buffer.data_ptr(), ready=True)
@@ -112,8 +120,15 @@ class CompiledCudaEngine(CompiledEngine):
         planned.keep()
         planned.reads_host = bool((to_device & ~from_device).any())
         pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
-        planned.plan = Plan(self._library, slices, replace(self._arrangement, pieces=pieces))
-        self._attach(planned, planned.plan)
+        plan = Plan(self._library, slices, replace(self._arrangement, pieces=pieces))
+        try:
+            self._attach(planned, plan)
+        except RuntimeError as error:  # torch has no other one for memory that is not there
+            if not self._lacked_memory:
+                log.warning("torch copies some slices, which is slower: there is no memory to pack them in: %s", error)
+            self._lacked_memory = True
+            return planned
+        planned.plan = plan
         return planned
 
     @override
@@ -124,7 +139,7 @@ class CompiledCudaEngine(CompiledEngine):
             self._buffers = {}
         for locks, _ in list(self._buffers.values()):
             self.unregister(locks.buffer)
-        self._worker, self._newest = None, None
+        self._worker, self._newest, self._staging, self._bounce = None, None, None, None
 
     # -- private
 
@@ -147,11 +162,16 @@ class CompiledCudaEngine(CompiledEngine):
                 return  # told to whoever holds that ticket
 
     def _attach(self, copies: PlannedCopies, plan: Plan) -> None:
-        """Staging memory and the list that kernels read: kept with the copies, on both sides."""
+        """Staging memory and the list that kernels read: kept with the copies, on both sides.
+
+        Raises:
+            RuntimeError: there is no memory, or the device cannot be used.
+        """
         num_units = int(self._library.moe_cuda_plan_num_units(plan.handle))
         if num_units == 0:
             return
-        staging_U8, bounce_U8 = self._device.memory(plan.staging_nbytes), self._device.page_locked(plan.bounce_nbytes)
+        self._staging = staging_U8 = _room(plan.staging_nbytes, self._staging, self._device.memory)
+        self._bounce = bounce_U8 = _room(plan.bounce_nbytes, self._bounce, self._device.page_locked)
         plan.attach(staging_U8.data_ptr(), bounce_U8.data_ptr())
         units = (Slice * num_units)()
         self._library.moe_cuda_plan_units(plan.handle, units)
@@ -181,6 +201,10 @@ class CompiledCudaEngine(CompiledEngine):
                 self._worker.call("set_registered", self._worker.handle, int(not self._waiting))
             self._newest = None
         return self._worker
+
+
+def _room(nbytes: int, found: Tensor | None, make: Callable[[int], Tensor]) -> Tensor:
+    return found if found is not None and found.nbytes >= nbytes else make(nbytes)
 
 
 class CompiledCudaTicket(Ticket):

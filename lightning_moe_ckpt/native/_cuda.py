@@ -132,6 +132,8 @@ class CudaCopyEngine(CopyEngine):
 
     @override
     def unregister(self, buffer: Tensor) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
         self._registered.pop(buffer.data_ptr()).release()
 
     @override

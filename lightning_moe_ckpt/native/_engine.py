@@ -67,7 +67,7 @@ class CopyEngine(Protocol):
         """
 
     def unregister(self, buffer: Tensor) -> None:
-        """Undo `register`. No copy into `buffer` may be under way."""
+        """Undo `register`. With CUDA it waits for copies: those that were fenced may still be under way."""
 
     def prepare(self, copies: Sequence[Copy]) -> CopyList:
         """Check and arrange a list that will be submitted many times. Call `register` before.

@@ -120,7 +120,7 @@ class PageLocks:
         self.buffer = buffer
         self.pieces: list[tuple[int, int]] = []
         """(address, bytes), as they were locked."""
-        self._end = weakref.finalize(self, _unlock_all, buffer, self.pieces, unlock)
+        self._end = weakref.finalize(self, _unlock_all, buffer, self.pieces, unlock, os.getpid())
         self._end.atexit = False  # the process gives back everything; a device that hangs must not hold its end up
 
     def release(self) -> None:
@@ -128,8 +128,10 @@ class PageLocks:
         self._end()
 
 
-def _unlock_all(buffer: Tensor, pieces: list[tuple[int, int]], unlock: Callable[[int], object]) -> None:
-    for address, _ in pieces:
+def _unlock_all(buffer: Tensor, pieces: list[tuple[int, int]], unlock: Callable[[int], object], pid: int) -> None:
+    for address, _ in (
+        pieces if pid == os.getpid() else ()
+    ):  # CUDA does not work in a forked child, a worker of a loader
         _unlock(address, buffer.nbytes, unlock)
     pieces.clear()
 

@@ -31,6 +31,7 @@ from lightning_moe_ckpt.native import (
 )
 from lightning_moe_ckpt.native._device_check import USES, cuda_for, verdict
 from lightning_moe_ckpt.native._plan import Arrangement
+from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.session._host import Rings
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from native.emulator.device import HANGS, Emulator, registered_memory
@@ -242,7 +243,7 @@ def test_a_failure_of_the_copies_is_told_and_the_twin_taken(
     with caplog.at_level(logging.WARNING):
         engine = create_engine(CUDA)
     assert type(engine) is CudaCopyEngine
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [message for message in caplog.messages if "fails its check" in message]
     assert line.startswith("torch does the copies on cuda:0, the compiled CUDA part fails its check: ")
     assert "error 2" in line
     engine.close()
@@ -403,6 +404,62 @@ def test_memory_stays_while_it_is_registered(emulator: Emulator, make: Any) -> N
 
 
 @ENGINES
+def test_memory_is_given_back_behind_the_copies(emulator: Emulator, make: Any) -> None:
+    """Training fences them and goes on ahead of the device; a larger ring may then take the place of this one."""
+    engine, ring_U8, source_U8 = _made(make, emulator), registered_memory(NBYTES), emulator.memory(NBYTES)
+    _registered(engine, ring_U8)
+    emulator.sleep(emulator.training(), 50_000)
+    ticket = engine.submit(engine.prepare([(source_U8, ring_U8)]))
+    engine.unregister(ring_U8)
+    assert ticket.done
+    engine.close()
+
+
+def test_lists_share_what_they_are_packed_in(
+    engine: CompiledCudaEngine, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every place in the ring has a list of its own, and what is converted takes as much of the device as it has bytes."""
+    made, memory = list[int](), TorchDevice.memory
+
+    def noted(self: TorchDevice, nbytes: int) -> Tensor:
+        made.append(nbytes)
+        return memory(self, nbytes)
+
+    monkeypatch.setattr(TorchDevice, "memory", noted)
+    host_U8, source_U8 = emulator.page_locked(NBYTES), emulator.memory(NBYTES)
+    source_F = source_U8.view(torch.float32)
+    halves_2F = host_U8.view(torch.bfloat16).view(2, -1)
+    lists = [engine.prepare([(source_F, half_F)]) for half_F in halves_2F]
+    assert made == [halves_2F[0].nbytes]
+    with emulator.settings(jitter_us=200):
+        for step in range(6):
+            source_F.fill_(step)
+            tickets = [engine.submit(each) for each in lists]
+            for ticket in tickets:
+                ticket.wait(PATIENCE)
+            assert torch.equal(halves_2F, torch.full_like(halves_2F, step))
+
+
+def test_without_memory_to_pack_them_in_torch_copies(
+    engine: CompiledCudaEngine, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that training has filled costs speed, and not the run."""
+
+    def none_left(self: TorchDevice, nbytes: int) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TorchDevice, "memory", none_left)
+    source_F = emulator.memory(NBYTES).view(torch.float32).fill_(3)
+    host_F = emulator.page_locked(NBYTES // 2).view(torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine.submit(engine.prepare([(source_F, host_F)])).wait(PATIENCE)
+    assert torch.equal(host_F, torch.full_like(host_F, 3))
+    (line,) = caplog.messages
+    assert "slower" in line
+
+
+@ENGINES
 def test_a_fence_lets_go_of_the_sources(emulator: Emulator, make: Any) -> None:
     """What is computed next may have their memory: gradients of one step must not stay beside those of the next."""
     engine, host_U8 = _made(make, emulator), emulator.page_locked(NBYTES)
@@ -554,12 +611,13 @@ def test_the_end_does_not_wait_for_a_device_that_hangs(
     _registered(engine, ring_U8)
     emulator.plant(b"cudaMemcpyBatchAsync", 1, HANGS)
     pairs = [(source_U8[at : at + 5000], ring_U8[at : at + 5000]) for at in range(0, NBYTES - 5000, 5100)]
-    engine.submit(engine.prepare(pairs))
+    ticket = engine.submit(engine.prepare(pairs))
     with caplog.at_level(logging.WARNING):
         engine.close()
     assert "copies have not ended after" in caplog.text
     assert emulator.num_registered() == 1
     emulator.release()
+    ticket.wait(PATIENCE)
     while _compiled_cuda._left:
         for locks, _ in _compiled_cuda._left.pop().values():
             locks.release()

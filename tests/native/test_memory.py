@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import CompiledCpuEngine, _library
 from lightning_moe_ckpt.native._memory import (
+    PageLocks,
     Preparation,
     node_of_pci_device,
     num_nodes,
@@ -132,6 +133,19 @@ def test_what_fails_is_kept_and_said(caplog: pytest.LogCaptureFixture) -> None:
     assert str(preparation.failure) == "no more locked memory"
     assert not finished
     assert "copies will be slower: no more locked memory" in caplog.text
+
+
+def test_a_forked_process_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of a loader may collect an engine that it has a copy of, and CUDA does not work there."""
+    given_back: list[int] = []
+    locks = [PageLocks(torch.empty(8), given_back.append) for _ in range(2)]
+    for each in locks:
+        each.pieces.append((1, 32))
+    locks.pop().release()
+    assert given_back == [1]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    locks.pop().release()
+    assert given_back == [1]
 
 
 def test_pages_may_be_wished_from_a_node() -> None:

@@ -1,7 +1,7 @@
 // The CUDA runtime on the CPU: streams are threads, and rules of the API are checked as CUDA's documentation has them.
 //
 // Checked: what makes a context, and where; streams, events and launches of other devices; memory that is registered,
-// twice, in part or never; copies from and to ordinary memory; batches, which have no order within; stream capture, and
+// twice, in part or never, or given back while copies use it; copies from and to ordinary memory; batches, which have no order within; stream capture, and
 // what breaks one. Failures are planted by name: the n-th call from now on returns a code, or its work never ends. A
 // code that is sticky on a device is so here: every later call returns it, until `emulator_heal`.
 #include <unistd.h>
@@ -236,6 +236,34 @@ std::map<uintptr_t, Range>& on_device() {
   return *found;
 }
 
+// What copies that are queued, or being made, read and write.
+class UnderWay {
+ public:
+  UnderWay() = default;
+  UnderWay(const UnderWay&) = delete;
+  void add(const void* at, size_t nbytes) {
+    const std::lock_guard<std::mutex> lock(memory_mutex);
+    noted_.push_back(all().emplace(reinterpret_cast<uintptr_t>(at), nbytes));
+  }
+  ~UnderWay() {
+    const std::lock_guard<std::mutex> lock(memory_mutex);
+    for (const auto& each : noted_) all().erase(each);
+  }
+  // `memory_mutex` is held.
+  static void expect_none(uintptr_t begin, size_t nbytes) {
+    for (const auto& [at, size] : all())
+      if (at < begin + nbytes && begin < at + size) emulated::die("page-locked memory is given back under copies");
+  }
+
+ private:
+  using Ranges = std::multimap<uintptr_t, size_t>;
+  static Ranges& all() {
+    static auto* found = new Ranges;
+    return *found;
+  }
+  std::vector<Ranges::iterator> noted_;
+};
+
 enum class Kind { kOrdinary, kPageLocked, kRegistered, kDevice, kMixed };
 
 Kind kind_of(const void* at, size_t nbytes) {
@@ -421,12 +449,15 @@ cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t nbytes, cudaMemcp
   const Kind to = kind_of(dst, nbytes), from = kind_of(src, nbytes);
   if (to == Kind::kMixed || from == Kind::kMixed) return fails(cudaErrorInvalidValue);
   EmulatedStream& copying = stream_of(stream);
+  const auto noted = std::make_shared<UnderWay>();
+  noted->add(dst, nbytes);
+  if (from != Kind::kOrdinary) noted->add(src, nbytes);
   if (from == Kind::kOrdinary) {  // the driver has read it when the call returns
     const auto* bytes = static_cast<const char*>(src);
     const auto staged = std::make_shared<std::vector<char>>(bytes, bytes + nbytes);
-    copying.push([=] { std::memcpy(dst, staged->data(), nbytes); });
+    copying.push([=] { (void)noted, std::memcpy(dst, staged->data(), nbytes); });
   } else {
-    copying.push([=] { std::memcpy(dst, src, nbytes); });
+    copying.push([=] { (void)noted, std::memcpy(dst, src, nbytes); });
   }
   if (to == Kind::kOrdinary) copying.drain();  // and here it has written it
   return cudaSuccess;
@@ -458,7 +489,9 @@ cudaError_t cudaMemcpyBatchAsync(const void** destinations, const void** sources
     copies.push_back({const_cast<void*>(destinations[index]), sources[index], sizes[index]});
   }
   std::shuffle(copies.begin(), copies.end(), std::mt19937(std::random_device{}()));
-  stream->push([code, never = current_latch(), copies = std::move(copies)] {
+  const auto noted = std::make_shared<UnderWay>();
+  for (const auto& copy : copies) noted->add(copy.dst, copy.nbytes), noted->add(copy.src, copy.nbytes);
+  stream->push([code, noted, never = current_latch(), copies = std::move(copies)] {
     if (code == kHangs) never->wait();
     for (const auto& copy : copies) {
       emulated::jitter();
@@ -482,6 +515,7 @@ cudaError_t cudaHostUnregister(void* at) {
   const std::lock_guard<std::mutex> lock(memory_mutex);
   const auto found = page_locked().find(reinterpret_cast<uintptr_t>(at));
   if (found == page_locked().end() || !found->second.registered) return fails(cudaErrorHostMemoryNotRegistered);
+  UnderWay::expect_none(found->first, found->second.nbytes);
   page_locked().erase(found);
   return cudaSuccess;
 }
@@ -568,7 +602,9 @@ EMULATOR_API void emulator_add_page_locked(const void* at, size_t nbytes) {
 }
 EMULATOR_API void emulator_remove_page_locked(const void* at) {
   const std::lock_guard<std::mutex> lock(memory_mutex);
-  page_locked().erase(reinterpret_cast<uintptr_t>(at));
+  const auto found = page_locked().find(reinterpret_cast<uintptr_t>(at));
+  UnderWay::expect_none(found->first, found->second.nbytes);
+  page_locked().erase(found);
 }
 EMULATOR_API int emulator_is_page_locked(const void* at, size_t nbytes) {
   const Kind kind = kind_of(at, nbytes);
