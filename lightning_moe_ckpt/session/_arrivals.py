@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from lightning_moe_ckpt.session._codec import Unread
 
 _cuda: Any = torch.cuda
 """Events and streams are partly untyped in torch."""
+_ALIGNMENT = 64
+"""Bytes; enough for an element of any type."""
 
 
 class Arrival:
@@ -66,10 +69,9 @@ class Arrivals:
                 self._streams[device] = _cuda.Stream(device)
             self._streams[device].wait_stream(_cuda.current_stream(device))
             with _cuda.stream(self._streams[device]):
-                on_host = [
-                    _sent(source) if source.is_cuda and source.device == device else there
-                    for source, there in zip(tensors, on_host, strict=True)
-                ]
+                there = [index for index, each in enumerate(tensors) if each.is_cuda and each.device == device]
+                for index, arriving in zip(there, _sent([tensors[index] for index in there]), strict=True):
+                    on_host[index] = arriving
                 arrived.append(_cuda.Event(blocking=True))
                 arrived[-1].record(self._streams[device])
         return Arrival(tensors, on_host, arrived)
@@ -90,5 +92,16 @@ def held(value: Any, tensors: list[Tensor]) -> Any:
     return value.copy() if type(value) is set else value
 
 
-def _sent(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _sent(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies under way, in one piece of page-locked memory: to make it anew can wait for the device, and sizes repeat."""
+    begins = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
+    memory_U8 = _page_locked(begins[-1])
+    places = [memory_U8[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=False)]
+    return [
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
+
+
+def _page_locked(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

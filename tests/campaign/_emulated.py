@@ -40,12 +40,12 @@ def emulated_device(life: Life) -> Iterator[Emulator]:
 
     values: list[int] = []
 
-    def sent(tensor: Tensor) -> Tensor:
-        values.append(tensor.nbytes)
-        return emulator.page_locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    def page_locked(nbytes: int) -> Tensor:
+        values.append(nbytes)
+        return emulator.page_locked(nbytes)
 
     Seam(module="lightning_moe_ckpt.session._life", attribute="create_engine", replacement=create).apply()
-    Seam(module="lightning_moe_ckpt.session._arrivals", attribute="_sent", replacement=sent).apply()
+    Seam(module="lightning_moe_ckpt.session._arrivals", attribute="_page_locked", replacement=page_locked).apply()
     yield emulator
     used = {call: emulator.calls(call.encode()) for call in _CALLS}
     assert values or life.world_size > 1, "no value of a journal came to the host by a copy"

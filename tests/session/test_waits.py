@@ -165,9 +165,9 @@ def test_values_of_several_devices_are_waited_for_on_each(monkeypatch: pytest.Mo
             synchronize=lambda: lines.append(f"host waits for {where[0]}"),
         )
 
-    def sent(tensor: Any) -> Any:
-        lines.append(f"copy of {tensor.device.index}")
-        return tensor
+    def sent(tensors: Any) -> Any:
+        lines.extend(f"copy of {tensor.device.index}" for tensor in tensors)
+        return tensors
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream(f"side {device.index}"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(f"training {device.index}"))
