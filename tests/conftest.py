@@ -21,7 +21,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from _heap import freeze_heap
+from _heap import freeze_heap, join_pages
 
 # Nearly all that importing makes stays: to look for garbage in it takes a quarter of the time. Until tests are collected.
 gc.disable()
@@ -101,6 +101,12 @@ def pytest_collection_finish() -> None:
     """
     freeze_heap()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pages_are_joined() -> None:
+    """Tests that fork leave small pages to those of the next module, whose forks would take twice the time."""
+    join_pages()
 
 
 @pytest.fixture(autouse=True)
