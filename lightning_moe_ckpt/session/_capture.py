@@ -266,16 +266,16 @@ class CaptureSession:
 
     def _hand_over(self, window: Window, pending: BoundaryCapture) -> None:
         assert self._slot is not None
-        if pending.waits_for_device:
-            with self._stalls.measure("arrival"):
-                pending.arrive()
-        with self._stalls.measure("journal"):
-            try:
+        try:
+            if pending.waits_for_device:
+                with self._stalls.measure("arrival"):
+                    pending.arrive()
+            with self._stalls.measure("journal"):
                 segment = pending.sealed(window.generation)
-            except (JournalOverflow, CodecError) as error:
-                self._journal_nbytes = 2 * error.nbytes if isinstance(error, JournalOverflow) else 0
-                self._spoil(f"its journal cannot be stored: {error}")
-                return
+        except (JournalOverflow, CodecError, RuntimeError) as error:  # torch's, of a device that is lost
+            self._journal_nbytes = 2 * error.nbytes if isinstance(error, JournalOverflow) else 0
+            self._spoil(f"its journal cannot be stored: {error}")
+            return
         window.ring.seal(self._slot)
         window.segments.append(segment)
         self._tiers.add(window, segment)
@@ -302,7 +302,8 @@ class CaptureSession:
             self._drop(self._window)
 
     def close(self) -> None:
-        """Nothing writes to the ring after this."""
+        """Nothing writes to the ring after this. What a step that failed has kept from being sealed goes to the tiers."""
+        self.complete_seal()
         self._await_copies()
         if self._gradients is not None:
             self._gradients.close()

@@ -438,9 +438,9 @@ class Life:
         if self._replay is not None:
             self._replay.unfreeze()
             self._replay = None
-        self._tiers.close()
         if self._capture is not None:
             self._capture.close()
+        self._tiers.close()
         self._tiers.release(unlink=not keep_memory and self._memory_is_superseded(ask=True))
         self._engine.close()
         if self._runs is not None:

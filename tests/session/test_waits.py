@@ -110,6 +110,36 @@ def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
     assert all(on_device[step] == on_host[step] for step in both)
 
 
+class Fails(Callback):
+    """In the first step behind a boundary, whose values are on their way to the host then."""
+
+    @override
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == WARM + 1:
+            raise ZeroDivisionError
+
+
+class Begins(Callback):
+    """Ends the fit where it begins."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.step = trainer.global_step
+        raise ZeroDivisionError
+
+
+def test_a_step_that_fails_does_not_cost_the_generation_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory keeps it for the next life."""
+    with pytest.raises(ZeroDivisionError), seeming_device(monkeypatch) as device:
+        fit(make("dense", tmp_path), device, Fails())
+    begins = Begins()
+    with pytest.raises(ZeroDivisionError):
+        fit(make("dense", tmp_path), None, begins)
+    assert begins.step == WARM + 1
+
+
 class Watched(Callback):
     """Lets torch warn of whatever waits for the device."""
 
