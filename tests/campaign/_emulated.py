@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from native.emulator.device import Emulator, install, is_anonymous, load
+from native.emulator.device import Emulator, install, is_anonymous, load, mappings_changed
 from torch import Tensor
 
-from lightning_moe_ckpt.native import CompiledCudaEngine, CopyEngine, create_engine
+from lightning_moe_ckpt.native import CompiledCudaEngine, Copy, CopyEngine, create_engine
+from lightning_moe_ckpt.native._plan import PlannedCopies
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
 
@@ -36,6 +37,13 @@ def emulated_device(life: Life) -> Iterator[Emulator]:
     def create(_: torch.device) -> CopyEngine:
         engine = create_engine(torch.device("cuda", life.rank % 2))
         assert type(engine) is CompiledCudaEngine, "the device has failed its check"
+        prepare = engine.prepare
+
+        def prepare_anew(copies: Sequence[Copy]) -> PlannedCopies:
+            mappings_changed()
+            return prepare(copies)
+
+        engine.prepare = prepare_anew  # type: ignore[method-assign]
         return engine
 
     values: list[int] = []

@@ -232,15 +232,23 @@ def _nothing() -> Iterator[None]:
 
 
 def is_anonymous(tensor: Tensor) -> bool:
-    """Whether a tensor is in memory of this process alone, as a device's would be: not of a file, as rings and segments."""
+    """Whether a tensor is in memory of this process alone, as a device's would be: not of a file, as rings and segments.
+
+    What is mapped is read anew after `mappings_changed`.
+    """
     address = tensor.data_ptr()
     if address == 0:
         return False
     inode = _inode_at(address)
     if inode is None:
-        _mappings.cache_clear()
+        mappings_changed()
         inode = _inode_at(address)
     return inode == 0
+
+
+def mappings_changed() -> None:
+    """There may be a file now where something else was."""
+    _mappings.cache_clear()
 
 
 def _inode_at(address: int) -> int | None:
