@@ -210,7 +210,8 @@ def _further(rng: random.Random, setup: Drawn) -> Drawn:
     if setup.precision == "32-true" and "odd_buffers" not in changes["hooks"] and rng.random() < 0.05:
         changes["precision"] = "64-true"
     changes["tensorboard"] = setup.logger and rng.random() < 0.4
-    changes["growing_accumulation"] = setup.accumulate == 1 and rng.random() < 0.08
+    grows = setup.accumulate == 1 and rng.random() < 0.08
+    changes["growing_accumulation"] = grows and "skips_rest" not in changes["hooks"]  # else it may never step again
     changes["emulated"] = rng.random() < 0.1
     return replace(setup, **changes)
 
