@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import _adam_twin, _library
 from lightning_moe_ckpt.native._adam_steps import AdamState, AdamStep
-from lightning_moe_ckpt.native._gradient import QuantizedGradient, SparseGradient
+from lightning_moe_ckpt.native._gradient import CompressedGradient, QuantizedGradient, SparseGradient
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 log = logging.getLogger(__name__)
@@ -157,6 +157,12 @@ def _part_index(gradient: SparseGradient, begin: int) -> int:
     return begin // gradient.parts[0].numel
 
 
+def _device_of(gradient: Tensor | CompressedGradient) -> torch.device:
+    if isinstance(gradient, Tensor):
+        return gradient.device
+    return (gradient.parts[0] if isinstance(gradient, SparseGradient) else gradient).values.device
+
+
 def check_replay_arguments(state: AdamState, steps: Sequence[AdamStep]) -> None:
     for name, tensor in zip(("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), state.tensors(), strict=False):
         fits = tensor.shape == state.param.shape and tensor.device == state.param.device
@@ -171,6 +177,10 @@ def check_replay_arguments(state: AdamState, steps: Sequence[AdamStep]) -> None:
         if shape.numel() != state.param.numel():
             raise ValueError(
                 f"The gradient of step {position} has shape {tuple(shape)}, the parameter {tuple(state.param.shape)}."
+            )
+        if (device := _device_of(step.gradient)) != state.param.device:  # compiled code has addresses only
+            raise ValueError(
+                f"The gradient of step {position} is on {device}, the parameter on {state.param.device}; move it there first."
             )
         if isinstance(step.gradient, SparseGradient):
             layouts.add(tuple(part.numel for part in step.gradient.parts))

@@ -19,6 +19,7 @@ from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,
     GradientCompression,
+    SparseGradient,
     _adam,
     _adam_twin,
     _library,
@@ -26,6 +27,7 @@ from lightning_moe_ckpt.native import (
     decompress_gradient,
     replay_adam,
 )
+from lightning_moe_ckpt.native._gradient import empty_part, empty_quantized
 
 
 def compiled() -> None:
@@ -234,6 +236,15 @@ def test_a_gradient_that_does_not_fit_is_named() -> None:
         with pytest.raises(ValueError, match=message):
             replay_adam(state, [good, AdamStep(gradient=bad, step=2, lr=0.1)])
         assert equal(state, random_state(10))
+    elsewhere = torch.rand(10, device="meta")
+    how = GradientCompression(small_numel=0)
+    for away in (
+        elsewhere,
+        empty_quantized(elsewhere),
+        SparseGradient((empty_part(10, elsewhere.device, how),), elsewhere.shape),
+    ):
+        with pytest.raises(ValueError, match="step 1 is on meta, the parameter on cpu"):
+            replay_adam(random_state(10), [good, AdamStep(gradient=away, step=2, lr=0.1)])
     with pytest.raises(ValueError, match=r"AdamStep\(step=0\)"):
         AdamStep(gradient=torch.rand(1), step=0, lr=0.1)
 
