@@ -224,6 +224,8 @@ class CompiledCudaTicket(Ticket):
     @override
     def fence(self) -> float:
         start = time.perf_counter()
+        if not self._ticket.done and self._device.is_capturing():
+            self._ticket.wait()  # an event from outside would cost the user's graph
         if not self._ticket.done:
             worker = self._ticket.worker
             try:

@@ -161,9 +161,12 @@ def test_close_waits_for_the_side_stream(script: Script) -> None:
 
 
 @pytest.mark.parametrize("reads_host", [False, True])
-def test_the_host_waits_where_the_device_reads_from_it(script: Script, reads_host: bool) -> None:
+def test_the_host_waits_where_the_device_reads_from_it(
+    script: Script, reads_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No stream keeps the host from overwriting its own memory after the fence."""
     script.training.cuda_stream = 0
+    monkeypatch.setattr(TorchDevice, "is_capturing", lambda _: False)
     ticket: Any = SimpleNamespace(
         release_sources=lambda: None,
         done=False,

@@ -574,6 +574,20 @@ def test_a_capture_is_refused(engine: CompiledCudaEngine, emulator: Emulator) ->
     engine.submit(prepared).wait(PATIENCE)
 
 
+def test_a_fence_in_a_capture_waits_on_the_host(engine: CompiledCudaEngine, emulator: Emulator) -> None:
+    """A stream that captures cannot wait for an event from outside: the user's graph would be lost."""
+    training = emulator.training()
+    emulator.sleep(training, 20_000)
+    ticket = engine.submit([(emulator.memory(NBYTES), emulator.page_locked(NBYTES))])
+    emulator.capture(training, 1)
+    try:
+        engine.fence(ticket)
+        assert emulator.capture_status(training) == 1
+    finally:
+        emulator.capture(training, 0)
+    assert ticket.done
+
+
 def test_memory_of_another_device_is_torchs(engine: CompiledCudaEngine, emulator: Emulator) -> None:
     """Addresses of two devices mean nothing to each other's streams."""
     here, there = emulator.memory(NBYTES), emulator.memory(NBYTES, index=1)
