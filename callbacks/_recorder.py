@@ -309,6 +309,7 @@ class BoundaryRecorder:
             "parts": {name: part.take() for name, part in self._parts.items()},
             "should_stop": _lightning.should_stop(trainer),
             "seed": _lightning.take_seed(),
+            "buffer_sync": _lightning.take_buffer_sync(trainer),
         }
 
     def _callbacks(self) -> list[Callback]:
@@ -342,6 +343,7 @@ class BoundaryRecorder:
         _lightning_metrics.restore_metrics(
             self._trainer, self._module, metrics, mid_epoch=not self._resume["between_epochs"]
         )
+        _lightning.restore_buffer_sync(self._trainer, self._resume.get("buffer_sync"))
 
     def _restore_rates(self, start: Start) -> None:
         trainer = self._trainer
@@ -375,6 +377,7 @@ class BoundaryRecorder:
         for name, part in self._parts.items():
             part.follow(copied(original["parts"][name]))
         _lightning_metrics.follow_metrics(self._trainer, self._module, copied(original["metrics"]))
+        _lightning.restore_buffer_sync(self._trainer, original.get("buffer_sync"))
         self._trainer.should_stop |= original["should_stop"]
 
     def _resume_callbacks(self, states: Mapping[str, Any]) -> None:

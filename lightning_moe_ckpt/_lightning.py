@@ -277,6 +277,18 @@ def take_precision(trainer: Trainer) -> dict[str, Any]:
             delattr(scaler, name)
 
 
+def take_buffer_sync(trainer: Trainer) -> bool | None:
+    """Whether DDP broadcasts buffers before the next forward; a validation, or a batch that only accumulates, turns it off."""
+    found: bool | None = getattr(trainer.strategy.model, "require_forward_param_sync", None)
+    return found
+
+
+def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
+    """Undo what happened to `take_buffer_sync` since."""
+    if taken is not None:
+        trainer.strategy.model.require_forward_param_sync = taken  # type: ignore[union-attr]
+
+
 def take_loop_state(trainer: Trainer) -> LoopState:
     """Progress of all loops, between two batches or between two epochs; plain values only."""
     found = trainer.fit_loop.state_dict()

@@ -131,7 +131,8 @@ def _module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
 
 def _take_module_metric(metric: Metric) -> dict[str, Any]:
     values = {key: getattr(metric, key) for key in metric._defaults}
-    return {"values": values, "updates": metric._update_count}
+    # Values are rounded to the dtype first, which `bf16-true` changes between the first epoch and the second.
+    return {"values": values, "updates": metric._update_count, "dtype": metric.dtype}
 
 
 def _restore_module_metric(metric: Metric, state: dict[str, Any]) -> None:
@@ -139,4 +140,5 @@ def _restore_module_metric(metric: Metric, state: dict[str, Any]) -> None:
         moved = [each.to(metric.device) for each in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, key, moved)
     metric._update_count = state["updates"]
+    metric._dtype = state.get("dtype", metric._dtype)
     metric._computed = None

@@ -47,6 +47,17 @@ ONCE_FAILED = {
     "complex and expanded buffers, an epoch whose rest is skipped": """{"setup": {"hooks": ["odd_buffers", "skips_rest"], "epochs": 4,
         "batch_of": "class"}, "checkpointing": {"policy": "sparse", "window": 2}, "kills": [{"phase": "forward", "batches": 5,
         "settle": 10.0}]}""",
+    "a metric of the module that `bf16-true` rounds otherwise from the second epoch on": """{"setup": {"model": "stacked", "options": [["gate_fp32", true]], "loader": "stateful", "augment": false, "batches": 2,
+        "accumulate": 2, "validate_every": 1, "precision": "bf16-true", "clip_algorithm": "value", "optimizer": "adam",
+        "scheduler": "none", "trainer": [["max_steps", 7], ["max_epochs", null], ["val_check_interval", 1.0],
+        ["num_sanity_val_steps", 0]], "logged": true, "data": "shuffled_stream", "groups": 1, "hooks": ["keeps_gradients"]},
+        "checkpointing": {"policy": "sparse", "window": 1}, "kills": [{"phase": "after_batch_end", "batches": 8}]}""",
+    "DDP, which broadcasts no buffers in the forward pass after a validation": """{"setup": {"model": "biased", "augment": false, "epochs": 3, "validate_every": 1, "precision": "bf16-mixed", "clip":
+        null, "scheduler": "epoch", "strategy": "ddp_ordered", "world_size": 3, "averaged": "ema", "balanced_by": "callback",
+        "trainer": [["max_steps", 13], ["max_time", "00:01:00:00"], ["max_epochs", null], ["val_check_interval", 1],
+        ["num_sanity_val_steps", 2]], "growing_accumulation": true, "data": "combined", "combined": "max_size", "sampler":
+        "sequential"}, "checkpointing": {"every_n_steps": 2}, "kills": [{"phase": "batch_start", "batches": 8, "rank": 1},
+        {"phase": "epoch_end", "batches": 5, "settle": 10.0}, {"phase": "after_backward", "batches": 2}]}""",
 }
 """Lines of failures, by what was wrong."""
 
