@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -37,6 +39,8 @@ class Verdict:
     seconds: float
 
 
+LONGEST = timedelta(seconds=60)
+"""How long training waits for a check, which takes milliseconds."""
 _verdicts: dict[tuple[int, Use], Verdict] = {}
 _stuck: list[Any] = []
 """Engines: closing one of these, or collecting it, would wait for what does not end."""
@@ -72,17 +76,28 @@ def verdict(use: Use, library: Library, device: torch.device) -> Verdict:
 
 
 def _examine(use: Use, library: Library, device: torch.device) -> Verdict:
-    failure, start = None, time.perf_counter()
-    try:
-        _check(use, library, device)
-    except Exception as error:  # whatever it is, this part is not what training depends on
-        failure = str(error) or type(error).__name__
-        log.debug("the check of %s on %s failed", use, device, exc_info=error)
+    """On a thread that can be left behind: a driver that hangs may do so in any call, with the host waiting in it."""
+    said: list[str | None] = []
+
+    def run() -> None:
+        try:
+            _check(use, library, device)
+            said.append(None)
+        except Exception as error:  # whatever it is, this part is not what training depends on
+            said.append(str(error) or type(error).__name__)
+            log.debug("the check of %s on %s failed", use, device, exc_info=error)
+
+    start = time.perf_counter()
+    thread = threading.Thread(target=run, name="moe-ckpt-check", daemon=True)
+    thread.start()
+    thread.join(LONGEST.total_seconds())
+    failure = said[0] if said else f"it has not ended after {LONGEST}"
     return Verdict(failure=failure, seconds=time.perf_counter() - start)
 
 
 def _check(use: Use, library: Library, device: torch.device) -> None:
     on = TorchDevice(device)
+    on.take_thread()
     if use == "copies":
         _check_engine(library, on)
     elif use == "compression":

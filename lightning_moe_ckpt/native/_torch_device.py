@@ -36,6 +36,13 @@ class TorchDevice:
         """Handle of the current stream."""
         return torch.cuda.current_stream(self.device).cuda_stream
 
+    def take_thread(self) -> None:
+        """Let the calling thread, which is one of this package, work with this device from now on.
+
+        A new thread begins with device 0, and what it asks for without saying where makes a context there.
+        """
+        torch.cuda.set_device(self.device)
+
     def is_capturing(self) -> bool:
         """Whether what is queued now becomes part of a user's graph."""
         return torch.cuda.is_current_stream_capturing()

@@ -249,20 +249,25 @@ def test_a_failure_of_the_copies_is_told_and_the_twin_taken(
     engine.close()
 
 
+@pytest.mark.parametrize("nth", [1, 2])
 def test_a_check_that_hangs_ends_and_keeps_what_the_device_may_write(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    """Some drivers never come back from a batch."""
+    """Some drivers never come back from a batch, to the host or to the device; there a fence waits for it."""
     monkeypatch.setattr(_check_copies, "PATIENCE", timedelta(milliseconds=200))
+    monkeypatch.setattr(_device_check, "LONGEST", timedelta(milliseconds=600))
     monkeypatch.setattr(_worker, "_LONGEST_US", 200_000)
     monkeypatch.setattr(_device_check, "_stuck", [])
     monkeypatch.setattr(emulator, "patience_ms", 200)
-    emulator.plant(b"cudaMemcpyBatchAsync", 1, HANGS)
+    emulator.plant(b"cudaMemcpyBatchAsync", nth, HANGS)
     assert cuda_for("copies", CUDA) is None
-    (stuck,) = _device_check._stuck
     assert emulator.num_registered() == 1, "the device may still write there"
     emulator.release()
-    stuck.close()
+    for thread in threading.enumerate():
+        if thread.name == "moe-ckpt-check":
+            thread.join(30)
+    for stuck in _device_check._stuck:
+        stuck.close()
 
 
 def _outcome(engine: CompiledCudaEngine, prepared: Any) -> str | None:

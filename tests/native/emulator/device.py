@@ -177,6 +177,7 @@ def install(emulator: Emulator, put: Put) -> None:
     put(TorchDevice, "__init__", begin)
     put(TorchDevice, "stream", lambda self: emulator.training(self.index))
     put(TorchDevice, "is_capturing", lambda self: emulator.capture_status(self.stream()) != 0)
+    put(TorchDevice, "take_thread", lambda _: None)
     put(TorchDevice, "memory", lambda self, nbytes: emulator.memory(nbytes, self.index))
     put(TorchDevice, "page_locked", lambda _, nbytes: emulator.page_locked(nbytes))
     put(TorchDevice, "upload", upload)
