@@ -61,10 +61,13 @@ def listening() -> dict[int, tuple[int, int]]:
             named = _SOCKET.fullmatch(str(entry.readlink()))
             if named is None:
                 continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as each:
+            each = socket.socket(fileno=int(entry.name))
+            try:
                 internet = each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM
                 if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found[int(named[1])] = (int(entry.name), each.getsockname()[1])
+            finally:
+                each.detach()  # it stays its owner's; a copy would keep the door open in a child that is forked meanwhile
     return found
 
 
