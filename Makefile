@@ -1,7 +1,7 @@
 # Every target makes its own environment in .venv first. Needed beforehand: make, a C++ compiler, Python 3.10 or newer.
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; some twelve minutes of processor time
-#   make soak   the long campaigns of kills        make bench  throughput, planner figures, quality after faults; an hour
+#   make soak   the long campaigns of kills        make bench  throughput, recovery, storage, quality after faults; an hour
 #   make wheel  with both compiled parts, into dist/; needs nvcc, and runs with the drivers that its CUDA version runs with
 #   make versions   killed runs under the lowest versions that pyproject.toml declares, and under the newest there are
 #   make sanitize   the tests of compiled code against builds with the address and the thread sanitizer

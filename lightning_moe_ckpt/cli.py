@@ -21,18 +21,12 @@ from rich.progress import Progress
 from lightning_moe_ckpt.benchmarks import (
     ACCELERATORS,
     Benchmark,
-    DeltaBench,
     Machine,
     NativeBench,
     OverheadBench,
-    PartialBench,
     PersistBench,
-    PlannerBench,
     QualityBench,
     RecoveryBench,
-    ReductionBench,
-    ReplicationBench,
-    SelectionBench,
 )
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor, add_placement
@@ -44,15 +38,9 @@ Run = Callable[[argparse.Namespace], int]
 
 # The first ones fork, which is safe only as long as nothing else has run in this process.
 _BENCHMARKS: tuple[Benchmark[Any], ...] = (
-    ReductionBench(),
-    PlannerBench(),
-    PartialBench(),
-    SelectionBench(),
-    DeltaBench(),
     RecoveryBench(),
     QualityBench(),
     PersistBench(),
-    ReplicationBench(),
     OverheadBench(),
     NativeBench(),
 )

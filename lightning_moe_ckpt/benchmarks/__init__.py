@@ -3,15 +3,9 @@
 from lightning_moe_ckpt.benchmarks._benchmark import ACCELERATORS as ACCELERATORS
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark as Benchmark
 from lightning_moe_ckpt.benchmarks._benchmark import Progress as Progress
-from lightning_moe_ckpt.benchmarks._delta import DeltaBench as DeltaBench
 from lightning_moe_ckpt.benchmarks._machine import Machine as Machine
 from lightning_moe_ckpt.benchmarks._native import NativeBench as NativeBench
 from lightning_moe_ckpt.benchmarks._overhead import OverheadBench as OverheadBench
-from lightning_moe_ckpt.benchmarks._partial import PartialBench as PartialBench
 from lightning_moe_ckpt.benchmarks._persist import PersistBench as PersistBench
-from lightning_moe_ckpt.benchmarks._planner import PlannerBench as PlannerBench
 from lightning_moe_ckpt.benchmarks._quality import QualityBench as QualityBench
 from lightning_moe_ckpt.benchmarks._recovery import RecoveryBench as RecoveryBench
-from lightning_moe_ckpt.benchmarks._reduction import ReductionBench as ReductionBench
-from lightning_moe_ckpt.benchmarks._replication import ReplicationBench as ReplicationBench
-from lightning_moe_ckpt.benchmarks._selection import SelectionBench as SelectionBench

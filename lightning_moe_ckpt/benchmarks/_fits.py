@@ -26,7 +26,6 @@ from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_t
 from lightning_moe_ckpt.benchmarks._turns import HandOver
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, SparseCheckpoint
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.strategy import MoEStrategy
 
 Variant = Literal["none", "sparse", "monitored", "dense"]
 """`monitored` is `sparse` beside an `ExpertLoadMonitor` with a row every ten steps."""
@@ -100,33 +99,7 @@ def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[T
         hand_over: called at the end of every turn.
     """
     beside = [ExpertLoadMonitor(every_n_steps=10)] if variant == "monitored" else []
-    _train(_checkpoint(variant, url, options), beside, options, hand_over, num_ranks=1)
-
-
-def train_replicated(
-    replicas: int, url: str, options: FitOptions, hand_over: HandOver[Turn], *, num_ranks: int
-) -> None:
-    """Train from scratch on several ranks, whose environment says so, with sparse checkpoints.
-
-    Args:
-        replicas: copies of each rank's generations on other nodes.
-        url: see `train`.
-        options: see `FitOptions`.
-        hand_over: called at the end of every turn, on every rank.
-        num_ranks: how many.
-    """
-    checkpoint = SparseCheckpoint(url, window=options.window, resume="never", replicas=replicas)
-    _train(checkpoint, [], options, hand_over, num_ranks=num_ranks)
-
-
-def _train(
-    checkpoint: CheckpointCallback | None,
-    beside: Sequence[Callback],
-    options: FitOptions,
-    hand_over: HandOver[Turn],
-    *,
-    num_ranks: int,
-) -> None:
+    checkpoint = _checkpoint(variant, url, options)
     own = [] if checkpoint is None else [checkpoint]
     torch.manual_seed(0)
     model = BenchModel(options.size)
@@ -137,8 +110,7 @@ def _train(
     with one_thread(), quiet_lightning():
         trainer = Trainer(
             accelerator=options.accelerator,
-            devices=num_ranks,
-            strategy="auto" if num_ranks == 1 else MoEStrategy(),
+            devices=1,
             precision=options.precision,
             callbacks=[turns, *beside, *own],
             max_steps=options.total_steps,
@@ -149,7 +121,7 @@ def _train(
             enable_model_summary=False,
         )
         # One batch more than it takes, so that no epoch ends.
-        trainer.fit(model, random_tokens(options.size, num_ranks * (options.total_steps + 1)))
+        trainer.fit(model, random_tokens(options.size, options.total_steps + 1))
 
 
 @dataclass(frozen=True, slots=True)

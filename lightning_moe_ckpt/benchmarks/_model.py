@@ -116,23 +116,6 @@ class BenchModel(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class ShardedBenchModel(BenchModel):
-    """The same, built once the strategy says which experts each rank has.
-
-    Args:
-        size: what is built.
-    """
-
-    def __init__(self, size: ModelSize) -> None:
-        LightningModule.__init__(self)
-        self.size = size
-
-    def configure_model(self) -> None:
-        """Build it, once."""
-        if not hasattr(self, "head"):
-            self._build(self.size)
-
-
 def random_tokens(size: ModelSize, num_batches: int) -> DataLoader[tuple[Tensor, ...]]:
     """Batches for `num_batches` steps, each crop one token longer than the context, which is what is predicted."""
     generator = torch.Generator().manual_seed(0)

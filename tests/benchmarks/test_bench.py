@@ -18,33 +18,20 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks import (
-    DeltaBench,
     Machine,
     NativeBench,
     OverheadBench,
-    PartialBench,
-    PlannerBench,
     RecoveryBench,
-    ReductionBench,
-    ReplicationBench,
-    SelectionBench,
 )
 from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
-from lightning_moe_ckpt.benchmarks._delta import DeltaFigure
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
-from lightning_moe_ckpt.benchmarks._partial import PartialFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
-from lightning_moe_ckpt.benchmarks._planner import PlannerFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
-from lightning_moe_ckpt.benchmarks._replication import ReplicationFigure
-from lightning_moe_ckpt.benchmarks._selection import SelectionFigure
-from lightning_moe_ckpt.benchmarks._two_level import TwoLevelFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import run_world
-from lightning_moe_ckpt.parallel._bench import ReductionCost
 
 STEPS = 4
 TINY_FITS = [
@@ -52,11 +39,6 @@ TINY_FITS = [
     *("--blocks", "1", "--dim", "32", "--experts", "4", "--batch-size", "2"),
 ]
 TINY = {
-    "planner": ("--operators", "1300", "--runs", "2"),
-    "partial": ("--partial-experts", "8", "--partial-nodes", "2", "--partial-faults", "1", "--pairs", "8,1"),
-    "selection": ("--selection-steps", "120"),
-    "delta": ("--delta-steps", "6"),
-    "reduction": ("--ranks", "2", "--width", "8", "--depth", "2", "--turns", "1"),
     "recovery": (
         *(
             "--kills",
@@ -83,9 +65,6 @@ TINY = {
     "persist": (
         *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
         *("--persist-dim", "32"),
-    ),
-    "replication": (
-        *("--peer-rounds", "1", "--peer-steps", "4", "--peer-warm-up", "6", "--peer-dim", "16", "--peer-window", "2"),
     ),
     "overhead": tuple(TINY_FITS),
     "native": ("--slices", "50", "--repeats", "1", "--megabytes", "1", "--elements", "200000"),
@@ -121,19 +100,6 @@ def test_all_of_them_can_be_asked_for_at_once() -> None:
     assert all(document.values())
 
 
-@pytest.mark.soak
-def test_copies_are_measured_beside_none() -> None:
-    """Three ranks on three nodes; twice the copies are twice the bytes, and nobody waits longer than a step takes."""
-    none, one, two = (ReplicationFigure(**row) for row in _document("replication")["replication"])
-    assert (none.replicas, one.replicas, two.replicas) == (0, 1, 2)
-    assert (none.throughput, none.nbytes_per_step) == (1.0, 0.0)
-    for figure in (one, two):
-        assert figure.nbytes_per_step > 0
-        assert figure.generations_complete > figure.generations_skipped
-        assert figure.stall < 1 / figure.steps_per_second
-    assert "copies" in _shown(ReplicationBench().table([none, one, two]))
-
-
 @pytest.fixture
 def overhead() -> dict[str, OverheadFigure]:
     """Figures of training by variant."""
@@ -148,76 +114,10 @@ def _shown(table: Table) -> str:
 
 def test_figures_come_with_the_machine_they_hold_for() -> None:
     """Hardware, date and versions are part of the document."""
-    machine = _document("planner")["machine"]
+    machine = _document("native")["machine"]
     assert Machine(**machine).num_cores == Machine.read().num_cores
     assert machine["cpu"]
     assert machine["date"].endswith("+00:00")
-
-
-def test_planner_figures_are_those_of_the_design() -> None:
-    """At 2.5 bytes per parameter Algorithm 1 needs 20 slots, packing 9; no packed slot exceeds the budget."""
-    figures = [PlannerFigure(**row) for row in _document("planner")["planner"]]
-    windows = {planner: [f.window for f in figures if f.planner == planner] for planner in ("packed", "algorithm1")}
-    assert windows == {"packed": [9, 7, 4, 3], "algorithm1": [20, 10, 5, 3]}
-    assert all(f.largest_slot <= 1 for f in figures if f.planner == "packed")
-    assert all(f.seconds > 0 for f in figures)
-    assert "algorithm1" in _shown(PlannerBench().table(figures))
-
-
-def test_adaptive_sharding_lowers_the_peak() -> None:
-    """Of a partial generation, wherever ranks have different numbers of experts; and it never raises it."""
-    figures = [PartialFigure(**row) for row in _document("partial")["partial"] if "adaptive_nbytes" in row]
-    assert [figure.k for figure in figures] == [1, 2, 4, 8]
-    for figure in figures:
-        assert figure.average_nbytes <= figure.adaptive_nbytes <= figure.equal_nbytes
-        assert figure.adaptive_nbytes <= 1.04 * figure.average_nbytes
-    assert figures[0].saved > 0.05
-
-
-def test_memory_of_surviving_nodes_keeps_tokens_that_storage_lost() -> None:
-    """Real kills, one of two nodes lost: PLT is below that of storage alone, and both are shown beside the bytes."""
-    rows = _document("partial")["partial"]
-    (figure,) = (TwoLevelFigure(**row) for row in rows if "storage_plt" in row)
-    assert (figure.num_nodes, figure.num_experts, figure.snapshot_k, figure.k) == (2, 8, 8, 1)
-    assert 0 < figure.plt < figure.storage_plt
-    sharding = [PartialFigure(**row) for row in rows if "adaptive_nbytes" in row]
-    shown = _shown(PartialBench().table([*sharding, figure]))
-    assert "adaptive" in shown
-    assert f"{figure.plt:.1%}" in shown
-    assert f"{figure.storage_plt:.1%}" in shown
-
-
-def test_gradients_tell_a_copy_in_a_third_or_a_sixth_of_its_bytes() -> None:
-    """Without rounding to the last bit, with it nearly; where other experts are chosen in between, more travels."""
-    figures = [DeltaFigure(**row) for row in _document("delta")["delta"]]
-    exact, rounded = figures[:3], figures[3:]
-    assert all(figure.equal and figure.param_difference == figure.moment_difference == 0 for figure in exact)
-    assert not any(figure.equal for figure in rounded)
-    assert all(0 < figure.param_difference < 0.01 and 0 < figure.moment_difference < 0.1 for figure in rounded)
-    assert exact[0].share <= 0.35
-    assert rounded[0].share <= 1 / 6
-    assert exact[0].share < exact[2].share < 1
-    assert "equal" in _shown(DeltaBench().table(figures))
-
-
-def test_popular_experts_first_halves_what_a_fault_costs() -> None:
-    """On a skewed router, in turns costs about twice as much; on an even one nothing is gained, and little is lost."""
-    figures = [SelectionFigure(**row) for row in _document("selection")["selection"]]
-    even, skewed, very = (figures[i : i + 3] for i in (0, 3, 6))
-    for found, most in ((skewed, 0.8), (very, 0.55)):
-        assert [figure.relative for figure in found if figure.selection == "round robin"] == [1.0]
-        assert all(figure.relative < most for figure in found if figure.selection != "round robin")
-    assert max(figure.relative for figure in even) < 1.1
-    assert even[0].skew < skewed[0].skew < very[0].skew
-    assert "popularity (MOETION)" in _shown(SelectionBench().table(figures))
-
-
-def test_reduction_is_compared_with_all_reduce_and_ddp() -> None:
-    """Every variant has a row."""
-    (cost,) = [ReductionCost(**row) for row in _document("reduction")["reduction"]]
-    shown = _shown(ReductionBench().table([cost]))
-    assert cost.world_size == 2
-    assert all(name in shown for name in ("ordered", "allreduce", "ddp"))
 
 
 def test_throughput_is_relative_to_training_without_checkpoints(overhead: dict[str, OverheadFigure]) -> None:
@@ -297,12 +197,12 @@ def test_persisting_is_compared_with_bare_writes() -> None:
     assert stored.outcome == cpu.outcome == "not run: name a bucket with --object-url"
 
 
-def test_tables_are_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_printed_without_json() -> None:
     """The machine, then one table per benchmark; a pipe gets whole lines."""
-    assert main(["bench", "planner", "--operators", "130", "--runs", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert Machine.read().torch in printed
-    assert "Planning 130 operators" in printed
+    status, out, err = _run(["bench", "native", *TINY["native"]])
+    assert status == 0, err
+    assert Machine.read().torch in out
+    assert "Compiled code, medians of wall time" in out
 
 
 def test_trainings_take_a_gpu_where_each_rank_has_one() -> None:
@@ -316,7 +216,7 @@ def test_trainings_take_a_gpu_where_each_rank_has_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["bench"], ["bench", "sorting"], ["bench", "overhead", "--rounds", "0"], ["bench", "planner", "--url"]]
+    "argv", [[], ["bench"], ["bench", "sorting"], ["bench", "overhead", "--rounds", "0"], ["bench", "persist", "--url"]]
 )
 def test_wrong_arguments_exit_with_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """They are explained on standard error."""

@@ -494,3 +494,38 @@ def test_random_runs_balance_bytes_over_ranks() -> None:
             assert max(counts) - min(counts) <= 1
             totals = [a + b for a, b in zip(totals, counts, strict=True)]
         assert max(totals) - min(totals) <= 1
+
+
+def routed(alpha: float, num_layers: int = 4, num_experts: int = 16, steps: int = 120) -> list[torch.Tensor]:
+    """Tokens of each step over all experts: shares drawn from Dirichlet(alpha) (MoEvement, Appendix D), which drift."""
+    torch.manual_seed(0)
+    dirichlet = torch.distributions.Dirichlet(torch.full((num_layers, num_experts), alpha, dtype=torch.float64))
+    one, other = dirichlet.sample(), dirichlet.sample()
+    shares = [torch.lerp(one, other, step / steps) for step in range(steps)]
+    drawn = [torch.multinomial(share_LE, 4096, replacement=True) for share_LE in shares]
+    return [torch.nn.functional.one_hot(each_LT, num_experts).sum(dim=1).flatten() for each_LT in drawn]
+
+
+def mean_at_risk(policy: ExpertPolicy, tokens: Sequence[torch.Tensor], k: int = 4) -> float:
+    """Tokens that a fault behind a generation would lose, mean over the later steps; storage has each generation."""
+    layouts = [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * 16, nbytes=1) for i in range(4)]
+    accounting, found = Accounting.start([16] * 4).take(0, Selection.everything(layouts)), []
+    for step, tokens_E in enumerate(tokens, start=1):
+        accounting = accounting.add(tokens_E)
+        chosen = policy.select(step, accounting.tables(layouts), dict.fromkeys(LEVELS, 4 * k))
+        accounting = accounting.take(step, chosen)
+        for level in LEVELS:
+            accounting = accounting.complete(level, step)
+        found.append(int(accounting.unsaved(STORAGE).sum()))
+    return sum(found[20:]) / len(found[20:])
+
+
+@pytest.mark.parametrize(
+    ("alpha", "most"), [(10.0, 1.1), (0.3, 0.8), (0.1, 0.55)], ids=["even", "skewed", "very skewed"]
+)
+def test_popular_experts_first_lose_half_of_what_turns_lose(alpha: float, most: float) -> None:
+    """With the same bytes, on a very skewed router (MOETION, Figure 11); an even one gains nothing and loses little."""
+    tokens = routed(alpha)
+    in_turns = mean_at_risk(PartialPolicy(k=4), tokens)
+    assert mean_at_risk(PartialPolicy(k=4, order="load_aware"), tokens) < most * in_turns
+    assert mean_at_risk(SelectivePolicy(), tokens) < most * in_turns
