@@ -1,28 +1,32 @@
-"""Putting one segment together from copies of which any may be bad: what to read next, and what was wrong with it.
+"""Putting records of a rank together in memory, each from the cheapest copy that turns out to be good.
 
-The whole segment comes from the cheapest copy, or striped from several peers. If the digest of the file is not the one in the
-marker, each record is checked, and the bad ones are read again from a copy that has not supplied them yet. If all are good, the bytes
-between them are bad, and the file is read whole from the next copy. A copy that cannot be read supplies nothing more.
+Whoever wants the records lays the buffer out. Records that are neighbours in a file and in the buffer are read at once, so a
+whole segment is one read; from other nodes it comes in stripes, from several of them. Each record is verified by its own digest.
+What is bad is read again record by record, each from a copy that has not supplied it yet. A copy that cannot be read supplies
+nothing more.
 
-Every round rules out a copy for each part that is still bad, so there are few rounds: either the segment is good
-byte for byte, or some record is bad in every copy.
+Every round rules out a copy for each record that is still bad, or asks a single one for what came in stripes. So there are few
+rounds: either all records are good, or some record is bad in every copy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from lightning_moe_ckpt.recovery._inventory import Copy
-from lightning_moe_ckpt.storage import SegmentEntry, SegmentLayout, check_places, digest_of
+from lightning_moe_ckpt.storage import SegmentEntry, digest_of
 
 MAX_STREAMS = 4
-"""Peers that send parts of one segment at once; more do not fill a link better."""
+"""Peers that send parts of one run at once; more do not fill a link better."""
 
 _PAGE_NBYTES = 4096
+
+_FILLER_NBYTES = 64
+"""Tensors start at multiples of this. Closer neighbours have nothing between them but filler, which is read along."""
 
 
 class Exhausted(Exception):
@@ -39,86 +43,149 @@ class Request:
     """The segment, as far as where it is goes."""
     offset: int
     nbytes: int
-    place: int
+    start: int
     """Where in the receiver's buffer they go."""
 
     @property
     def end(self) -> int:
-        """First byte that is not asked for."""
-        return self.offset + self.nbytes
+        """Where in the buffer they end."""
+        return self.start + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a copy has a record."""
+
+    copy: Copy
+    entry: SegmentEntry
+    """The file."""
+    offset: int
+    """From its start."""
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """Bytes that are verified together: a record, or the file, which stands for what lies between records."""
+class Wanted:
+    """A record to be brought."""
 
     name: str
-    offset: int
+    start: int
+    """Where it goes in the buffer."""
     nbytes: int
     digest: str
-    supplier: Copy | None = None
-    """The one copy that all its bytes came from; `None` if they came from several."""
+    places: Sequence[Place]
+    """Where it may come from, cheapest first."""
+    good: bool = False
     bad_in: set[Copy] = field(default_factory=set)
+    asked: Place | None = None
+    """Where it, or its first stripe, was asked for in this round."""
+    suppliers: set[Copy] = field(default_factory=set)
+    """Copies that were asked for parts of it in this round."""
 
-    def supplied(self, requests: Sequence[Request]) -> None:
-        """Note where its bytes come from now, if all of them are read anew."""
-        end = self.offset + self.nbytes
-        pieces = [(each.copy, min(end, each.end) - max(self.offset, each.offset)) for each in requests]
-        nbytes = Counter[Copy]()
-        for copy, overlap in pieces:
-            if overlap > 0:
-                nbytes[copy] += overlap
-        if nbytes and sum(nbytes.values()) == self.nbytes:
-            self.supplier = next(iter(nbytes)) if len(nbytes) == 1 else None
+    @property
+    def end(self) -> int:
+        """Where in the buffer it ends."""
+        return self.start + self.nbytes
+
+    def verify(self, buffer: memoryview) -> None:
+        """Note whether its bytes are what was written."""
+        self.good = digest_of(buffer[self.start : self.end]) == self.digest
+
+
+@dataclass(slots=True)
+class _Run:
+    """Neighbours that one copy has side by side, as they lie in the buffer."""
+
+    place: Place
+    """Of the first."""
+    records: list[Wanted]
+
+    @property
+    def start(self) -> int:
+        """Where in the buffer it goes."""
+        return self.records[0].start
+
+    @property
+    def nbytes(self) -> int:
+        """Of the records, and of the filler between them."""
+        return self.records[-1].end - self.start
+
+    def takes(self, record: Wanted, place: Place) -> bool:
+        """Add a record, if it is the next one here."""
+        here = (self.place.copy, self.place.entry.key, self.place.offset - self.start)
+        near = 0 <= record.start - self.records[-1].end < _FILLER_NBYTES
+        if near and here == (place.copy, place.entry.key, place.offset - record.start):
+            self.records.append(record)
+            return True
+        return False
+
+    def request(self) -> Request:
+        """All of it, from its copy."""
+        copy = self.place.copy
+        return Request(copy, copy.readers[0], self.place.entry, self.place.offset, self.nbytes, self.start)
+
+    def stripes(self) -> list[Request]:
+        """All of it; from other nodes, from several at once."""
+        peers = [each.copy for each in self.records[0].places if each.entry is self.place.entry]
+        streams = (
+            _streams([copy for copy in peers if copy.source == "peer"]) if self.place.copy.source == "peer" else []
+        )
+        if len(streams) < 2:
+            return [self.request()]
+        size = -(-self.nbytes // len(streams))
+        size += -size % _PAGE_NBYTES
+        starts = range(0, self.nbytes, size)
+        offset, entry = self.place.offset, self.place.entry
+        return [
+            Request(copy, reader, entry, offset + start, min(size, self.nbytes - start), self.start + start)
+            for (copy, reader), start in zip(streams, starts, strict=False)
+        ]
 
 
 class Assembly:
-    """One segment on its way into memory.
+    """Records on their way into memory.
 
     Args:
-        entry: what the marker says of it.
-        copies: where it may come from, cheapest first.
+        what: they are, for messages.
+        buffer_U8: that they go into.
+        records: none of them overlaps another.
+        may_be_lost: whether what is bad in every copy ends this assembly only; else it raises `Exhausted`.
     """
 
-    def __init__(self, entry: SegmentEntry, copies: Sequence[Copy]) -> None:
-        self.entry = entry
-        self.buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
-        """The bytes of the file, once `done`."""
-        self.layout: SegmentLayout | None = None
-        self.done = False
+    def __init__(self, what: str, buffer_U8: torch.Tensor, records: Sequence[Wanted], *, may_be_lost: bool) -> None:
+        self.what, self.lost = what, ""
+        """Why some of it cannot be had; empty while it may."""
         self.supplied = Counter[Copy]()
         """Bytes read, by copy."""
         self.complaints: list[str] = []
         """What was wrong with copies, since somebody last emptied this."""
-        self._copies = list(copies)
+        self.view = memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
+        """The buffer's bytes, to be filled."""
+        self._left = sorted((each for each in records if each.nbytes), key=lambda each: each.start)
         self._gone: dict[Copy, str] = {}
-        self._file = _Part("the file", 0, entry.nbytes, entry.digest)
-        self._records: list[_Part] = []
-        """Looked at only when the file is bad."""
-        self._asked: list[list[Request]] = []
-        """All requests so far."""
-        self._bad: list[_Part] | None = None
+        self._may_be_lost = may_be_lost
+        self._is_first = True
 
     @property
-    def view(self) -> memoryview:
-        """The buffer's bytes, to be filled."""
-        return memoryview(self.buffer.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
+    def done(self) -> bool:
+        """Whether all of it is good, or it was given up."""
+        return not self._left
 
     def requests(self) -> list[Request]:
         """What to read in the next round; nothing if it is done.
 
         Raises:
-            Exhausted: some of it is bad everywhere.
+            Exhausted: some of it is bad everywhere, and must not be.
         """
-        if self.done:
+        try:
+            runs = self._runs()
+        except Exhausted as error:
+            if not self._may_be_lost:
+                raise
+            self.lost, self._left = str(error), []
             return []
-        requests = self._striped() if self._bad is None else self._mending(self._bad)
-        self._asked.append(requests)
-        for part in (self._file, *self._records):
-            part.supplied(requests)
-        for request in requests:
-            self.supplied[request.copy] += request.nbytes
-        return requests
+        found = [request for run in runs for request in self._requests(run)]
+        self._is_first = False
+        return found
 
     def gone(self, copy: Copy, reason: str) -> None:
         """A copy could not be read: the bytes asked of it are rubbish."""
@@ -126,67 +193,47 @@ class Assembly:
             self._gone[copy] = reason
             self.complaints.append(f"{described(copy)}: {reason}")
 
-    def check(self) -> None:
-        """Verify what was read since the last call. Raises `Corrupt` if the marker contradicts the file it describes."""
-        if digest_of(self.view) == self.entry.digest:
-            self.layout = check_places(self.entry, self.view)
-            self.done = True
-            return
-        self._records = self._records or self._noted()
-        bad = [part for part in self._records if digest_of(self._bytes(part)) != part.digest]
-        self._bad = bad or [self._file]
-        for part in self._bad:
-            if part.supplier is not None:
-                part.bad_in.add(part.supplier)
-                self._complain(part, part.supplier)
+    @property
+    def unverified(self) -> Sequence[Wanted]:
+        """Records that were asked for in this round."""
+        return self._left
 
-    def _noted(self) -> list[_Part]:
-        """The records, as if they had been there from the start."""
-        parts = [_Part(each.name, each.offset, each.nbytes, each.digest) for each in self.entry.records]
-        for part in parts:
-            for requests in self._asked:
-                part.supplied(requests)
-        return parts
+    def settle(self) -> None:
+        """Take what was verified since the last round: what is good is done, what is bad accuses who supplied it."""
+        self._left = [record for record in self._left if not record.good]
+        for record in self._left:
+            if len(record.suppliers) == 1:  # of several, nothing says whose part is bad
+                (copy,) = record.suppliers
+                record.bad_in.add(copy)
+                if copy not in self._gone and record.asked is not None:
+                    where = f"{described(copy)}: {record.asked.entry.key}"
+                    self.complaints.append(f"{where}: {record.name} is not what was written")
 
-    def _complain(self, part: _Part, copy: Copy) -> None:
-        if copy not in self._gone:
-            what = part.name if part is not self._file else "what lies between its records"
-            self.complaints.append(f"{described(copy)}: {self.entry.key}: {what} is not what was written")
-
-    def _bytes(self, part: _Part) -> memoryview:
-        return self.view[part.offset : part.offset + part.nbytes]
-
-    def _striped(self) -> list[Request]:
-        """The whole file from the cheapest kind of copy there is; from peers, from several at once."""
-        first = self._next(self._file)
-        if first.source != "peer":
-            return [self._request(first, first.readers[0], 0, self.entry.nbytes)]
-        streams = _streams([copy for copy in self._copies if copy.source == "peer"])
-        return [self._request(*stripe) for stripe in _stripes(streams, self.entry.nbytes)]
-
-    def _request(self, copy: Copy, reader: int, offset: int, nbytes: int) -> Request:
-        return Request(copy, reader, self.entry, offset, nbytes, offset)
-
-    def _mending(self, bad: Sequence[_Part]) -> list[Request]:
-        sources = {id(part): self._next(part) for part in bad}
-        if len(set(sources.values())) == 1 and len(bad) >= len(self._records):
-            bad = [self._file]
-            sources = {id(self._file): next(iter(sources.values()))}
-        return [
-            self._request(copy, copy.readers[0], part.offset, part.nbytes)
-            for part in bad
-            for copy in [sources[id(part)]]
+    def _next(self, record: Wanted) -> Place:
+        for place in record.places:
+            if place.copy not in self._gone and place.copy not in record.bad_in:
+                return place
+        tried = [
+            f"{described(p.copy)}: {p.entry.key} ({self._gone.get(p.copy, 'its digest differs')})"
+            for p in record.places
         ]
+        raise Exhausted(f"{self.what}: {record.name} is nowhere as it was written: {', '.join(tried) or 'no copy'}")
 
-    def _next(self, part: _Part) -> Copy:
-        for copy in self._copies:
-            if copy not in self._gone and copy not in part.bad_in:
-                return copy
-        places = [f"{described(copy)} ({self._gone.get(copy, 'its digest differs')})" for copy in self._copies]
-        raise Exhausted(
-            f"{self.entry.key}: {part.name if part is not self._file else 'its header'} is nowhere as it was written: "
-            f"{', '.join(places)}"
-        )
+    def _runs(self) -> list[_Run]:
+        runs: list[_Run] = []
+        for record in self._left:
+            record.asked = place = self._next(record)
+            if not runs or not runs[-1].takes(record, place):
+                runs.append(_Run(place, [record]))
+        return runs
+
+    def _requests(self, run: _Run) -> Iterator[Request]:
+        requests = run.stripes() if self._is_first else [run.request()]
+        for record in run.records:
+            record.suppliers = {each.copy for each in requests if each.start < record.end and each.end > record.start}
+        for request in requests:
+            self.supplied[request.copy] += request.nbytes
+            yield request
 
 
 def described(copy: Copy) -> str:
@@ -198,16 +245,6 @@ def described(copy: Copy) -> str:
 
 def _streams(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
     """Readers to ask at once: one of each copy, then a second of each, and so on."""
-    turns = max(len(copy.readers) for copy in copies)
+    turns = max((len(copy.readers) for copy in copies), default=0)
     streams = [(copy, copy.readers[turn]) for turn in range(turns) for copy in copies if turn < len(copy.readers)]
     return streams[:MAX_STREAMS]
-
-
-def _stripes(streams: Sequence[tuple[Copy, int]], nbytes: int) -> list[tuple[Copy, int, int, int]]:
-    """Copy, reader, offset and size of each stripe."""
-    size = -(-nbytes // len(streams))
-    size += -size % _PAGE_NBYTES
-    starts = range(0, nbytes, size)
-    return [
-        (copy, reader, start, min(size, nbytes - start)) for (copy, reader), start in zip(streams, starts, strict=False)
-    ]

@@ -7,13 +7,12 @@ meanwhile, sends what it was asked for, receives, and verifies. Nobody ever wait
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from itertools import chain, repeat
 
-from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.recovery._assembly import Exhausted, Request
-from lightning_moe_ckpt.recovery._inventory import Copy, Item
+from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Request, Wanted
+from lightning_moe_ckpt.recovery._inventory import Item
 from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import Ask, Turn, turns
@@ -21,31 +20,12 @@ from lightning_moe_ckpt.recovery._schedule import Ask, Turn, turns
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4
-"""Requests that a rank reads, and assemblies that it verifies, at once."""
+"""Threads that read and verify."""
 
+VERIFIED_NBYTES = 4 * 2**20
+"""Bytes of records that a thread verifies before it takes the next ones, at least."""
 
-class Assembling(Protocol):
-    """Something on its way into memory; asked for requests and checked by one thread at a time."""
-
-    done: bool
-    complaints: list[str]
-    """What was wrong with copies, since somebody last emptied this."""
-
-    @property
-    def view(self) -> memoryview:
-        """The buffer that requests name places in."""
-
-    def requests(self) -> list[Request]:
-        """What to read in the next round; nothing if it is done. Raises `Exhausted`."""
-
-    def gone(self, copy: Copy, reason: str) -> None:
-        """A copy could not be read: the bytes asked of it are rubbish."""
-
-    def check(self) -> None:
-        """Verify what was read since the last call. Raises `Corrupt`."""
-
-
-Wanted = list[tuple[Assembling, Request]]
+Requests = list[tuple[Assembly, Request]]
 
 
 class Carriage:
@@ -63,7 +43,7 @@ class Carriage:
         self._rank = rounds.transport.rank
         self._broken = ""
 
-    def carry(self, assemblies: Sequence[Assembling], broken: str = "") -> bool:
+    def carry(self, assemblies: Sequence[Assembly], broken: str = "") -> bool:
         """Fill all of them. Whether every rank could; the reasons are those of the rounds.
 
         Args:
@@ -76,7 +56,7 @@ class Carriage:
                 pass
         return not self._rounds.reasons
 
-    def _round(self, assemblies: Sequence[Assembling], pool: ThreadPoolExecutor) -> bool:
+    def _round(self, assemblies: Sequence[Assembly], pool: ThreadPoolExecutor) -> bool:
         """Read, send, receive and verify once. Returns whether there was anything to do, on any rank."""
         wanted, lost = self._wanted(assemblies)
         self._log_complaints(assemblies)
@@ -90,11 +70,13 @@ class Carriage:
             self._travel(asks, wanted)
         for each in reading:
             each.result()
-        list(pool.map(self._check, [assembly for assembly in assemblies if not assembly.done]))
+        list(pool.map(_verify, _portions(assemblies)))
+        for assembly in assemblies:
+            assembly.settle()
         self._log_complaints(assemblies)
         return True
 
-    def _wanted(self, assemblies: Sequence[Assembling]) -> tuple[Wanted, str]:
+    def _wanted(self, assemblies: Sequence[Assembly]) -> tuple[Requests, str]:
         if self._broken:
             return [], self._broken
         try:
@@ -103,24 +85,27 @@ class Carriage:
             return [], str(error)
 
     def _ask(self, number: int, request: Request) -> Ask:
-        copy, step = request.copy, request.entry.step
-        return Ask(self._rank, request.reader, copy.version, copy.tier, step, request.offset, request.nbytes, number)
+        copy = request.copy
+        return Ask(
+            self._rank,
+            request.reader,
+            copy.version,
+            copy.tier,
+            request.entry.key,
+            request.offset,
+            request.nbytes,
+            number,
+        )
 
-    def _read(self, assembly: Assembling, request: Request) -> None:
+    def _read(self, assembly: Assembly, request: Request) -> None:
         try:
             read_local(self._reader, self._rank, request, assembly.view)
         except UNREADABLE as error:
-            out = assembly.view[request.place : request.place + request.nbytes]
+            out = assembly.view[request.start : request.end]
             out[:] = bytes(out.nbytes)  # new memory may hold what the heap had there before
             assembly.gone(request.copy, str(error))
 
-    def _check(self, assembly: Assembling) -> None:
-        try:
-            assembly.check()
-        except Corrupt as error:
-            self._broken = str(error)
-
-    def _log_complaints(self, assemblies: Sequence[Assembling]) -> None:
+    def _log_complaints(self, assemblies: Sequence[Assembly]) -> None:
         for assembly in assemblies:
             for complaint in assembly.complaints:
                 log.error("%s: %s; another copy is tried", self._what, complaint)
@@ -128,7 +113,7 @@ class Carriage:
 
     # -- between ranks
 
-    def _travel(self, asks: Sequence[Ask], wanted: Wanted) -> None:
+    def _travel(self, asks: Sequence[Ask], wanted: Requests) -> None:
         """Send and receive what all ranks asked for; learn which of it could not be read. Collective."""
         transport = self._rounds.transport
         failures: dict[tuple[int, int], str] = {}
@@ -149,12 +134,12 @@ class Carriage:
         chunk = bytearray(ask.nbytes)
         try:
             item = Item(ask.version, ask.receiver, ask.tier)
-            self._reader.read_into(item, ask.step, ask.offset, memoryview(chunk))
+            self._reader.read_into(item, ask.key, ask.offset, memoryview(chunk))
         except UNREADABLE as error:
             failures[ask.receiver, ask.number] = str(error)
         return chunk
 
-    def _hear(self, reader: int, rows: object, wanted: Wanted) -> None:
+    def _hear(self, reader: int, rows: object, wanted: Requests) -> None:
         assert isinstance(rows, list)
         for receiver, number, why in rows:
             if receiver == self._rank:
@@ -165,17 +150,35 @@ class Carriage:
 def read_local(reader: Reader, rank: int, request: Request, buffer: memoryview) -> None:
     """Read what a rank wants of a copy of its own part, unverified. Raises what is in `UNREADABLE`."""
     copy = request.copy
-    out = buffer[request.place : request.place + request.nbytes]
+    out = buffer[request.start : request.end]
     if copy.source == "storage":
         reader.read_stored(copy.version, rank, request.entry, request.offset, out)
     else:
-        reader.read_into(Item(copy.version, rank, copy.tier), request.entry.step, request.offset, out)
+        reader.read_into(Item(copy.version, rank, copy.tier), request.entry.key, request.offset, out)
 
 
-def _places(turn: Turn, wanted: Wanted) -> list[tuple[int, memoryview]]:
+def _portions(assemblies: Sequence[Assembly]) -> Iterator[list[tuple[Assembly, Wanted]]]:
+    """Records to be verified, as many as are worth the way to a thread."""
+    portion: list[tuple[Assembly, Wanted]] = []
+    nbytes = 0
+    for assembly, record in chain.from_iterable(zip(repeat(each), each.unverified) for each in assemblies):
+        portion.append((assembly, record))
+        nbytes += record.nbytes
+        if nbytes >= VERIFIED_NBYTES:
+            yield portion
+            portion, nbytes = [], 0
+    yield portion
+
+
+def _verify(portion: Sequence[tuple[Assembly, Wanted]]) -> None:
+    for assembly, record in portion:
+        record.verify(assembly.view)
+
+
+def _places(turn: Turn, wanted: Requests) -> list[tuple[int, memoryview]]:
     places = []
     for ask in turn.receives:
         assembly, request = wanted[ask.number]
-        start = request.place + ask.offset - request.offset
+        start = request.start + ask.offset - request.offset
         places.append((ask.reader, assembly.view[start : start + ask.nbytes]))
     return places

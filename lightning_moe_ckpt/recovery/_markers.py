@@ -89,7 +89,7 @@ class MarkerSearch:
 
     def _ask(self, number: int, hunt: _Hunt) -> Ask:
         copy = hunt.left[0]
-        return Ask(self._rank, copy.readers[0], copy.version, copy.tier, 0, 0, 0, number)
+        return Ask(self._rank, copy.readers[0], copy.version, copy.tier, "", 0, 0, number)
 
     def _lost(self, required: Collection[Version]) -> str:
         hunts = [hunt for hunt in self._hunts if hunt.version in required]

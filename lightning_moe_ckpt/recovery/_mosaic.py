@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_moe_ckpt.recovery._agreement import Offer
+from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
 from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version, level_of, plain_version, version_of
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
 from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
-from lightning_moe_ckpt.recovery._record_assembly import Place, RecordAssembly, Wanted
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
 from lightning_moe_ckpt.recovery._supply import PARAM, Held, Origin, Supply, newest_whole
@@ -315,11 +315,12 @@ class Mosaic:
         held, place = found
         buffer = torch.empty(held.record.nbytes, dtype=torch.uint8)
         wanted = Wanted(name, 0, held.record.nbytes, held.record.digest, [place])
-        part = RecordAssembly(f"{name} of {generation}", buffer, [wanted], may_be_lost=True)
+        part = Assembly(f"{name} of {generation}", buffer, [wanted], may_be_lost=True)
         try:
             for request in part.requests():
                 read_local(self._reader, self._transport.rank, request, part.view)
-            part.check()
+            wanted.verify(part.view)
+            part.settle()
             return extract(part.view) if part.done else None
         except UNREADABLE as error:
             log.error("%s of %s: %s; another rank's is read", name, generation, error)
@@ -327,7 +328,7 @@ class Mosaic:
 
     def _assemblies(
         self, layout: SegmentLayout, buffer: torch.Tensor, origins: Mapping[str, Origin]
-    ) -> tuple[dict[str, RecordAssembly], str]:
+    ) -> tuple[dict[str, Assembly], str]:
         """What is to be brought, by expert, and everything else; and why it cannot fit, if it cannot."""
         base = self._supply.origin(self.offer.versions[0])
         held = {name: ("", each) for name, each in self._supply.rest(base).items()}
@@ -341,7 +342,7 @@ class Mosaic:
             wanted[expert].append(Wanted(name, span.offset, span.nbytes, record.record.digest, record.places))
         generation = self.offer.generation
         return {
-            expert: RecordAssembly(
+            expert: Assembly(
                 f"{expert or 'the dense part'} of {origins[expert].generation if expert else generation}",
                 buffer,
                 records,
@@ -350,7 +351,7 @@ class Mosaic:
             for expert, records in wanted.items()
         }, ""
 
-    def _exclude_lost(self, parts: Mapping[str, RecordAssembly], origins: Mapping[str, Origin]) -> bool:
+    def _exclude_lost(self, parts: Mapping[str, Assembly], origins: Mapping[str, Origin]) -> bool:
         """Note what turned out bad; whether anything did on any rank."""
         lost = {expert: part.lost for expert, part in parts.items() if part.lost}
         for expert, reason in lost.items():

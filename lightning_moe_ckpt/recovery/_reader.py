@@ -67,16 +67,16 @@ class Reader:
                 self._markers[item] = self._read_marker(item)
             return self._markers[item]
 
-    def read_into(self, item: Item, step: int, offset: int, out: memoryview) -> None:
-        """Fill `out` with bytes of the segment of `step`, unverified.
+    def read_into(self, item: Item, key: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes of the file `key`, unverified.
 
         Raises:
             Corrupt: the marker is bad, or the copy is of another size.
             StorageError: it cannot be read, or is gone.
         """
-        entry = next((entry for entry in self.marker(item).segments if entry.step == step), None)
+        entry = next((entry for entry in self.marker(item).segments if entry.key == key), None)
         if entry is None or offset + out.nbytes > entry.nbytes:
-            raise Corrupt(f"{item}: has no {out.nbytes} bytes at {offset} of step {step}. Another copy may be good.")
+            raise Corrupt(f"{item}: has no {out.nbytes} bytes at {offset} of {key}. Another copy may be good.")
         self._tiers[item.tier].read_into(self._holdings[item], entry, offset, out)
 
     def read_stored(self, version: Version, owner: int, entry: SegmentEntry, offset: int, out: memoryview) -> None:

@@ -13,11 +13,12 @@ Source: the design, Sec. 6; Gemini (2023) for several peers at once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lightning_moe_ckpt.recovery._assembly import Assembly
+from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._carriage import Carriage
 from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
@@ -25,16 +26,16 @@ from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
 from lightning_moe_ckpt.recovery._transport import Transport
-from lightning_moe_ckpt.storage import RankMarker, SegmentLayout
+from lightning_moe_ckpt.storage import RankMarker, SegmentEntry, SegmentLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One rank's part of a version, verified byte for byte."""
+    """One rank's part of a version, verified record by record."""
 
     marker: RankMarker
     segments: list[torch.Tensor]
-    """One uint8 tensor per step; the bytes of the file."""
+    """One uint8 tensor per step, laid out as `layouts` says."""
     layouts: list[SegmentLayout]
     nbytes: dict[Copy, int]
     """Bytes read, by copy; what was read again counts again."""
@@ -79,18 +80,25 @@ class Retrieval:
         found = search.run(required=[self._version])
         return None if found is None else found[self._version]
 
-    def part(self, marker: RankMarker) -> Part | None:
-        """All segments of this rank; `None`, on all ranks, if one of them lacks bytes in every copy. Collective.
+    def part(self, marker: RankMarker, layouts: Sequence[SegmentLayout]) -> Part | None:
+        """All segments of this rank; `None`, on all ranks, if one of them lacks a record in every copy. Collective.
 
         Args:
             marker: what `marker` returned.
+            layouts: where this rank wants the records of each segment, all of them.
         """
-        assemblies = [Assembly(entry, self._copies) for entry in marker.segments]
+        buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in layouts]
+        assemblies = [self._assembly(*each) for each in zip(marker.segments, layouts, buffers, strict=True)]
         if not self._carriage.carry(assemblies, "" if assemblies else "it has no segments"):
             return None
-        return Part(
-            marker=marker,
-            segments=[assembly.buffer for assembly in assemblies],
-            layouts=[assembly.layout for assembly in assemblies if assembly.layout is not None],
-            nbytes=dict(sum((assembly.supplied for assembly in assemblies), Counter[Copy]())),
-        )
+        nbytes = dict(sum((assembly.supplied for assembly in assemblies), Counter[Copy]()))
+        return Part(marker=marker, segments=buffers, layouts=list(layouts), nbytes=nbytes)
+
+    def _assembly(self, entry: SegmentEntry, layout: SegmentLayout, buffer: torch.Tensor) -> Assembly:
+        layout.write_header(buffer)
+        spans = layout.spans
+        records = [
+            Wanted(r.name, spans[r.name].offset, r.nbytes, r.digest, [Place(c, entry, r.offset) for c in self._copies])
+            for r in entry.records
+        ]
+        return Assembly(f"step {entry.step} of {self._version.generation}", buffer, records, may_be_lost=False)

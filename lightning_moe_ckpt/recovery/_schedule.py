@@ -24,8 +24,8 @@ class Ask:
     reader: int
     version: Version
     tier: str
-    step: int
-    """Of the segment."""
+    key: str
+    """Of the file."""
     offset: int
     nbytes: int
     number: int
@@ -34,15 +34,15 @@ class Ask:
     def plain(self) -> list[object]:
         """As plain values, without the receiver, who says it."""
         version = plain_version(self.version)
-        return [self.reader, self.tier, *version, self.step, self.offset, self.nbytes, self.number]
+        return [self.reader, self.tier, *version, self.key, self.offset, self.nbytes, self.number]
 
     @classmethod
     def from_plain(cls, receiver: int, row: Sequence[object]) -> Ask:
         """The inverse of `plain`."""
         reader, tier, *rest = row
         assert isinstance(reader, int)
-        step, offset, nbytes, number = (int(each) for each in rest[4:] if isinstance(each, int))
-        return cls(receiver, reader, version_of(rest[:4]), str(tier), step, offset, nbytes, number)
+        offset, nbytes, number = (int(each) for each in rest[5:] if isinstance(each, int))
+        return cls(receiver, reader, version_of(rest[:4]), str(tier), str(rest[4]), offset, nbytes, number)
 
 
 @dataclass(frozen=True, slots=True)

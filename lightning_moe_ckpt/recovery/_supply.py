@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_moe_ckpt.recovery._assembly import Place
 from lightning_moe_ckpt.recovery._inventory import STORAGE_TIER, Copy, Inventory, Version
-from lightning_moe_ckpt.recovery._record_assembly import Place
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, SegmentEntry
 
 FULL, PARAM = "full", "param"

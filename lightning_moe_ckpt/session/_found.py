@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
 from lightning_moe_ckpt.recovery import Copy, Part, Patchwork, SourceName
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
-from lightning_moe_ckpt.session._layout import JOURNAL
+from lightning_moe_ckpt.session._layout import JOURNAL, SEGMENT_METADATA
 from lightning_moe_ckpt.session._lossy_restore import ExpertSources
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SegmentLayout, TensorSpec, dtype_of
 
 
 @contextmanager
@@ -33,6 +33,27 @@ def understood(what: str) -> Iterator[None]:
         ) from error
 
 
+def stored_layout(entry: SegmentEntry) -> SegmentLayout:
+    """The layout of the records that a marker says are in a segment, in their order there.
+
+    Raises:
+        Corrupt: no segment has such records.
+    """
+    records = sorted(entry.records, key=lambda record: record.offset)
+    # Buffers are stored whole, of anything else there is a flat piece.
+    shapes = [record.global_shape if record.kind == "buffer" else (record.numel,) for record in records]
+    try:
+        specs = [
+            TensorSpec(each.name, dtype_of(each.dtype), shape) for each, shape in zip(records, shapes, strict=True)
+        ]
+        layout = SegmentLayout(specs, metadata=SEGMENT_METADATA)
+    except ValueError as error:
+        raise Corrupt(f"{entry.key}: its marker describes no segment ({error}). Another copy may be good.") from error
+    if layout.nbytes > entry.nbytes:
+        raise Corrupt(f"{entry.key}: its marker has records that overlap. Another copy may be good.")
+    return layout
+
+
 @dataclass(kw_only=True)
 class Found:
     """A generation that every rank could read, with this rank's bytes."""
@@ -41,7 +62,7 @@ class Found:
     policy: Mapping[str, Any]
     steps: Sequence[int]
     segments: list[Tensor]
-    """One uint8 tensor per step; the bytes of the file."""
+    """One uint8 tensor per step, laid out as `layouts` says."""
     layouts: list[SegmentLayout]
     nbytes: Mapping[SourceName, int]
     """Bytes of this rank, by where they were read."""

@@ -37,7 +37,7 @@ JOURNAL = "journal"
 PRESENT = "present"
 PARAM = "param"
 
-_METADATA = {"format": "lightning-moe-ckpt"}
+SEGMENT_METADATA = {"format": "lightning-moe-ckpt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +260,13 @@ class SlotLayout:
         if persisted is None:
             self.parts = {region: list(parts[region]) for region in REGIONS}
             self._specs += local
-            self.segment = SegmentLayout(self._specs, metadata=_METADATA)
+            self.segment = SegmentLayout(self._specs, metadata=SEGMENT_METADATA)
         else:
             self.parts = {region: [*persisted.parts[region], *parts[region]] for region in REGIONS}
             self.own = persisted.own + self.own
             self._fields = {key: persisted._fields[key] + fields for key, fields in self._fields.items()}
             self._local.insert(0, PERSISTED_HEADER)
-            self._nested = NestedLayout(persisted._specs, self._specs, metadata=_METADATA)  # noqa: SLF001  # same class
+            self._nested = NestedLayout(persisted._specs, self._specs, metadata=SEGMENT_METADATA)  # noqa: SLF001  # same class
             self.segment = self._nested.outer
         self.gradients: list[GradientPlace] = self._places_of_gradients() if persisted is None else persisted.gradients
         """Of the experts that leave the node; behind the segment."""

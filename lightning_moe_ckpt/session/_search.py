@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.errors import Corrupt, IdentityMismatch
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery import (
@@ -33,7 +33,7 @@ from lightning_moe_ckpt.recovery import (
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._found import Found, understood
+from lightning_moe_ckpt.session._found import Found, stored_layout, understood
 from lightning_moe_ckpt.session._identity import (
     Facts,
     Identity,
@@ -73,7 +73,15 @@ class Job:
         return self.view.operators
 
     def misfit(self, marker: RankMarker) -> str | None:
-        """Why segments are larger than any that this rank would write, which was found out before they are read."""
+        """Why segments are none, or larger than any that this rank would write, found out before they are read."""
+        try:
+            for segment in marker.segments:
+                stored_layout(segment)
+            return self._oversize(marker)
+        except Corrupt as error:
+            return str(error)
+
+    def _oversize(self, marker: RankMarker) -> str | None:
         numel = sum(tensor.numel() for tensor in self.view.params.values())
         buffers = sum(b.nbytes for name in self.view.buffer_names if (b := self.view.buffer(name)) is not None)
         most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * buffers
@@ -216,7 +224,11 @@ class Search:
         if marker is not None and version not in commits:
             self._check_identity(marker)
         misfits = [] if marker is None else self._misfits(marker)
-        part = None if marker is None or misfits else attempt.part(marker)
+        part = (
+            None
+            if marker is None or misfits
+            else attempt.part(marker, [stored_layout(each) for each in marker.segments])
+        )
         if part is None:
             self._give_up(version.generation, [*attempt.reasons, *misfits])
             return None

@@ -51,9 +51,9 @@ def _never_the_fifth(self: PartialPolicy, *args: Any) -> Selection:
     return Selection(memory, storage)
 
 
-def _trust(self: Any, record: Any, supplier: Any) -> None:
+def _trust(self: Any, buffer: Any) -> None:
     """What was read is taken for what was written."""
-    record.supplier, record.good = None, True
+    self.good = True
 
 
 def _nothing(*args: Any) -> None:
@@ -92,7 +92,7 @@ ABLATIONS = {
         says=f"older than {TURN} steps: .*{re.escape(EXPERT)}': .*step=0",
     ),
     "records not verified": Ablation(
-        seam=_seam("recovery._record_assembly", "RecordAssembly._check", _trust),
+        seam=_seam("recovery._assembly", "Wanted.verify", _trust),
         check=lambda found: found.require(1),
         says="/expert",
         damage="ring",

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Literal, TypeVar
 
 import torch
-from stored._segments import entry_of, segment_bytes
+from stored._segments import LAYOUT, entry_of, segment_bytes
 
 from lightning_moe_ckpt.recovery import (
     Inventory,
@@ -229,7 +229,7 @@ class World:
                 transport, reader, inventory, version, marker_digest=digests.get(version), chunk_nbytes=chunk_nbytes
             )
             marker = attempt.marker()
-            part = attempt.part(marker) if marker is not None else None
+            part = attempt.part(marker, [LAYOUT] * len(marker.segments)) if marker is not None else None
             reasons += attempt.reasons
             if part is not None:
                 return (version, part), reasons
@@ -259,5 +259,7 @@ def require_part(world: World, step: int, rank: int, found: Found) -> None:
     version, part = found
     marker, segments = world.part(step, rank)
     assert (version.generation, part.marker) == (marker.generation, marker)
-    assert [segment.numpy().tobytes() for segment in part.segments] == segments
-    assert len(part.layouts) == len(segments)
+    assert len(part.segments) == len(part.layouts) == len(segments)
+    for segment, layout, data in zip(part.segments, part.layouts, segments, strict=True):
+        written = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        assert all(layout.view(segment, name).equal(LAYOUT.view(written, name)) for name in LAYOUT.spans)

@@ -154,7 +154,7 @@ class World:
             item = Item(version, 0, copy.tier)
             (entry,) = reader.marker(item).segments
             out = bytearray(entry.nbytes)
-            reader.read_into(item, entry.step, 0, memoryview(out))
+            reader.read_into(item, entry.key, 0, memoryview(out))
             assert digest_of(bytes(out)) == entry.digest
             past = out.decode()
         self._expect_own_past(place, version.generation, past)
