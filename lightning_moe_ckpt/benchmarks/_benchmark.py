@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from rich.table import Table
 
 from lightning_moe_ckpt.errors import ConfigurationError
 
+T = TypeVar("T")
 Figure = TypeVar("Figure")
 Accelerator = Literal["cpu", "gpu"]
 ACCELERATORS = ("cpu", "gpu", "auto")
@@ -44,12 +47,36 @@ class Benchmark(ABC, Generic[Figure]):
         """The figures for people."""
 
 
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A number to reach, or to stay below."""
+
+    name: str
+    what: str
+    wanted: float
+    unit: str
+    at_least: bool = True
+
+    def outcome(self, measured: float) -> str:
+        """`met` or `NOT met`; NaN meets nothing."""
+        return "met" if (measured >= self.wanted if self.at_least else measured <= self.wanted) else "NOT met"
+
+    def __str__(self) -> str:
+        return f"at {'least' if self.at_least else 'most'} {self.wanted:g} {self.unit}"
+
+
 def positive(text: str) -> int:
     """Type of an option that counts something there must be one of."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
     return number
+
+
+def add_counts(parser: argparse.ArgumentParser, *options: tuple[str, int, str]) -> None:
+    """Declare options that count something, each by its flag, its default and a text."""
+    for flag, default, text in options:
+        parser.add_argument(flag, type=positive, default=default, help=f"{text} (default: {default})")
 
 
 def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
@@ -70,19 +97,33 @@ def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
     return "gpu" if 0 < num_ranks <= num_devices else "cpu"
 
 
-def milliseconds(seconds: float) -> str:
-    """Text with a unit and three or so digits that matter."""
-    return f"{seconds * 1e3:.{_decimals(seconds * 1e3)}f} ms"
+def rounds_of(num_rounds: int, cases: Sequence[T]) -> Iterator[tuple[int, T]]:
+    """Every case in every round, each first in turn: what one leaves for the disk to do hits another each time."""
+    for turn in range(num_rounds):
+        start = turn % len(cases)
+        yield from ((turn, case) for case in [*cases[start:], *cases[:start]])
+
+
+def medians(rounds: Sequence[object], *names: str) -> dict[str, Any]:
+    """Median over the rounds of each attribute that is named, `None` where no round has a number."""
+    columns = {name: [getattr(each, name) for each in rounds] for name in names}
+    known = {name: [value for value in column if value is not None] for name, column in columns.items()}
+    return {name: statistics.median(column) if column else None for name, column in known.items()}
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Text with a unit and three or so digits that matter; empty if there is nothing to say."""
+    return "" if seconds is None else f"{seconds * 1e3:.{_decimals(seconds * 1e3)}f} ms"
 
 
 def megabytes(nbytes: float) -> str:
-    """As `milliseconds`; 10^6 bytes."""
+    """Text with a unit; 10^6 bytes."""
     return f"{nbytes / 1e6:.{_decimals(nbytes / 1e6)}f} MB"
 
 
-def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> Table:
     """A table whose columns are aligned right but for the first."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:

@@ -6,26 +6,12 @@ Goals are relative to a baseline of the same run where there is one: absolute ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from lightning_moe_ckpt.benchmarks._benchmark import Goal
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure, attempt
 
 Measurement = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A number to reach, or to stay below."""
-
-    name: str
-    what: str
-    wanted: float
-    unit: str
-    at_least: bool = True
-
-    def is_met(self, measured: float) -> bool:
-        """NaN meets nothing."""
-        return measured >= self.wanted if self.at_least else measured <= self.wanted
 
 
 GOALS = (
@@ -56,12 +42,11 @@ def judge(measurements: Mapping[str, Measurement], reason: str) -> list[NativeFi
 
 
 def _judge_one(goal: Goal, measure: Measurement | None, reason: str) -> NativeFigure:
-    sign = "at least" if goal.at_least else "at most"
-    what, wanted = f"{goal.name} {goal.what}", f"goal {sign} {goal.wanted:g} {goal.unit}"
+    what, wanted = f"{goal.name} {goal.what}", f"goal {goal}"
     if measure is None:
         note = f"{wanted}: not run on a GPU: {reason}"
         return NativeFigure(what=what, how="compiled engine", value=None, unit=goal.unit, note=note)
     figure = attempt(what, "compiled engine", measure, unit=goal.unit, note=wanted)
     if figure.value is None:
         return figure
-    return replace(figure, note=f"{wanted}: {'met' if goal.is_met(figure.value) else 'NOT met'}")
+    return replace(figure, note=f"{wanted}: {goal.outcome(figure.value)}")

@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from rich.table import Table
@@ -28,22 +26,29 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     Benchmark,
     Progress,
     accelerator_for,
+    add_counts,
+    medians,
     megabytes,
     milliseconds,
     positive,
+    rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._fits import FitOptions, StepCosts, Turn, Variant, train
+from lightning_moe_ckpt.benchmarks._fits import bench_folders
 from lightning_moe_ckpt.benchmarks._model import ModelSize
+from lightning_moe_ckpt.benchmarks._overhead_fit import FitOptions, StepCosts, Turn, Variant, train
 from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnTaker
-from lightning_moe_ckpt.tiers import shared_directory
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
+_COLUMNS = (
+    *("checkpoints", "steps/s", "against none", "range", "by median step", "CPU of training", "of process"),
+    *("in hooks per step", "stall per step", "of the device", "bytes per step (of dense)", "W", "committed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OverheadFigure:
-    """One variant; medians over the rounds unless said otherwise."""
+class OverheadFigure(StepCosts):
+    """One variant: medians over the rounds, sums of generations."""
 
     variant: Variant
     precision: str
@@ -55,26 +60,12 @@ class OverheadFigure:
     """Least and most of the rounds."""
     by_median_step: float
     """As `throughput`, from median instead of mean steps."""
-    thread_seconds: float
-    """CPU time of the training thread in a step."""
-    process_seconds: float
-    """CPU time of all threads in a step."""
-    stall_seconds: dict[str, float]
-    """Time the training thread waited in a step, by cause."""
-    device_stall_seconds: float
-    """Time training's stream stood still on a CUDA device in a step."""
-    overhead_seconds: float
-    """Time of the training thread in hooks of checkpoints in a step, waits included."""
     window: int
     """Steps per generation; 0 without checkpoints."""
     nbytes_per_step: float
     """Mean, 0 without checkpoints."""
     dense_nbytes: int
     """Bytes of a snapshot of everything, 0 without checkpoints."""
-    generations_complete: int
-    """Sum over the rounds, in the steps measured."""
-    generations_committed: int
-    """As `generations_complete`."""
     rounds: list[StepCosts]
 
     @property
@@ -91,31 +82,33 @@ class OverheadBench(Benchmark[OverheadFigure]):
 
     @override
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        def count(flag: str, default: int, text: str) -> None:
-            parser.add_argument(flag, type=positive, default=default, help=f"{text} (default: {default})")
-
-        count("--rounds", 10, "turns of every fit")
-        count("--steps", 16, "steps of a turn that count")
-        count("--settle", 8, "steps of a turn before them")
-        count("--warm-up", 28, "steps before those of the first turn that count")
+        add_counts(
+            parser,
+            ("--rounds", 10, "turns of every fit"),
+            ("--steps", 16, "steps of a turn that count"),
+            ("--settle", 8, "steps of a turn before them"),
+            ("--warm-up", 28, "steps before those of the first turn that count"),
+            ("--blocks", 4, "transformer blocks"),
+            ("--dim", 128, "model dimension"),
+            ("--experts", 16, "experts per block"),
+            ("--batch-size", 16, "crops of 64 tokens per step"),
+        )
         parser.add_argument("--window", type=_window, default=8, help="of sparse checkpoints, or auto (default: 8)")
         parser.add_argument("--precision", default="bf16-mixed", help="of the Trainer (default: %(default)s)")
-        count("--blocks", 4, "transformer blocks")
-        count("--dim", 128, "model dimension")
-        count("--experts", 16, "experts per block")
-        count("--batch-size", 16, "crops of 64 tokens per step")
         parser.add_argument("--url", help="folder for checkpoints, which stay (default: a temporary folder)")
 
     @override
     def measure(self, options: argparse.Namespace, progress: Progress) -> list[OverheadFigure]:
         turns: dict[Variant, list[Turn]] = {variant: [] for variant in VARIANTS}
         wanted = _fit_options(options)
-        with _folders(options.url) as (base, memory), ExitStack() as stack:
-            takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", memory, wanted)) for v in VARIANTS}
-            for index, variant in enumerate(_order(options.rounds)):
+        # Fits end in mid-step, as by an exception: what is newest stays in memory for a next start that never comes.
+        with bench_folders() as (folder, memory), ExitStack() as stack:
+            base = folder.as_uri() if options.url is None else options.url.rstrip("/")
+            takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", str(memory), wanted)) for v in VARIANTS}
+            for index, (_, variant) in enumerate(rounds_of(options.rounds, VARIANTS)):
                 progress(f"training, checkpoints: {variant}", index, options.rounds * len(VARIANTS))
                 turns[variant].append(takers[variant].take())
-        return [_figure(variant, options.precision, turns) for variant in VARIANTS]
+        return [_figure(variant, wanted, turns) for variant in VARIANTS]
 
     @override
     def table(self, figures: Sequence[OverheadFigure]) -> Table:
@@ -124,30 +117,19 @@ class OverheadBench(Benchmark[OverheadFigure]):
             f"Training {first.num_params / 1e6:.1f}M parameters in {first.precision}, "
             f"medians of {len(first.rounds)} interleaved rounds"
         )
-        columns = ["checkpoints", "steps/s", "against none", "range", "by median step", "CPU of training", "of process"]
-        columns += [
-            "in hooks per step",
-            "stall per step",
-            "of the device",
-            "bytes per step (of dense)",
-            "W",
-            "committed",
-        ]
-        table = table_of(title, columns, [_row(figure) for figure in figures])
-        table.caption = "\n".join(_causes(figure) for figure in figures if figure.stall_seconds)
-        return table
+        causes = "\n".join(_causes(figure) for figure in figures if figure.stall_seconds)
+        return table_of(title, _COLUMNS, [_row(figure) for figure in figures], causes)
 
 
 def _fit_options(options: argparse.Namespace) -> FitOptions:
-    size = ModelSize(
-        num_blocks=options.blocks,
-        model_dim=options.dim,
-        num_experts=options.experts,
-        expert_dim=2 * options.dim,
-        batch_size=options.batch_size,
-    )
     return FitOptions(
-        size=size,
+        size=ModelSize(
+            num_blocks=options.blocks,
+            model_dim=options.dim,
+            num_experts=options.experts,
+            expert_dim=2 * options.dim,
+            batch_size=options.batch_size,
+        ),
         precision=options.precision,
         window=options.window,
         warm_up=options.warm_up,
@@ -166,32 +148,27 @@ def _taker(variant: Variant, url: str, memory: str, options: FitOptions) -> Turn
     return TurnTaker(work)
 
 
-def _order(num_rounds: int) -> Iterator[Variant]:
-    """Every variant in every round, each first equally often: what one leaves for the disk to do hits the next."""
-    for turn in range(num_rounds):
-        start = turn % len(VARIANTS)
-        yield from VARIANTS[start:] + VARIANTS[:start]
-
-
-def _figure(variant: Variant, precision: str, turns: dict[Variant, list[Turn]]) -> OverheadFigure:
+def _figure(variant: Variant, options: FitOptions, turns: Mapping[Variant, Sequence[Turn]]) -> OverheadFigure:
     rounds = [turn.costs for turn in turns[variant]]
     pairs = [(none.costs, own) for none, own in zip(turns["none"], rounds, strict=True)]
     throughput = [none.mean_seconds / own.mean_seconds for none, own in pairs]
     causes = sorted({cause for each in rounds for cause in each.stall_seconds})
     report = turns[variant][-1].report
+    own = medians(
+        rounds,
+        *("mean_seconds", "median_seconds", "thread_seconds", "process_seconds"),
+        *("device_stall_seconds", "overhead_seconds"),
+    )
     return OverheadFigure(
+        **own,
         variant=variant,
-        precision=precision,
-        num_params=turns[variant][-1].num_params,
-        steps_per_second=1 / statistics.median(each.mean_seconds for each in rounds),
+        precision=options.precision,
+        num_params=options.size.num_params(),
+        steps_per_second=1 / own["mean_seconds"],
         throughput=statistics.median(throughput),
         throughput_range=(min(throughput), max(throughput)),
         by_median_step=statistics.median(none.median_seconds / own.median_seconds for none, own in pairs),
-        thread_seconds=statistics.median(each.thread_seconds for each in rounds),
-        process_seconds=statistics.median(each.process_seconds for each in rounds),
-        device_stall_seconds=statistics.median(each.device_stall_seconds for each in rounds),
         stall_seconds={c: statistics.median(each.stall_seconds.get(c, 0.0) for each in rounds) for c in causes},
-        overhead_seconds=statistics.median(each.overhead_seconds for each in rounds),
         window=report.window if report is not None else 0,
         nbytes_per_step=report.nbytes_per_step if report is not None else 0.0,
         dense_nbytes=report.dense_nbytes if report is not None else 0,
@@ -207,17 +184,10 @@ def _row(figure: OverheadFigure) -> list[str]:
     row += [f"{figure.by_median_step:.3f}", milliseconds(figure.thread_seconds), milliseconds(figure.process_seconds)]
     if figure.variant == "none":
         return row
+    in_hooks = (figure.overhead_seconds, figure.stall, figure.device_stall_seconds)
     taken = f"{megabytes(figure.nbytes_per_step)} ({figure.nbytes_per_step / figure.dense_nbytes:.0%})"
     generations = f"{figure.generations_committed} of {figure.generations_complete}"
-    return [
-        *row,
-        milliseconds(figure.overhead_seconds),
-        milliseconds(figure.stall),
-        milliseconds(figure.device_stall_seconds),
-        taken,
-        str(figure.window),
-        generations,
-    ]
+    return [*row, *map(milliseconds, in_hooks), taken, str(figure.window), generations]
 
 
 def _causes(figure: OverheadFigure) -> str:
@@ -227,16 +197,3 @@ def _causes(figure: OverheadFigure) -> str:
 
 def _window(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else positive(text)
-
-
-@contextmanager
-def _folders(url: str | None) -> Iterator[tuple[str, str]]:
-    """The URL under which every fit has its own, and their shared memory.
-
-    Fits end in mid-step, as by an exception, so that what is newest stays in memory for a next start that never comes.
-    """
-    with (
-        tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=shared_directory()) as memory,
-        tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-") as folder,
-    ):
-        yield Path(folder).as_uri() if url is None else url.rstrip("/"), memory

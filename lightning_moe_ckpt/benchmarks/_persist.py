@@ -19,19 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Benchmark,
+    Goal,
     Progress,
     accelerator_for,
+    add_counts,
     milliseconds,
-    positive,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._goals import Goal
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._persist_runs import Cost, Pair, StepsMeanwhile, take_pairs, time_steps
 from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnTaker
@@ -48,7 +49,7 @@ class PersistFigure:
     """One goal and what was measured of it; without a value it was not run."""
 
     what: str
-    wanted: float
+    wanted: str
     unit: str
     value: float | None
     """Median over the rounds, for ratios of two times; of all steps together for p99."""
@@ -68,14 +69,14 @@ class PersistBench(Benchmark[PersistFigure]):
 
     @override
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        def count(flag: str, default: int, text: str) -> None:
-            parser.add_argument(flag, type=positive, default=default, help=f"{text} (default: {default})")
-
-        count("--generation-megabytes", 200, "bytes of a generation")
-        count("--segments", 4, "files it consists of")
-        count("--persist-rounds", 10, "generations stored in each place")
-        count("--persist-steps", 400, "steps of the fit")
-        count("--persist-dim", 128, "model dimension of the fit")
+        add_counts(
+            parser,
+            ("--generation-megabytes", 200, "bytes of a generation"),
+            ("--segments", 4, "files it consists of"),
+            ("--persist-rounds", 10, "generations stored in each place"),
+            ("--persist-steps", 400, "steps of the fit"),
+            ("--persist-dim", 128, "model dimension of the fit"),
+        )
         parser.add_argument("--persist-folder", type=Path, help="on the disk in question (default: a temporary folder)")
         parser.add_argument("--object-url", help="s3://bucket/place; without it object storage is left out")
         parser.add_argument("--object-options", type=json.loads, help="its storage_options, as JSON")
@@ -89,25 +90,16 @@ class PersistBench(Benchmark[PersistFigure]):
             progress("training with sparse checkpoints", 0, 1)
             steps = _steps(options, f"{url}/fit")
         unnamed = "not run: name a bucket with --object-url"
-        return [
-            _ratio(LOCAL, local, ""),
-            _ratio(OBJECT, stored, unnamed),
-            _cpu(stored, unnamed),
-            _p99(steps),
-        ]
+        return [_ratio(LOCAL, local, ""), _ratio(OBJECT, stored, unnamed), _cpu(stored, unnamed), _p99(steps)]
 
     @override
     def table(self, figures: Sequence[PersistFigure]) -> Table:
-        columns = ["goal", "measured", "range", "baseline", "ours", "wanted", "outcome"]
+        columns = ("goal", "measured", "range", "baseline", "ours", "wanted", "outcome")
         return table_of("What persisting costs", columns, [_row(figure) for figure in figures])
 
 
 def _pairs(
-    options: argparse.Namespace,
-    url: str | None,
-    storage_options: dict[str, object] | None,
-    progress: Progress,
-    where: str,
+    options: argparse.Namespace, url: str | None, storage_options: dict[str, Any] | None, progress: Progress, where: str
 ) -> list[Pair]:
     if url is None:
         return []
@@ -170,10 +162,10 @@ def _rate(costs: Sequence[Cost]) -> str:
 
 def _figure(goal: Goal, values: Sequence[float], baseline: str, ours: str, unnamed: str) -> PersistFigure:
     value = statistics.median(values) if values else None
-    outcome = unnamed if value is None else "met" if goal.is_met(value) else "NOT met"
+    outcome = unnamed if value is None else goal.outcome(value)
     return PersistFigure(
         what=goal.what,
-        wanted=goal.wanted,
+        wanted=str(goal),
         unit=goal.unit,
         value=value,
         range=(min(values), max(values)) if values else None,
@@ -186,5 +178,4 @@ def _figure(goal: Goal, values: Sequence[float], baseline: str, ours: str, unnam
 def _row(figure: PersistFigure) -> list[str]:
     value = "" if figure.value is None else f"{figure.value:.2f} {figure.unit}"
     spread = "" if figure.range is None else f"{figure.range[0]:.2f}-{figure.range[1]:.2f}"
-    wanted = f"at most {figure.wanted:g} {figure.unit}"
-    return [figure.what, value, spread, figure.baseline, figure.ours, wanted, figure.outcome]
+    return [figure.what, value, spread, figure.baseline, figure.ours, figure.wanted, figure.outcome]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import obstore
 import torch
@@ -20,8 +20,9 @@ from obstore.store import S3Store
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import one_thread, quiet_lightning
+from lightning_moe_ckpt.benchmarks._fits import at_level, bench_trainer, one_thread, quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
+from lightning_moe_ckpt.benchmarks._segments import made_up_layout, made_up_rows
 from lightning_moe_ckpt.benchmarks._turns import HandOver
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
@@ -29,24 +30,12 @@ from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._worker import Announced
-from lightning_moe_ckpt.storage import (
-    RecordEntry,
-    RecordRows,
-    Retention,
-    RunStore,
-    SegmentLayout,
-    TensorSpec,
-    dtype_code,
-    open_backend,
-    wrapping_backends,
-)
+from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
 from lightning_moe_ckpt.storage._object_options import split_url, translate
 from lightning_moe_ckpt.testing._watched_backend import StorageCall, WatchedBackend
 
 T = TypeVar("T")
 StorageOptions = Mapping[str, Any]
-_RECORDS = 64
-"""Per segment: enough that digests of records are not for free."""
 _NEVER_DELETES = 10**9
 """Generations that are kept while time is measured: deleting comes after what is measured."""
 _STRETCH = 16
@@ -71,16 +60,6 @@ class Pair:
 
     bare: Cost
     ours: Cost
-
-
-class BareWrite(Protocol):
-    """What a generation is compared with."""
-
-    def __call__(self, name: str, segments: list[memoryview]) -> None:
-        """Make the bytes durable under names that begin with `name`."""
-
-    def forget(self, name: str) -> None:
-        """Remove them."""
 
 
 def take_pairs(
@@ -115,30 +94,10 @@ def _timed(work: Callable[[], object], nbytes: int) -> Cost:
 
 def _segment(number: int, nbytes: int) -> tuple[memoryview, RecordRows]:
     """Random bytes in the layout of a segment, of parameters that no segment of another number has."""
-    names = [f"record {number}.{index}" for index in range(_RECORDS)]
-    layout = SegmentLayout([TensorSpec(name, torch.float32, (nbytes // 4 // _RECORDS,)) for name in names], metadata={})
+    layout = made_up_layout(f"record {number}", nbytes)
     memory = torch.randint(256, (layout.nbytes,), dtype=torch.uint8)
     layout.write_header(memory)
-    rows = RecordRows(
-        [
-            RecordEntry(
-                name=name,
-                operator=name,
-                kind="full",
-                fqn=name,
-                state_key="param",
-                dtype=dtype_code(torch.float32),
-                global_shape=span.shape,
-                global_start=0,
-                numel=span.shape[0],
-                offset=span.offset,
-                nbytes=span.nbytes,
-                digest="",
-            )
-            for name, span in layout.spans.items()
-        ]
-    )
-    return memoryview(memory.numpy().data), rows
+    return memoryview(memory.numpy().data), made_up_rows(layout)
 
 
 @contextmanager
@@ -162,7 +121,8 @@ def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memory
         raise CheckpointError(f"not stored: {'; '.join(map(str, worker.take_failures())) or 'not within 600 s'}")
 
 
-def _bare(url: str, storage_options: StorageOptions | None) -> BareWrite:
+def _bare(url: str, storage_options: StorageOptions | None) -> _RawFiles | _BareObjects:
+    """What a generation is compared with: called, it makes bytes durable under names that begin alike."""
     if url.startswith("file://"):
         return _RawFiles(Path(url.removeprefix("file://")))
     return _BareObjects(url, storage_options)
@@ -233,15 +193,14 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
     writes = _Writes()
     clock = _Clock(writes, warm_up, num_steps)
     watched = wrapping_backends(lambda backend: WatchedBackend(backend, writes))
-    with watched, one_thread(), quiet_lightning(), _slow_without_a_word():
-        trainer = Trainer(
+    # That storage is slower than training is our own doing here.
+    with watched, one_thread(), quiet_lightning(), at_level(Skips.__module__, logging.ERROR):
+        trainer = bench_trainer(
             accelerator=accelerator,
-            devices=1,
+            strategy="auto",
+            gradient_clip_val=None,
             callbacks=[clock, SparseCheckpoint(url, window=8)],
             max_steps=warm_up + num_steps + 1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         torch.manual_seed(0)
         trainer.fit(BenchModel(size), random_tokens(size, warm_up + num_steps + 2))
@@ -275,18 +234,6 @@ class _Writes:
             return operation()
         finally:
             self.spans.append((started, time.perf_counter()))
-
-
-@contextmanager
-def _slow_without_a_word() -> Iterator[None]:
-    """That storage is slower than training is our own doing here."""
-    logger = logging.getLogger(Skips.__module__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _Clock(Callback):

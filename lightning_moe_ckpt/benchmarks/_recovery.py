@@ -13,11 +13,8 @@ Source: TierCheck (arXiv 2605.17821), Table 3. There the steps lost are an avera
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,17 +26,19 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     Benchmark,
     Progress,
     accelerator_for,
+    add_counts,
+    medians,
     megabytes,
     milliseconds,
-    positive,
+    rounds_of,
     table_of,
 )
+from lightning_moe_ckpt.benchmarks._fits import bench_folders
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure, host_restore_seconds
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System, read_times
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing import Kill, LifeFailed, LifeResult, run_lives
-from lightning_moe_ckpt.tiers import shared_directory
 
 CASES: tuple[tuple[System, Loss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
@@ -54,6 +53,15 @@ _SYSTEMS = {
     "dcp": "torch DCP, async",
     "lightning": "Lightning .ckpt",
 }
+_COLUMNS = (
+    *("checkpoints", "lost", "restored from", "saved per step", "in hooks per step", "step", "steps lost"),
+    *("restored after", "of it restore", "re-run", "total", "range"),
+)
+_NOTE = """\
+before the kill: bytes saved per step by all ranks together, what the training thread spent on it, waits included, and the \
+mean step with it
+restored after: from the SIGKILL until the state is there, with new processes but without imports; re-run: steps lost, and \
+done again"""
 _LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
 _CYCLES = 3
 """Checkpoints that were due before the kill: the newest may still be on its way."""
@@ -65,7 +73,7 @@ class Recovery:
 
     killed_at: int
     """Steps that were done."""
-    rollback_steps: int
+    rollback_steps: float
     """Of these, how many had to be taken again."""
     step_seconds: float
     """Mean step before the kill, checkpoints included."""
@@ -90,8 +98,8 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecoveryFigure:
-    """One system and one kind of failure; medians over the rounds."""
+class RecoveryFigure(Recovery):
+    """One system and one kind of failure; medians over the rounds, and `restored_from` as of the last one."""
 
     system: System
     loss: Loss
@@ -99,19 +107,12 @@ class RecoveryFigure:
     num_ranks: int
     every: int
     """Steps between two checkpoints."""
-    rollback_steps: float
-    step_seconds: float
-    hook_seconds: float
-    saved_nbytes: float
-    ready_seconds: float
-    restore_seconds: float | None
-    rerun_seconds: float
-    total_seconds: float
     total_range: tuple[float, float]
     """Least and most of the rounds."""
-    restored_from: list[dict[str, int]]
-    """As of the last round."""
     rounds: list[Recovery]
+
+
+_MEDIANS = [name for name in Recovery.__annotations__ if name != "restored_from"]
 
 
 class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
@@ -122,16 +123,16 @@ class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
 
     @override
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        def count(flag: str, default: int, text: str) -> None:
-            parser.add_argument(flag, type=positive, default=default, help=f"{text} (default: {default})")
-
-        count("--kills", 5, "kills of every run, each at another step between two checkpoints")
-        count("--nodes", 2, "processes, each a node of its own")
-        count("--every", 8, "steps between two checkpoints; the window of sparse ones")
-        count("--recovery-blocks", 4, "transformer blocks of the model that is killed")
-        count("--recovery-dim", 128, "its model dimension")
-        count("--host-kills", 10, "kills of a process whose state is read back from memory, with no training around it")
-        count("--host-megabytes", 50, "of that state")
+        add_counts(
+            parser,
+            ("--kills", 5, "kills of every run, each at another step between two checkpoints"),
+            ("--nodes", 2, "processes, each a node of its own"),
+            ("--every", 8, "steps between two checkpoints; the window of sparse ones"),
+            ("--recovery-blocks", 4, "transformer blocks of the model that is killed"),
+            ("--recovery-dim", 128, "its model dimension"),
+            ("--host-kills", 10, "kills of a process whose state is read back from memory, with no training around it"),
+            ("--host-megabytes", 50, "of that state"),
+        )
         parser.add_argument(
             "--systems", nargs="+", choices=[*_SYSTEMS], default=[*_SYSTEMS], help="what is compared (default: all)"
         )
@@ -141,7 +142,7 @@ class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
     def measure(self, options: argparse.Namespace, progress: Progress) -> list[RecoveryFigure | HostRestoreFigure]:
         cases = [case for case in CASES if case[0] in options.systems]
         found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in cases}
-        for done, (turn, case) in enumerate(_order(options.kills, cases)):
+        for done, (turn, case) in enumerate(rounds_of(options.kills, cases)):
             progress(f"killed and resumed: {case[0]}, {case[1]}", done, options.kills * len(cases))
             step = _CYCLES * options.every + 1 + turn * options.every // options.kills
             found[case].append(_recover(case, step, options))
@@ -156,30 +157,14 @@ class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
             f"From a SIGKILL to the first new step: {first.num_params / 1e6:.1f}M parameters on {first.num_ranks} nodes of "
             f"one process, a checkpoint every {first.every} steps, medians of {len(first.rounds)} kills"
         )
-        columns = ["checkpoints", "lost", "restored from", "saved per step", "in hooks per step", "step", "steps lost"]
-        columns += ["restored after", "of it restore", "re-run", "total", "range"]
-        table = table_of(title, columns, [_row(figure) for figure in killed])
-        note = (
-            "before the kill: bytes saved per step by all ranks together, what the training thread spent on it, waits "
-            "included, and the mean step with it\n"
-            "restored after: from the SIGKILL until the state is there, with new processes but without imports; "
-            "re-run: steps lost, and done again"
-        )
         alone = [_host_line(figure) for figure in figures if isinstance(figure, HostRestoreFigure)]
-        table.caption = "\n".join([note, *_from_host(killed), *alone])
-        return table
-
-
-def _order(num_rounds: int, cases: Sequence[tuple[System, Loss]] = CASES) -> Iterator[tuple[int, tuple[System, Loss]]]:
-    """Every case in every round, each first in turn."""
-    for turn in range(num_rounds):
-        start = turn % len(cases)
-        yield from ((turn, case) for case in [*cases[start:], *cases[:start]])
+        caption = "\n".join([_NOTE, *_from_host(killed), *alone])
+        return table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
 
 
 def _recover(case: tuple[System, Loss], step: int, options: argparse.Namespace) -> Recovery:
     system, loss = case
-    with _folders(options.folder) as (folder, memory):
+    with bench_folders(options.folder) as (folder, memory):
         fit = RecoveryFit(
             system=system,
             loss=loss,
@@ -240,25 +225,16 @@ def _read(lives: Sequence[LifeResult], step: int, num_steps: int) -> Recovery:
 
 
 def _figure(case: tuple[System, Loss], options: argparse.Namespace, rounds: list[Recovery]) -> RecoveryFigure:
-    median = statistics.median
-    restores = [each.restore_seconds for each in rounds if each.restore_seconds is not None]
     totals = [each.total_seconds for each in rounds]
     return RecoveryFigure(
+        **medians(rounds, *_MEDIANS),
+        restored_from=rounds[-1].restored_from,
         system=case[0],
         loss=case[1],
         num_params=_size(options).num_params(),
         num_ranks=options.nodes,
         every=options.every,
-        rollback_steps=median([each.rollback_steps for each in rounds]),
-        step_seconds=median([each.step_seconds for each in rounds]),
-        hook_seconds=median([each.hook_seconds for each in rounds]),
-        saved_nbytes=median([each.saved_nbytes for each in rounds]),
-        ready_seconds=median([each.ready_seconds for each in rounds]),
-        restore_seconds=median(restores) if restores else None,
-        rerun_seconds=median([each.rerun_seconds for each in rounds]),
-        total_seconds=median(totals),
         total_range=(min(totals), max(totals)),
-        restored_from=rounds[-1].restored_from,
         rounds=rounds,
     )
 
@@ -282,8 +258,8 @@ def _host_line(figure: HostRestoreFigure) -> str:
     return (
         f"{megabytes(figure.nbytes)} of state, from the SIGKILL to verified bytes out of host memory, without imports: "
         f"median {milliseconds(figure.median)}, {milliseconds(min(figure.seconds))} to "
-        f"{milliseconds(max(figure.seconds))} in {len(figure.seconds)} kills; goal 100 ms for 50 MB: "
-        f"{'met' if figure.is_met else 'NOT met'}"
+        f"{milliseconds(max(figure.seconds))} in {len(figure.seconds)} kills; "
+        f"goal 100 ms for 50 MB: {figure.outcome}"
     )
 
 
@@ -302,26 +278,9 @@ def _from_host(figures: Sequence[RecoveryFigure]) -> Iterator[str]:
 def _row(figure: RecoveryFigure) -> list[str]:
     low, high = figure.total_range
     lost = _LOSSES[figure.loss] if figure.system in ("sparse", "dense") else "any"
-    restore = "" if figure.restore_seconds is None else milliseconds(figure.restore_seconds)
+    after = (figure.ready_seconds, figure.restore_seconds, figure.rerun_seconds, figure.total_seconds)
     return [
         *(_SYSTEMS[figure.system], lost, _sources(figure)),
         *(megabytes(figure.saved_nbytes), milliseconds(figure.hook_seconds), milliseconds(figure.step_seconds)),
-        *(
-            f"{figure.rollback_steps:g}",
-            milliseconds(figure.ready_seconds),
-            restore,
-            milliseconds(figure.rerun_seconds),
-        ),
-        *(milliseconds(figure.total_seconds), f"{milliseconds(low)} to {milliseconds(high)}"),
+        *(f"{figure.rollback_steps:g}", *map(milliseconds, after), f"{milliseconds(low)} to {milliseconds(high)}"),
     ]
-
-
-@contextmanager
-def _folders(parent: Path | None) -> Iterator[tuple[Path, Path]]:
-    """A folder for checkpoints and one on the tmpfs, both gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=parent) as folder:
-        memory = tempfile.mkdtemp(prefix="moe-ckpt-bench-", dir=shared_directory())
-        try:
-            yield Path(folder), Path(memory)
-        finally:
-            shutil.rmtree(memory)

@@ -10,21 +10,24 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
+from lightning_moe_ckpt.benchmarks._fits import bench_trainer, quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
-from lightning_moe_ckpt.benchmarks._recovery_dcp import DcpCheckpoint, newest_step
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing import Life
 
 System = Literal["sparse", "dense", "dcp", "lightning"]
@@ -47,7 +50,7 @@ class RecoveryFit:
     accelerator: Accelerator = "cpu"
 
     def __call__(self, life: Life) -> dict[str, Any]:
-        """What a life runs; gives the times of steps on this rank, and what the callback says about its restore."""
+        """Run a life; gives the times of steps on this rank, and what the callback says about its restore."""
         begun = time.monotonic()
         node = Path(self.memory) / f"node{life.rank}"
         if life.index and self._loses_memory(life):
@@ -60,7 +63,12 @@ class RecoveryFit:
         checkpoint = self._checkpoint(life, folder, first)
         times = StepTimes(life.records.with_suffix(".times"), first, checkpoint)
         with quiet_lightning():
-            trainer = self._trainer(life, life.callbacks(checkpoint, times), self.max_steps - first)
+            trainer = bench_trainer(
+                accelerator=self.accelerator,
+                devices=life.world_size,
+                callbacks=life.callbacks(checkpoint, times),
+                max_steps=self.max_steps - first,
+            )
             data = random_tokens(self.size, life.world_size * (self.max_steps + 1))
             trainer.fit(BenchModel(self.size), data, ckpt_path=self._ckpt_path(folder))
         return {"begun": begun, **times.read(), **_report(checkpoint)}
@@ -83,19 +91,79 @@ class RecoveryFit:
         files = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
         return str(files[-1]) if files else None
 
-    def _trainer(self, life: Life, callbacks: list[Callback], max_steps: int) -> Trainer:
-        return Trainer(
-            accelerator=self.accelerator,
-            devices=life.world_size,
-            strategy=MoEStrategy(),
-            callbacks=callbacks,
-            max_steps=max_steps,
-            gradient_clip_val=1.0,
-            logger=False,
-            enable_checkpointing=True,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+
+def newest_step(folder: Path) -> int:
+    """Of the whole checkpoints in `folder`; 0 if there is none. Metadata is what the coordinator writes last."""
+    return max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
+
+
+class DcpCheckpoint(Callback):
+    """`torch.distributed.checkpoint.async_save` of model, optimizer and scheduler, one save at a time.
+
+    Args:
+        folder: where checkpoints go, one folder per step.
+        every_n_steps: optimizer steps between two saves. A save that is still running holds up the next.
+        first_step: the checkpoint to load at start, whose step is added to `global_step`; 0 for none.
+    """
+
+    def __init__(self, folder: Path, *, every_n_steps: int, first_step: int) -> None:
+        self._folder, self._every, self._first = folder, every_n_steps, first_step
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Future[Any] | None = None
+        self.seconds, self.nbytes = 0.0, 0
+        """Of the training thread in saves so far, and bytes that they saved; of one rank, as all have the same state."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")  # saves run beside training
+        if not self._first:
+            return
+        state = self._state(trainer, pl_module)
+        load(state, checkpoint_id=self._folder / str(self._first), process_group=self._group)
+        set_state_dict(
+            pl_module, trainer.optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+        for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(saved)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = self._first + trainer.global_step
+        if step % self._every:
+            return
+        began = time.perf_counter()
+        self._wait()
+        self._forget_old(trainer)
+        state = self._state(trainer, pl_module)
+        saving = async_save(state, checkpoint_id=self._folder / str(step), process_group=self._group)
+        assert isinstance(saving, Future)  # the other kind of answer is for stagers
+        self._saving = saving
+        self.seconds += time.perf_counter() - began
+        if trainer.global_rank == 0:
+            self.nbytes += _nbytes(state)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait()
+
+    def _state(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        model, optimizer = get_state_dict(module, trainer.optimizers)
+        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        return {"model": model, "optimizer": optimizer, "schedulers": schedulers}
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+
+    def _forget_old(self, trainer: Trainer) -> None:
+        if trainer.global_rank == 0:
+            whole = sorted(self._folder.glob("*/.metadata"), key=lambda path: int(path.parent.name))
+            for path in whole[:-1]:  # with the next, two stay
+                shutil.rmtree(path.parent)
 
 
 class MeteredCheckpoint(ModelCheckpoint):
@@ -175,3 +243,10 @@ def _report(checkpoint: Callback) -> dict[str, Any]:
         return {"restored_from": {}, "restore_seconds": None}
     report = checkpoint.report
     return {"restored_from": report.restored_from, "restore_seconds": report.restore_seconds}
+
+
+def _nbytes(state: object) -> int:
+    """Of all tensors in it."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(_nbytes(each) for each in state.values()) if isinstance(state, dict) else 0

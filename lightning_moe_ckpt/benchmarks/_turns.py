@@ -57,6 +57,10 @@ class TurnTaker(Generic[Result]):
         """
         self._pipe.close()
         self._process.join(self._patience.total_seconds())
+        self.kill()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and wait until it is gone."""
         self._process.kill()
         self._process.join()
 

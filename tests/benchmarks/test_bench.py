@@ -23,10 +23,10 @@ from lightning_moe_ckpt.benchmarks import (
     OverheadBench,
     RecoveryBench,
 )
-from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
+from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for, rounds_of
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
-from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, _order
+from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
 from lightning_moe_ckpt.cli import main
@@ -154,12 +154,11 @@ def test_overhead_table_names_every_cause_of_stall(overhead: dict[str, OverheadF
     assert all(cause in shown for cause in overhead["sparse"].stall_seconds)
 
 
-def test_variants_take_order() -> None:
-    """Every round has each variant once, and each begins a round equally often."""
-    turns = list(_order(2 * len(VARIANTS)))
-    rounds = [turns[index : index + len(VARIANTS)] for index in range(0, len(turns), len(VARIANTS))]
-    assert [set(each) for each in rounds] == [set(VARIANTS)] * (2 * len(VARIANTS))
-    assert Counter(each[0] for each in rounds) == dict.fromkeys(VARIANTS, 2)
+def test_cases_take_turns() -> None:
+    """Every round has each case once, and each begins a round equally often."""
+    turns = list(rounds_of(2 * len(CASES), CASES))
+    assert Counter(turns) == {(turn, case): 1 for turn in range(2 * len(CASES)) for case in CASES}
+    assert Counter(case for _, case in turns[:: len(CASES)]) == dict.fromkeys(CASES, 2)
 
 
 def test_every_failure_is_recovered_from() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -16,8 +15,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
-from lightning_moe_ckpt.benchmarks._recovery import CASES, RecoveryFigure, _host_line, _order
-from lightning_moe_ckpt.benchmarks._recovery_dcp import DcpCheckpoint, newest_step
+from lightning_moe_ckpt.benchmarks._recovery import CASES, RecoveryFigure, _host_line
+from lightning_moe_ckpt.benchmarks._recovery_life import DcpCheckpoint, newest_step
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 
@@ -126,10 +125,3 @@ def test_no_checkpoint_is_no_step(tmp_path: Path) -> None:
     """A folder with half a save in it."""
     (tmp_path / "2").mkdir()
     assert newest_step(tmp_path) == 0
-
-
-def test_every_case_has_a_turn_in_every_round_and_begins_one() -> None:
-    """What one leaves for the disk to do hits another each time."""
-    turns = list(_order(len(CASES)))
-    assert Counter(turns) == {(turn, case): 1 for turn in range(len(CASES)) for case in CASES}
-    assert len({case for index, (_, case) in enumerate(turns) if index % len(CASES) == 0}) == len(CASES)
