@@ -7,11 +7,13 @@ Medians and ratios of such figures say something about another machine; absolute
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -109,6 +111,13 @@ def medians(rounds: Sequence[object], *names: str) -> dict[str, Any]:
     columns = {name: [getattr(each, name) for each in rounds] for name in names}
     known = {name: [value for value in column if value is not None] for name, column in columns.items()}
     return {name: statistics.median(column) if column else None for name, column in known.items()}
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Put JSON into `path`, whole or not at all."""
+    staged = path.with_name(f".{path.name}")
+    staged.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    staged.replace(path)
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -30,15 +30,18 @@ from typing import Any
 
 import torch
 
-from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress, accelerator_for
-from lightning_moe_ckpt.benchmarks._goals import judge
-from lightning_moe_ckpt.benchmarks._goals_measured import DeviceCopies, DeviceKernels, Scale
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress, accelerator_for, write_document
+from lightning_moe_ckpt.benchmarks._fits import bench_folders, one_thread
 from lightning_moe_ckpt.benchmarks._machine import Machine
-from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
+from lightning_moe_ckpt.benchmarks._model import ModelSize
+from lightning_moe_ckpt.benchmarks._native_copies import DeviceCopies, Scale
+from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure, judge
+from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
 from lightning_moe_ckpt.benchmarks._overhead import OverheadBench
-from lightning_moe_ckpt.benchmarks._resume import kill_and_resume
+from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _device_check, _library, examine
+from lightning_moe_ckpt.testing import Kill, LifeResult, differences, run_lives
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the checkout, if this is one."""
@@ -58,6 +61,9 @@ _ATTRIBUTES = {
 """Numbers of `CUdevice_attribute` that decide which way copies and kernels go."""
 _BIG = ("--dim", "1024", "--experts", "8", "--blocks", "2", "--rounds", "3", "--precision", "32-true")
 _SMALL = ("--dim", "32", "--experts", "4", "--rounds", "1", "--blocks", "1", "--steps", "4", "--settle", "2")
+_SIZE = ModelSize(num_blocks=2, model_dim=64, num_experts=4, expert_dim=64, batch_size=4, dropout=0.1)
+_STEPS, _LIFE_SECONDS = 16, 40.0
+"""Of the training that is killed and resumed."""
 _CHECKS = """
 import torch
 from lightning_moe_ckpt.native import _device_check, _library
@@ -144,7 +150,7 @@ def run_apart(commands: Mapping[str, Sequence[str] | None], path: Path, progress
         else:
             outcomes[name] = run_section(command, limit)
         document = {"machine": asdict(Machine.read()), "sections": {each: asdict(o) for each, o in outcomes.items()}}
-        _write(path, document)
+        write_document(path, document)
     return outcomes
 
 
@@ -205,22 +211,15 @@ def section_main() -> None:
 
     def keep(found: Any) -> None:
         written["found"] = found
-        _write(Path(path), written)
+        write_document(Path(path), written)
 
     try:
         SECTIONS[name].work(accelerator_for(wanted), keep)
     except _Lacking as lacking:
-        _write(Path(path), written | {"lacking": str(lacking)})
+        write_document(Path(path), written | {"lacking": str(lacking)})
     except Exception as error:
-        _write(Path(path), written | {"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
+        write_document(Path(path), written | {"error": f"{type(error).__name__}: {error}".partition("\n")[0]})
         raise
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    staged = path.with_name(f".{path.name}")
-    staged.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    staged.replace(path)
 
 
 def _environment(accelerator: Accelerator, keep: Keep) -> None:
@@ -318,32 +317,76 @@ def _tests(accelerator: Accelerator, keep: Keep) -> None:
 
 
 def _resume(accelerator: Accelerator, keep: Keep) -> None:
-    found = []
-    for resumed in kill_and_resume(accelerator):
-        found.append(asdict(resumed))
-        keep(found)
+    """Train, kill and resume, and hold every bit against the same training left in peace.
+
+    It is left in peace twice: where two such runs differ, kernels are not deterministic, and nothing can be said of a resume.
+    A sparse run finds the memory of the life before it, a dense one has to read storage.
+    """
+    # Attention has no deterministic backward in the fused kernels for float32.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    found = list[dict[str, Any]]()
+    # Comparing on several threads would leave some that the next life's fork has not, and waits for.
+    with one_thread(), bench_folders() as (folder, memory):
+
+        def run(name: str, system: System, loss: Loss, *kills: Kill) -> list[LifeResult]:
+            fit = RecoveryFit(
+                system=system, loss=loss, size=_SIZE, every=4, max_steps=_STEPS, memory=str(memory / name),
+                accelerator=accelerator, deterministic=True,
+            )  # fmt: skip
+            url = (folder / name).as_uri()
+            return run_lives(fit, url=url, workdir=folder / f"{name}-lives", kills=kills, timeout=_LIFE_SECONDS)
+
+        (peace,), (again,) = run("peace", "none", "process"), run("again", "none", "process")
+        losses: tuple[tuple[System, Loss], ...] = (("sparse", "process"), ("dense", "cluster"))
+        for policy, loss in losses:
+            killed, last = run(policy, policy, loss, Kill(phase="forward", step=_STEPS * 5 // 8, settle=20.0))
+            returned, end = last.returned(), last.end()
+            resumed = {
+                "policy": policy,
+                "accelerator": accelerator,
+                "resumed_from": returned["resumed_from"],
+                "restored_from": returned["restored_from"],
+                "num_tensors": sum(isinstance(value, torch.Tensor) for value in end.values()),
+                "differs": [*_other(peace, last), *_other_losses(peace, killed)],
+                "unrepeatable": _other(peace, again),
+                "seconds": killed.seconds + last.seconds,
+            }
+            found.append(resumed)
+            keep(found)
     if other := [each["policy"] for each in found if each["differs"]]:
         raise CheckpointError(f"Other bits after a resume: {', '.join(other)}.")
 
 
+def _other(peace: LifeResult, other: LifeResult) -> list[str]:
+    """What has other bits than in the run left in peace."""
+    return [*differences(peace.end(), other.end()), *_other_losses(peace, other)]
+
+
+def _other_losses(peace: LifeResult, other: LifeResult) -> list[str]:
+    wanted, found = ({line["step"]: line["loss"] for line in each.records(kind="train")} for each in (peace, other))
+    return [f"loss of step {step}: {found[step]}, not {wanted[step]}" for step in found if found[step] != wanted[step]]
+
+
 def _copies(accelerator: Accelerator, keep: Keep) -> None:
+    _measured(DeviceCopies(_device(), Scale()), keep)
+
+
+def _kernels(accelerator: Accelerator, keep: Keep) -> None:
+    _measured(Kernels(_device(), 10**9, Scale().repeats), keep)
+
+
+def _device() -> torch.device:
     _cuda_part()
-    measured = DeviceCopies(torch.device("cuda", 0), Scale())
+    return torch.device("cuda", 0)
+
+
+def _measured(measured: DeviceCopies | Kernels, keep: Keep) -> None:
     found = [asdict(figure) for figure in judge(measured.goals(), "measured in another section")]
     keep(found)
     for figure in measured.rates():
         found.append(asdict(figure))
         keep(found)
-
-
-def _kernels(accelerator: Accelerator, keep: Keep) -> None:
-    _cuda_part()
-    measured = DeviceKernels(torch.device("cuda", 0), Scale())
-    found = []
-    for figure in measured.rates():
-        found.append(asdict(figure))
-        keep(found)
-    keep([*found, *(asdict(figure) for figure in judge(measured.goals(), "measured in another section"))])
 
 
 def _overhead(accelerator: Accelerator, keep: Keep) -> None:

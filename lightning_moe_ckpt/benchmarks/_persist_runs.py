@@ -193,8 +193,8 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
     writes = _Writes()
     clock = _Clock(writes, warm_up, num_steps)
     watched = wrapping_backends(lambda backend: WatchedBackend(backend, writes))
-    # That storage is slower than training is our own doing here.
-    with watched, one_thread(), quiet_lightning(), at_level(Skips.__module__, logging.ERROR):
+    # That storage is slower than training, and memory full, is our own doing here.
+    with watched, one_thread(), quiet_lightning(), at_level(Skips.__module__, logging.CRITICAL):
         trainer = bench_trainer(
             accelerator=accelerator,
             strategy="auto",

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -30,7 +30,7 @@ from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_t
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.testing import Life
 
-System = Literal["sparse", "dense", "dcp", "lightning"]
+System = Literal["none", "sparse", "dense", "dcp", "lightning"]
 Loss = Literal["process", "node", "cluster"]
 """What dies: one process; with it the memory of its node; the memory of every node."""
 
@@ -48,6 +48,8 @@ class RecoveryFit:
     memory: str
     """Folder on a tmpfs with a folder per node, which is that node's shared memory."""
     accelerator: Accelerator = "cpu"
+    deterministic: bool = False
+    """Of the Trainer, which warns of kernels that are not."""
 
     def __call__(self, life: Life) -> dict[str, Any]:
         """Run a life; gives the times of steps on this rank, and what the callback says about its restore."""
@@ -55,9 +57,8 @@ class RecoveryFit:
         node = Path(self.memory) / f"node{life.rank}"
         if life.index and self._loses_memory(life):
             shutil.rmtree(node)
-        node.mkdir(exist_ok=True)
+        node.mkdir(parents=True, exist_ok=True)
         os.environ["MOE_CKPT_SHARED_MEMORY"] = str(node)
-        torch.manual_seed(0)
         folder = Path(life.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
         checkpoint = self._checkpoint(life, folder, first)
@@ -66,24 +67,28 @@ class RecoveryFit:
             trainer = bench_trainer(
                 accelerator=self.accelerator,
                 devices=life.world_size,
-                callbacks=life.callbacks(checkpoint, times),
+                callbacks=life.callbacks(*([checkpoint] if checkpoint is not None else []), times),
                 max_steps=self.max_steps - first,
+                deterministic="warn" if self.deterministic else None,
             )
+            torch.manual_seed(0)
+            model = BenchModel(self.size)
+            seed_everything(life.seed, verbose=False)  # another in every life: what is not restored shows
             data = random_tokens(self.size, life.world_size * (self.max_steps + 1))
-            trainer.fit(BenchModel(self.size), data, ckpt_path=self._ckpt_path(folder))
+            trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
         return {"begun": begun, **times.read(), **_report(checkpoint)}
 
     def _loses_memory(self, life: Life) -> bool:
         return self.loss == "cluster" or (self.loss == "node" and life.rank == life.world_size - 1)
 
-    def _checkpoint(self, life: Life, folder: Path, first: int) -> Callback:
+    def _checkpoint(self, life: Life, folder: Path, first: int) -> Callback | None:
         if self.system == "sparse":
             return SparseCheckpoint(life.url, window=self.every)
         if self.system == "dense":
             return DenseCheckpoint(life.url, every_n_steps=self.every)
         if self.system == "dcp":
             return DcpCheckpoint(folder, every_n_steps=self.every, first_step=first)
-        return MeteredCheckpoint(folder, every_n_train_steps=self.every)
+        return MeteredCheckpoint(folder, every_n_train_steps=self.every) if self.system == "lightning" else None
 
     def _ckpt_path(self, folder: Path) -> str | None:
         if self.system != "lightning":
@@ -189,7 +194,7 @@ class StepTimes(Callback):
         checkpoint: asked at every step for what it has cost so far.
     """
 
-    def __init__(self, path: Path, first_step: int, checkpoint: Callback) -> None:
+    def __init__(self, path: Path, first_step: int, checkpoint: Callback | None) -> None:
         self._path, self._first, self._checkpoint = path, first_step, checkpoint
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._started = False
@@ -230,19 +235,20 @@ def read_times(path: Path) -> dict[str, Any]:
     return {"ready": ready, "started": started["at"], "from": started["step"], "done": done, "costs": costs}
 
 
-def _costs(checkpoint: Callback) -> tuple[float, int]:
+def _costs(checkpoint: Callback | None) -> tuple[float, int]:
     """Seconds of the training thread so far, and bytes that were saved; summed over the ranks, no byte counts twice."""
     if isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
         return checkpoint.report.overhead_seconds, checkpoint.report.nbytes_captured
-    assert isinstance(checkpoint, DcpCheckpoint | MeteredCheckpoint)
-    return checkpoint.seconds, checkpoint.nbytes
+    if isinstance(checkpoint, DcpCheckpoint | MeteredCheckpoint):
+        return checkpoint.seconds, checkpoint.nbytes
+    return 0.0, 0
 
 
-def _report(checkpoint: Callback) -> dict[str, Any]:
+def _report(checkpoint: Callback | None) -> dict[str, Any]:
+    known = ("resumed_from", "restored_from", "restore_seconds")
     if not isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
-        return {"restored_from": {}, "restore_seconds": None}
-    report = checkpoint.report
-    return {"restored_from": report.restored_from, "restore_seconds": report.restore_seconds}
+        return {"resumed_from": None, "restored_from": {}, "restore_seconds": None}
+    return {name: getattr(checkpoint.report, name) for name in known}
 
 
 def _nbytes(state: object) -> int:

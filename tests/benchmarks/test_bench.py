@@ -25,7 +25,7 @@ from lightning_moe_ckpt.benchmarks import (
 )
 from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for, rounds_of
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
-from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
+from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure

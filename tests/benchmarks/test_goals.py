@@ -9,18 +9,10 @@ import pytest
 import torch
 
 from lightning_moe_ckpt.benchmarks import Machine, NativeBench
-from lightning_moe_ckpt.benchmarks._goals import GOALS, judge
-from lightning_moe_ckpt.benchmarks._goals_measured import (
-    CHUNKS_MIB,
-    DEPTHS,
-    MIB,
-    DeviceCopies,
-    DeviceKernels,
-    Scale,
-)
 from lightning_moe_ckpt.benchmarks._native import write_figures
-from lightning_moe_ckpt.benchmarks._native_compute import replays_like_torch, selects_like_torch
-from lightning_moe_ckpt.benchmarks._native_figure import NativeFigure
+from lightning_moe_ckpt.benchmarks._native_copies import CHUNKS_MIB, DEPTHS, MIB, DeviceCopies, Scale
+from lightning_moe_ckpt.benchmarks._native_goals import GOALS, NativeFigure, judge
+from lightning_moe_ckpt.benchmarks._native_kernels import Kernels, replays_like_torch, selects_like_torch
 from lightning_moe_ckpt.native import CompiledCpuEngine, _library
 
 
@@ -55,9 +47,9 @@ def test_outcomes_are_told_one_by_one() -> None:
 
 def test_what_a_device_is_asked_runs_on_a_cpu() -> None:
     """Every goal and every row of the sweeps has a figure: the code that measures is known to run."""
-    scale = Scale(megabytes=2, repeats=1, numel=200_000, matrix=16, loop_seconds=0.005)
+    scale = Scale(megabytes=2, repeats=1, matrix=16, loop_seconds=0.005)
     cpu = torch.device("cpu")
-    copies, kernels = DeviceCopies(cpu, scale), DeviceKernels(cpu, scale)
+    copies, kernels = DeviceCopies(cpu, scale), Kernels(cpu, 200_000, 1)
     goals = [
         row for row in judge({**copies.goals(), **kernels.goals()}, "on the host") if "on the host" not in row.note
     ]
@@ -73,7 +65,7 @@ def test_slices_of_the_copies_are_not_joined() -> None:
     library = _library.cpu()
     if library is None:
         pytest.skip(_library.status("cpu").reason)
-    copies = DeviceCopies(torch.device("cpu"), Scale(megabytes=4))._slices(MIB)
+    copies = DeviceCopies(torch.device("cpu"), Scale(megabytes=4)).slices(MIB)
     planned = CompiledCpuEngine(library).prepare(copies)
     assert planned.plan is not None
     assert [piece.count * piece.rows for piece in planned.plan.copies()] == [MIB] * 4

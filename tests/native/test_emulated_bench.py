@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_moe_ckpt.benchmarks._goals import judge
-from lightning_moe_ckpt.benchmarks._goals_measured import DeviceCopies, Scale
+from lightning_moe_ckpt.benchmarks._native_copies import DeviceCopies, Scale
+from lightning_moe_ckpt.benchmarks._native_goals import judge
 from native.emulator.device import Emulator
 
 

@@ -1,0 +1,309 @@
+"""Rates of copies on a device, absolute and beside the goals.
+
+Slices lie apart, because a plan joins neighbours: without gaps whole chunks would be measured, whatever a slice's size.
+Copies and the work beside them have streams of their own: on one stream each would wait for the other.
+All of it runs on a CPU too, where the figures say nothing, so that tests can execute it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.benchmarks._native_goals import Action, Measurement, NativeFigure, attempt, median, seconds_of
+from lightning_moe_ckpt.native import (
+    CompiledCpuEngine,
+    CompiledCudaEngine,
+    Copy,
+    CopyEngine,
+    CpuCopyEngine,
+    CudaCopyEngine,
+    NativeError,
+    _compiled_cuda,
+    _library,
+)
+from lightning_moe_ckpt.native._plan import Arrangement, Space
+from lightning_moe_ckpt.native._torch_device import TorchDevice
+
+MIB = 2**20
+CHUNKS_MIB, DEPTHS = (1, 4, 16, 64), (1, 2, 4)
+_SMALL_NBYTES = (4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10)
+_GAP = 256  # bytes between slices, which keep their alignment
+_MAX_SLICES = 10_000
+_NUM_DELAYS = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    megabytes: int = 256
+    """Of one list of copies, in units of 2^20 bytes."""
+    repeats: int = 7
+    matrix: int = 8192
+    """Rows and columns of what is multiplied beside copies."""
+    loop_seconds: float = 0.5
+    """Of each loop of work that copies run beside."""
+
+
+class DeviceCopies:
+    """Copies from a device into memory that an engine has registered, as a ring is.
+
+    Args:
+        device: the sources' memory.
+        scale: how much.
+    """
+
+    def __init__(self, device: torch.device, scale: Scale) -> None:
+        self._device, self._scale, self._module = device, scale, torch.get_device_module(device)
+        self._cuda = TorchDevice(device) if device.type == "cuda" else None
+        self._of_tensors = self._cuda.device if self._cuda is not None else device
+        self._arrangement = partial(Arrangement, has_device=self._cuda is not None)
+        self._nbytes = scale.megabytes * MIB
+        room = self._nbytes + _MAX_SLICES * _GAP
+        self._src = self._cuda.memory(room) if self._cuda is not None else torch.empty(room, dtype=torch.uint8)
+        self._src.fill_(1)
+        self._ring = torch.frombuffer(mmap.mmap(-1, room), dtype=torch.uint8)
+        self._pinned = self._page_locked(self._nbytes)
+
+    def goals(self) -> dict[str, Measurement]:
+        """By name of the goal."""
+        return {
+            "G1": lambda: 100 * self._rate() / self._baseline(),
+            "G2": lambda: 100 * self._rate_beside_matrices() / self._rate(),
+            "G3": lambda: self._slowdown(self._matrices()),
+            "G4": lambda: self._slowdown(self._additions()),
+            "G5": self._added_delay,
+            "G6": self._small_against_loop,
+            "G7": self._submit_microseconds,
+            "G8": self._processor_share,
+            "G12": self._registration_rate,
+        }
+
+    def rates(self) -> Iterator[NativeFigure]:
+        """GB/s of every arrangement that can be chosen, and what matrices and a small copy of training feel of it."""
+        gigabytes = partial(attempt, unit="GB/s")
+        yield gigabytes("device to host", "torch, one pinned copy", self._baseline)
+        yield gigabytes("64 KiB slices", "torch's streams, slice by slice", self._rate_of_twin)
+        for size, pack in product(_SMALL_NBYTES, (0, 2**30)):
+            how = "packed by a kernel" if pack else "copied one by one"
+            arrangement = self._arrangement(pack_below=pack)
+            yield gigabytes(f"{size // 2**10} KiB slices", how, partial(self._rate, size, arrangement))
+        for chunk, depth in product(CHUNKS_MIB, DEPTHS):
+            chosen = (self._arrangement(chunk_nbytes=chunk * MIB), depth)
+            what = f"1 MiB slices, chunks of {chunk} MiB, {depth} queued"
+            yield gigabytes(what, "idle device", partial(self._rate, MIB, *chosen))
+            slowdown = lambda chosen=chosen: self._slowdown(self._matrices(), *chosen)  # noqa: E731
+            yield attempt(what, "slowdown of matrices", slowdown, unit="%")
+            yield attempt(what, "added to a 4 KiB copy, p99", partial(self._added_delay, *chosen), unit="ms")
+
+    def slices(self, size: int) -> list[Copy]:
+        """As many copies of `size` bytes as there is memory for."""
+        num = max(1, min(self._nbytes // size, _MAX_SLICES))
+        apart = ((num, size), (size + _GAP, 1))
+        return list(zip(self._src.as_strided(*apart), self._ring.as_strided(*apart), strict=True))
+
+    def _baseline(self) -> float:
+        """GB/s of one copy into page-locked memory."""
+
+        def one() -> None:
+            self._pinned.copy_(self._src[: self._nbytes], non_blocking=True)
+            self._synchronize()
+
+        return self._nbytes / median(one, self._scale.repeats) / 1e9
+
+    def _rate(self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+        """GB/s of slices of `size` bytes."""
+        with self._copying(size, arrangement, depth) as (copy, nbytes):
+            return nbytes / median(copy, self._scale.repeats) / 1e9
+
+    @contextmanager
+    def _copying(
+        self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2, most: int = _MAX_SLICES
+    ) -> Iterator[tuple[Callable[[], None], int]]:
+        """What copies a list of slices and waits for them, and their bytes."""
+        with self._engine(arrangement, depth) as engine:
+            self._register(engine, self._ring)
+            copies = self.slices(size)[:most]
+            prepared = engine.prepare(copies)
+            yield lambda: engine.wait(engine.submit(prepared)), size * len(copies)
+
+    def _engine(self, arrangement: Arrangement | None = None, depth: int = 2) -> closing[CopyEngine]:
+        return closing(make_engine(self._device, arrangement or self._arrangement(), depth))
+
+    def _register(self, engine: CopyEngine, memory: Tensor) -> None:
+        engine.register(memory)
+        if isinstance(engine, CompiledCudaEngine):
+            engine.finish_registering()
+            if self._cuda is not None and self._cuda.space(memory) != Space.PINNED:
+                raise NativeError("The engine could not register host memory; the log says why.")
+
+    def _page_locked(self, nbytes: int) -> Tensor:
+        return self._cuda.page_locked(nbytes) if self._cuda is not None else torch.empty(nbytes, dtype=torch.uint8)
+
+    def _rate_of_twin(self) -> float:
+        copies = self.slices(64 * 2**10)
+        with closing(CudaCopyEngine(self._device) if self._cuda is not None else CpuCopyEngine()) as engine:
+            seconds = median(lambda: engine.wait(engine.submit(copies)), self._scale.repeats)
+        return 64 * 2**10 * len(copies) / seconds / 1e9
+
+    def _rate_beside_matrices(self) -> float:
+        work, rates = self._matrices(), list[float]()
+        with self._copying() as (copy, nbytes), self._beside(lambda: rates.append(nbytes / seconds_of(copy) / 1e9)):
+            self._loop_seconds(work)
+        return statistics.median(rates)
+
+    def _slowdown(self, work: Action, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+        """Percent that `work` takes longer beside copies."""
+        self._loop_seconds(work)
+        with self._copying(MIB, arrangement, depth) as (copy, _):
+            alone = self._loop_seconds(work)
+            with self._beside(copy):
+                return 100 * (self._loop_seconds(work) / alone - 1)
+
+    def _added_delay(self, arrangement: Arrangement | None = None, depth: int = 2) -> float:
+        """Milliseconds that the 99th percentile of a small copy to the host rises by."""
+        small, host = torch.zeros(1024, device=self._of_tensors), self._page_locked(4096).view(torch.float32)
+
+        def one() -> None:
+            host.copy_(small, non_blocking=True)
+            self._synchronize()
+
+        def percentile() -> float:
+            return sorted(seconds_of(one) for _ in range(_NUM_DELAYS))[int(0.99 * _NUM_DELAYS)]
+
+        with self._copying(MIB, arrangement, depth) as (copy, _):
+            copy()
+            idle = percentile()
+            with self._beside(copy):
+                return (percentile() - idle) * 1e3
+
+    def _small_against_loop(self) -> float:
+        """Times as fast as a loop of torch's copies into page-locked memory."""
+        num = min(8192, self._nbytes // 4096)
+        sources = self._src[: num * 4096].view(num, 4096)
+        pairs = list(zip(sources, self._pinned[: num * 4096].view(num, 4096), strict=True))
+
+        def loop() -> None:
+            for src, dst in pairs:
+                dst.copy_(src, non_blocking=True)
+            self._synchronize()
+
+        with self._copying(4096, most=num) as (copy, _):
+            return median(loop, self._scale.repeats) / median(copy, self._scale.repeats)
+
+    def _submit_microseconds(self) -> float:
+        """Time of the calling thread, an upper bound of how long it holds the interpreter lock."""
+        seconds = list[float]()
+        with self._engine() as engine:
+            self._register(engine, self._ring)
+            prepared = engine.prepare(self.slices(256))
+            for _ in range(self._scale.repeats):
+                start = time.perf_counter()
+                ticket = engine.submit(prepared)
+                seconds.append(time.perf_counter() - start)
+                engine.wait(ticket)
+        return statistics.median(seconds) * 1e6
+
+    def _processor_share(self) -> float:
+        """Percent of a core while copying."""
+        with self._copying() as (copy, _):
+            copy()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(10 * self._scale.repeats):
+                copy()
+            return 100 * (time.process_time() - cpu) / (time.perf_counter() - wall)
+
+    def _registration_rate(self) -> float:
+        """GB/s until a fresh mapping is registered, which copies into it then need not wait for."""
+        memory = torch.frombuffer(mmap.mmap(-1, self._nbytes), dtype=torch.uint8)
+        with self._engine() as engine:
+            return memory.nbytes / seconds_of(lambda: self._register(engine, memory)) / 1e9
+
+    def _matrices(self) -> Action:
+        shape = (self._scale.matrix, self._scale.matrix)
+        matrix, out = (torch.randn(shape, device=self._of_tensors).to(torch.bfloat16) for _ in range(2))
+        return lambda: torch.mm(matrix, matrix, out=out)
+
+    def _additions(self) -> Action:
+        values = torch.zeros(self._nbytes, device=self._of_tensors)  # 1 GiB where 256 MiB are copied: no cache holds it
+        return lambda: values.add_(1.0)
+
+    def _loop_seconds(self, work: Action) -> float:
+        """Seconds of one call."""
+        self._synchronize()
+        start, num = time.perf_counter(), 0
+        while time.perf_counter() - start < self._scale.loop_seconds:
+            for _ in range(8):
+                work()
+            num += 8
+            self._synchronize()
+        return (time.perf_counter() - start) / num
+
+    def _synchronize(self) -> None:
+        """Wait for this thread's stream only: what is copied on another one goes on."""
+        event: Any = self._module.Event()
+        event.record(self._module.current_stream())
+        event.synchronize()
+
+    @contextmanager
+    def _beside(self, action: Action) -> Iterator[None]:
+        """Run `action` again and again, on a thread and a stream, while the block runs; its error ends the block."""
+        stop, errors = threading.Event(), list[Exception]()
+
+        def run() -> None:
+            try:
+                if self._of_tensors.type == "cuda":
+                    torch.cuda.set_device(self._of_tensors)
+                with self._module.stream(self._module.Stream()):
+                    while not stop.is_set():
+                        action()
+            except Exception as error:  # noqa: BLE001  # thread entry: raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="moe-ckpt-bench", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> CopyEngine:
+    """The compiled engine of a device, started.
+
+    Args:
+        device: where sources are.
+        arrangement: how lists are cut.
+        depth: chunks queued with the device at a time; the engine of the CPU has none.
+
+    Raises:
+        NativeError: there is no compiled part for the device.
+    """
+    if device.type == "cpu":
+        cpu = _library.cpu()
+        return CompiledCpuEngine(cpu, arrangement) if cpu is not None else CpuCopyEngine()
+    library = _library.cuda()
+    if library is None:
+        raise NativeError(f"The compiled CUDA part is not in use: {_library.status('cuda').reason}.")
+    engine = CompiledCudaEngine(library, device, arrangement)
+    usual, _compiled_cuda._DEPTH = _compiled_cuda._DEPTH, depth  # noqa: SLF001  # no argument: users have no use for one
+    try:
+        engine.start()
+    finally:
+        _compiled_cuda._DEPTH = usual  # noqa: SLF001
+    return engine
