@@ -1,62 +1,56 @@
-"""The console command `moe-ckpt`.
+"""The console command `moe-ckpt`: which subcommands there are, their arguments and their help.
 
-A subcommand is a function that declares its arguments and, by `set_defaults(run=...)`, what runs: it stands in
-`_COMMANDS`, takes the parsed arguments and returns the exit status. Results go to standard output, as tables or, with
-`--json`, as one JSON document; progress and errors go to standard error.
+What a subcommand does is the function of its name in `inspection.commands` or `benchmarks.commands`, which returns the
+exit status. It is imported when the subcommand runs, so that help, the completion of a shell and mistyped arguments
+wait for nothing. Results go to standard output, progress and errors to standard error.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
+import click
+from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks import (
-    ACCELERATORS,
-    Benchmark,
-    Machine,
-    NativeBench,
-    OverheadBench,
-    PersistBench,
-    QualityBench,
-    RecoveryBench,
-)
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection import Screen, add_commands, add_doctor, add_placement
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # argparse has no public name for it
-
-Run = Callable[[argparse.Namespace], int]
-
-# The first ones fork, which is safe only as long as nothing else has run in this process.
-_BENCHMARKS: tuple[Benchmark[Any], ...] = (
-    RecoveryBench(),
-    QualityBench(),
-    PersistBench(),
-    OverheadBench(),
-    NativeBench(),
-)
-
 
 _HELP = """\
 Looks at checkpoints that lightning_moe_ckpt wrote, and measures what they cost. Start with `moe-ckpt ls URL`."""
 _STATUSES = """\
+\b
 Exit status:
   0    done; for verify: everything is as it was written
   1    verify only: something is damaged, or there is nothing to restore
   2    wrong arguments, or the command could not do its work; standard error says why in a line
   141  whoever read the output closed it early, as `head` does
 
-Errors never stand in standard output but with --json, where they are a document {"error": ...}."""
+Errors never stand in standard output but with --json, where they are a document {"error": ...}.
+
+Completion: put eval "$(_MOE_CKPT_COMPLETE=bash_source moe-ckpt)" into ~/.bashrc, or zsh_source and ~/.zshrc."""
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
+_INTERRUPTED = 130  # 128 + SIGINT
+
+
+class _Program(click.Group):
+    @override
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            status = super().invoke(ctx)
+            sys.stdout.flush()
+        except CheckpointError as error:
+            sys.stderr.write(f"moe-ckpt: {error}\n")
+            return 2
+        except BrokenPipeError:
+            # What is still buffered would fail again when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _BROKEN_PIPE
+        return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,80 +62,376 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status, as `--help` lists them. Wrong arguments raise `SystemExit` with 2.
     """
-    parser = argparse.ArgumentParser(
-        prog="moe-ckpt", description=_HELP, epilog=_STATUSES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for declare in _COMMANDS:
-        declare(commands)
-    args = parser.parse_args(argv)
-    run: Run = args.run
     try:
-        status = run(args)
-        sys.stdout.flush()
-    except CheckpointError as error:
-        sys.stderr.write(f"moe-ckpt: {error}\n")
-        return 2
-    except BrokenPipeError:
-        # What is still buffered would fail again when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
-    return status
+        return int(PROGRAM.main(argv, "moe-ckpt", standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(_INTERRUPTED)
 
 
-def _declare_bench(commands: Commands) -> None:
-    bench = commands.add_parser("bench", help="measure costs on this machine")
-    choices = bench.add_subparsers(metavar="BENCHMARK", required=True)
-    for benchmark in _BENCHMARKS:
-        _declare_benchmarks(choices, benchmark.name, benchmark.summary, [benchmark])
-    _declare_benchmarks(choices, "all", "all of them, one after another", _BENCHMARKS)
+def _command(
+    name: str, summary: str, text: str, params: Sequence[click.Parameter], module: str = "inspection"
+) -> click.Command:
+    """A command that is the function of its name in the `commands` of a part of the package."""
+
+    def run(**arguments: Any) -> int:
+        commands = importlib.import_module(f"lightning_moe_ckpt.{module}.commands")
+        return int(getattr(commands, name)(**arguments))
+
+    return click.Command(name, callback=run, params=list(params), short_help=summary, help=text)
 
 
-def _declare_benchmarks(choices: Commands, name: str, summary: str, chosen: Sequence[Benchmark[Any]]) -> None:
-    parser = choices.add_parser(name, help=summary, description=summary)
-    parser.add_argument("--json", action="store_true", help="write figures as JSON")
-    parser.add_argument(
-        "--accelerator",
-        choices=ACCELERATORS,
-        help="of trainings; gpu needs a device per rank (default: cpu; with --first-run auto)",
-    )
-    for benchmark in chosen:
-        benchmark.add_options(parser)
-    parser.set_defaults(run=lambda args: _bench(chosen, args))
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise click.BadParameter(f"`{text}` must be two words joined by =")
+    return key, value
 
 
-def _bench(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> int:
-    machine = Machine.read()
-    figures = _measure(chosen, args)
-    if args.json:
-        document = {name: [dataclasses.asdict(each) for each in group] for name, group in figures.items()}
-        sys.stdout.write(
-            json.dumps({"machine": dataclasses.asdict(machine), "accelerator": args.accelerator, **document}, indent=2)
-            + "\n"
-        )
-        return 0
-    console = Screen()
-    console.print(f"{machine}; trainings on: {args.accelerator or 'cpu'}")
-    for benchmark in chosen:
-        console.print(benchmark.table(figures[benchmark.name]))
-    return 0
+def _setting(text: str) -> tuple[str, object]:
+    key, value = _pair(text)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
 
 
-def _measure(chosen: Sequence[Benchmark[Any]], args: argparse.Namespace) -> dict[str, list[Any]]:
-    # No thread that refreshes, and standard streams as they are: a benchmark may fork.
-    bar = Progress(
-        console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-    )
-    with bar:
-        task = bar.add_task("")
+def _size(text: object) -> int:
+    """Bytes, as a number with or without a decimal unit."""
+    number = str(text).strip().upper().removesuffix("B")
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
+    try:
+        nbytes = int(float(number.rstrip("KMG")) * factor)
+    except (ValueError, OverflowError) as error:
+        raise click.BadParameter(f"`{text}` must be bytes such as 500MB or 5GB") from error
+    if nbytes < 1:
+        raise click.BadParameter(f"`{text}` must be one byte or more")
+    return nbytes
 
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total, refresh=True)
 
-        return {benchmark.name: benchmark.measure(args, show) for benchmark in chosen}
+def _count(text: object) -> int:
+    if not str(text).isdigit() or int(str(text)) < 1:
+        raise click.BadParameter(f"`{text}` must be a number of 1 or more")
+    return int(str(text))
 
 
-_COMMANDS: tuple[Callable[[Commands], None], ...] = (add_commands, add_doctor, add_placement, _declare_bench)
+def _window(text: object) -> int | str:
+    return "auto" if text == "auto" else _count(text)
+
+
+def _option(flag: str, text: str, metavar: str | None = None, **more: Any) -> click.Option:
+    """An option whose value is passed on under the name of its flag; what has a default shows it."""
+    if "default" in more:
+        more["show_default"] = True
+    name = more.pop("name", flag.strip("-").replace("-", "_"))
+    return click.Option([flag, name], help=text, metavar=metavar, **more)
+
+
+def _flag(flag: str, text: str, name: str | None = None) -> click.Option:
+    return click.Option([flag, name or flag.strip("-").replace("-", "_")], help=text, is_flag=True)
+
+
+def _number(flag: str, default: int, text: str) -> click.Option:
+    return _option(flag, text, "N", type=_count, default=default)
+
+
+def _several(flag: str, choices: Sequence[str], text: str) -> click.Option:
+    names = f"{text}: {', '.join(choices)}; repeat for several (default: all)"
+    return click.Option([flag], help=names, metavar="NAME", type=click.Choice(choices), multiple=True, default=choices)
+
+
+# -- stored runs, places and clusters
+
+_URL = click.Argument(["url"], metavar="URL")
+_JSON = _flag("--json", "Write one JSON document instead of tables, also of an error.", "as_json")
+_STORAGE = _option(
+    "--storage-option",
+    "As in storage_options of the callback; VALUE is JSON or else text. Repeat for more.",
+    "KEY=VALUE",
+    type=_setting,
+    multiple=True,
+)
+_STEP = _option("--step", "This step instead of the newest usable one.", "N", type=int)
+
+_LS = """\
+List what is stored under URL, newest first, and say of each generation whether a restart would try it.
+
+Reads names, the log and manifests, no segments: `verify` reads those. KIND is dense if one step holds everything,
+sparse if a window of steps adds up to it, partial if it borrows experts from older ones; NEEDS says from which. Works
+while the run goes on, and writes nothing.
+
+Exit status: 0 listed, 2 there is no run or it could not be read."""
+
+_INSPECT = """\
+Show one generation: how it was planned, which operator was captured at which step, and which rank wrote what.
+
+Reads the markers of all ranks, no segments. What a partial generation borrows is shown with the step it is of. Sizes
+are without padding; `compute` is what forward and backward of replayed steps need of an operator whose full state comes
+later in the window.
+
+Exit status: 0 shown, 2 there is no such generation or its markers could not be read."""
+
+_VERIFY = """\
+Read every byte of committed generations, and the log, and compare all digests.
+
+Without --step and --all: each generation that a restart would try, and what it borrows. Files stream past, so memory
+does not depend on their size.
+
+Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
+
+_EXPORT = """\
+Write a generation as files that other programs read; experts of all ranks are put together. Those that a partial
+generation borrows are as old as they are; the file says which.
+
+\b
+OUT decides what is written:
+  *.safetensors   parameters and buffers by name
+  *.ckpt          what Lightning would have saved, for load_from_checkpoint
+                  and Trainer.fit(ckpt_path=...); it passes
+                  torch.load(weights_only=True), and what does not is left
+                  out and named
+  a folder        for from_pretrained of transformers: config.json and
+                  weights of the Hugging Face model in the module
+
+Names are those of the module's state_dict: with tied weights, without buffers that are not persistent. Buffers are
+those of rank 0. No format has what an exact restart needs; a run itself resumes from URL. A sparse generation is several
+steps in one and cannot be exported; the message names the nearest dense one.
+
+Exit status: 0 written, 2 not written."""
+
+_GC = """\
+Delete what nobody may restore any more, and say why; with --dry-run only say it.
+
+Without --keep-...: what the run itself has given up but not deleted, because it was killed or its storage failed:
+generations below the watermark, of lives that others took over from, never committed by lives that are over, and of
+earlier runs once the newer one has more than it keeps; and what interrupted writes and uploads of those left.
+
+With --keep-...: first gives up all that none of these rules keeps, the newest always being kept. What a generation
+that stays borrows from stays with it; if the newest borrows, the last two are kept, since a save may borrow from both,
+and with them the copy before the newest one of each operator that is taken in turns.
+
+Manifests and sizes say what is whole. With --verify, which reads every byte of as many of the newest as --keep-last says
+(2 without it), a damaged one does not count, and the next older one is kept in its place.
+
+Works while a job uses URL, which takes note and goes on; a job that starts meanwhile picks again.
+
+Exit status: 0 done, 2 there is no run or something could not be read or deleted; the next gc goes on there."""
+
+_REPAIR = """\
+Rebuild the log of URL, of which `_log/` is gone or cannot be read, from the manifests of committed generations.
+
+Without --yes it only shows which generations a restart would then try. What is shown as left out is not deleted. Each
+generation names the line of starts that led to it; of several lines, that of the start which began last counts. (Older
+releases named none: there, a later start is taken to have begun right below its oldest generation that is there.) A
+manifest that cannot be read is made again where the markers of all ranks are good. Memory of the nodes is not found any
+more: names of it were derived from the log that is lost. Stop the job first.
+
+Exit status: 0 shown or written, 2 there is a log that can be read, or nothing to make one from."""
+
+_DOCTOR = """\
+Without URL: show which compiled parts are in use and why not, and what limits copies on this machine. Exit status: 0
+whatever was found, since everything runs without compiled parts, only slower.
+
+With URL: try there what checkpoints rely on (listings, exclusive creates and races of them, large and half-written
+objects, leftovers), and say whether they are safe. Objects are written under URL/_doctor/ and removed again, also when
+interrupted; a run that is stored there is not touched. Exit status: 0 fenced, that is safe whatever happens; 1 unfenced
+or unsafe, and the last line says which and what that means; 2 nothing can be written there."""
+
+_PLACEMENT = """\
+Show who keeps copies of whose state on a cluster of NODES, and the probability that memory still holds every rank's
+newest generation after nodes, or racks, are lost at once.
+
+A run on such a cluster places its copies the same way. Ranks are numbered node by node, nodes rack by rack.
+
+Exit status: 0 shown, 2 there can be no such placement."""
+
+
+def _on_a_run(name: str, summary: str, text: str, *params: click.Parameter) -> click.Command:
+    return _command(name, summary, text, [_URL, *params, _JSON, _STORAGE])
+
+
+_LOOKING = [
+    _on_a_run("ls", "List stored generations.", _LS),
+    _on_a_run("inspect", "Show one generation: operators, steps, ranks, bytes.", _INSPECT, _STEP),
+    _on_a_run(
+        "verify",
+        "Read every byte and check every digest.",
+        _VERIFY,
+        _STEP,
+        _flag("--all", "Also generations that no restart would use any more.", "everything"),
+    ),
+    _on_a_run(
+        "export",
+        "Write a dense or partial generation to safetensors, a .ckpt or a Hugging Face folder.",
+        _EXPORT,
+        click.Argument(["out"], metavar="OUT", type=click.Path(path_type=Path)),
+        _STEP,
+        _option("--format", "Whatever OUT ends in.", type=click.Choice(["safetensors", "ckpt", "huggingface"])),
+        _flag("--optimizer", "safetensors: optimizer state too, beside OUT as *.optimizer.safetensors."),
+        _flag("--weights-only", "ckpt: without optimizer, schedulers and callbacks; a third of the size."),
+        _option("--module", "Folder: which Hugging Face model, if the module holds several.", "NAME"),
+        _option(
+            "--max-shard-size",
+            "Folder: bytes per file of weights, such as 500MB.",
+            "SIZE",
+            type=_size,
+            default="5GB",
+            name="max_shard_nbytes",
+        ),
+        _option("--leave-out", "Names to leave out, such as '*.mask'.", "PATTERN", multiple=True),
+        _option("--tie", "A further name of a stored tensor.", "NEW=STORED", type=_pair, multiple=True),
+        _flag("--force", "Replace files that exist."),
+    ),
+    _on_a_run(
+        "gc",
+        "Delete what no restart would use any more.",
+        _GC,
+        _flag("--dry-run", "Delete nothing and write nothing."),
+        _option("--keep-last", "Keep the newest N (default: 2).", "N", type=int),
+        _option("--keep-every", "Keep the first at or after every Nth step (default: none).", "N", type=int),
+        _option(
+            "--keep-days", "Keep those committed at most D days before the newest (default: none).", "D", type=float
+        ),
+        _flag("--verify", "With --keep-...: read what is to be kept before others are given up.", "verify_first"),
+    ),
+    _on_a_run(
+        "repair",
+        "Rebuild a lost log from committed generations.",
+        _REPAIR,
+        _flag("--yes", "Write the log; without it, only show what it would name.", "write"),
+    ),
+    _command(
+        "doctor",
+        "Show which compiled parts are in use, or whether checkpoints are safe at a URL.",
+        _DOCTOR,
+        [click.Argument(["url"], metavar="[URL]", required=False), _JSON, _STORAGE],
+    ),
+    _command(
+        "placement",
+        "Show who keeps whose copies on a cluster, and which losses that survives.",
+        _PLACEMENT,
+        [
+            _option("--nodes", "Machines of the run.", "N", type=_count, required=True),
+            _number("--ranks-per-node", 8, "Processes on each."),
+            _number("--replicas", 1, "Copies on other nodes, besides one's own."),
+            _number("--racks", 1, "Racks that the nodes are in, equally many in each as far as that goes."),
+            _number("--expert-parallel", 1, "Ranks that share one set of experts, as given to MoEStrategy."),
+            _number("--most", 4, "Losses at once to look at."),
+            _flag("--json", "Write one JSON document, which also names every holder.", "as_json"),
+        ],
+    ),
+]
+
+# -- benchmarks
+
+_POLICIES = ["sparse", "partial", "dynamic", "selective", "ablation"]
+_BENCHMARKS: dict[str, tuple[str, list[click.Parameter]]] = {
+    "recovery": (
+        "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
+        [
+            _number("--kills", 5, "Kills of every run, each at another step between two checkpoints."),
+            _number("--nodes", 2, "Processes, each a node of its own."),
+            _number("--every", 8, "Steps between two checkpoints; the window of sparse ones."),
+            _number("--recovery-blocks", 4, "Transformer blocks of the model that is killed."),
+            _number("--recovery-dim", 128, "Its model dimension."),
+            _number("--host-kills", 10, "Kills of a process whose state is read back from memory, without training."),
+            _number("--host-megabytes", 50, "Of that state."),
+            _several("--systems", ["sparse", "dense", "dcp", "lightning"], "What is compared"),
+            _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+        ],
+    ),
+    "quality": (
+        "Final validation loss after faults, by policy, against the fault-free run of the same seed.",
+        [
+            _number("--quality-seeds", 3, "Runs of each policy."),
+            _number("--quality-jobs", 2, "Runs at once, which change no loss."),
+            _option("--quality-out", "For figures and the plot.", "PATH", type=Path, default=Path("out/quality")),
+            _option("--quality-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+            _several("--quality-policies", _POLICIES, "What is killed; `ablation` has to miss the margin"),
+            _flag("--quality-quick", "A few steps of a tiny model, which say nothing about quality."),
+        ],
+    ),
+    "persist": (
+        "Time and CPU until a generation is durable beside a bare write, and what steps notice of it.",
+        [
+            _number("--generation-megabytes", 200, "Bytes of a generation."),
+            _number("--segments", 4, "Files it consists of."),
+            _number("--persist-rounds", 10, "Generations stored in each place."),
+            _number("--persist-steps", 400, "Steps of the fit."),
+            _number("--persist-dim", 128, "Model dimension of the fit."),
+            _option("--persist-folder", "On the disk in question (default: a temporary folder).", "PATH", type=Path),
+            _option("--object-url", "s3://bucket/place; without it object storage is left out.", "URL"),
+            _option("--object-options", "Its storage_options, as JSON.", "JSON", type=json.loads),
+        ],
+    ),
+    "overhead": (
+        "Training speed with sparse checkpoints, a monitor beside them, dense ones at every step, and none.",
+        [
+            _number("--rounds", 10, "Turns of every fit."),
+            _number("--steps", 16, "Steps of a turn that count."),
+            _number("--settle", 8, "Steps of a turn before them."),
+            _number("--warm-up", 28, "Steps before those of the first turn that count."),
+            _option("--window", "Of sparse checkpoints, or auto.", "N", type=_window, default=8),
+            _option("--precision", "Of the Trainer.", default="bf16-mixed"),
+            _number("--blocks", 4, "Transformer blocks."),
+            _number("--dim", 128, "Model dimension."),
+            _number("--experts", 16, "Experts per block."),
+            _number("--batch-size", 16, "Crops of 64 tokens per step."),
+            _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
+        ],
+    ),
+    "native": (
+        "Compiled copies and kernels beside those of torch: small slices, strided and converted ones, gradients.",
+        [
+            _number("--slices", 10_000, "Of one list."),
+            _number("--repeats", 7, "Of every measurement."),
+            _number("--megabytes", 256, "Of large copies."),
+            _number("--elements", 32 * 2**20, "Of gradients."),
+            _number("--device-elements", 10**9, "On a GPU."),
+            _flag("--quick", "Small gradients only."),
+            _option("--out", "Folder that gets native.json, with the machine and every figure.", "PATH", type=Path),
+            _flag("--first-run", "All that a first run on a GPU should tell, instead."),
+            _option("--only", "Sections of the first run; a wrong name lists them.", "A,B"),
+        ],
+    ),
+}
+
+
+def _bench(name: str, summary: str, chosen: Sequence[str]) -> click.Command:
+    def run(**options: Any) -> int:
+        commands = importlib.import_module("lightning_moe_ckpt.benchmarks.commands")
+        return int(commands.bench(chosen, **options))
+
+    params: list[click.Parameter] = [
+        _flag("--json", "Write figures as JSON.", "as_json"),
+        _option(
+            "--accelerator",
+            "Of trainings; gpu needs a device per rank (default: cpu; with --first-run auto).",
+            type=click.Choice(["cpu", "gpu", "auto"]),
+        ),
+    ]
+    params += [param for each in chosen for param in _BENCHMARKS[each][1]]
+    return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
+
+
+BENCH = click.Group(
+    "bench",
+    help="Measure costs on this machine.",
+    commands=[
+        *(_bench(name, summary, [name]) for name, (summary, _) in _BENCHMARKS.items()),
+        _bench("all", "All of them, one after another.", [*_BENCHMARKS]),
+    ],
+)
+PROGRAM = _Program(
+    "moe-ckpt",
+    help=_HELP,
+    epilog=_STATUSES,
+    commands=[*_LOOKING, BENCH],
+    context_settings={"max_content_width": 110},
+)
+click.version_option(package_name="lightning-moe-ckpt", prog_name="moe-ckpt")(PROGRAM)
 
 
 if __name__ == "__main__":  # where the package is on the path and not installed

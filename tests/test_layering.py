@@ -31,9 +31,8 @@ LEVELS = [
     {"callbacks", "strategy", "cli"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-# These may import every part, and no part imports them, but for the command line, which runs benchmarks.
+# These may import every part, and no part imports them.
 TOOLS = {"testing", "benchmarks"}
-USERS_OF_TOOLS = {("cli", "benchmarks")}
 LIGHTNING_PARTS = {"_lightning", "callbacks", "strategy", "cli", *TOOLS}
 OWNED_BY_LIGHTNING = {
     "trainer", "fit_loop", "epoch_loop", "val_loop", "batch_progress", "epoch_progress", "automatic_optimization",
@@ -94,7 +93,7 @@ def wrong_direction(module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def _wrong_target(module: str, part: str, line: int, target: str) -> Iterator[str]:
-    if part in TOOLS or part == target or (part, target) in USERS_OF_TOOLS:
+    if part in TOOLS or part == target:
         return
     if target in TOOLS:
         yield f"{module}:{line} imports {target}, which training never needs"
@@ -245,7 +244,6 @@ def test_rule_sees_a_violation(rule: Rule, module: str, source: str) -> None:
 ALLOWED = [
     (wrong_direction, "moe._layer", "from lightning_moe_ckpt.parallel import current_groups"),
     (wrong_direction, "storage._posix", "from lightning_moe_ckpt.storage._format import Layout"),
-    (wrong_direction, "cli", "from lightning_moe_ckpt.benchmarks import OverheadBench"),
     (wrong_direction, "testing._faults", "from lightning_moe_ckpt.callbacks import SparseCheckpoint"),
     (lightning_below, "callbacks._sparse", "from lightning.pytorch import Trainer"),
     (private_of_lightning, "strategy._moe", "x = self._groups"),

@@ -63,7 +63,7 @@ PUBLIC: dict[str, str] = {
         read_record scrub_overflow scrub_record scrub_segment segment_key verify_records wrapping_backends
     """,
     "lightning_moe_ckpt.inspection": """
-        Export ExportFormat ExportOptions FileProblem Screen Verdict add_commands add_doctor add_placement
+        Export ExportFormat ExportOptions FileProblem Screen Verdict
         export select verify
     """,
     "lightning_moe_ckpt.native": """

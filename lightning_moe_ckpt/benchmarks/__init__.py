@@ -1,6 +1,5 @@
 """Measurements of what this package costs and gains, each on this machine, side by side with what it replaces."""
 
-from lightning_moe_ckpt.benchmarks._benchmark import ACCELERATORS as ACCELERATORS
 from lightning_moe_ckpt.benchmarks._benchmark import Benchmark as Benchmark
 from lightning_moe_ckpt.benchmarks._benchmark import Progress as Progress
 from lightning_moe_ckpt.benchmarks._machine import Machine as Machine

@@ -6,7 +6,6 @@ Medians and ratios of such figures say something about another machine; absolute
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -14,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -24,7 +24,6 @@ from lightning_moe_ckpt.errors import ConfigurationError
 T = TypeVar("T")
 Figure = TypeVar("Figure")
 Accelerator = Literal["cpu", "gpu"]
-ACCELERATORS = ("cpu", "gpu", "auto")
 Progress = Callable[[str, int, int], None]
 """Called with what begins, how many were done before it, and how many there are."""
 
@@ -33,15 +32,9 @@ class Benchmark(ABC, Generic[Figure]):
     """One measurement that `moe-ckpt bench` offers. Its figures are dataclasses of JSON values."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
-    """One line of help."""
 
     @abstractmethod
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Declare options; their names are unique among all benchmarks, which `all` runs with one command line."""
-
-    @abstractmethod
-    def measure(self, options: argparse.Namespace, progress: Progress) -> list[Figure]:
+    def measure(self, options: SimpleNamespace, progress: Progress) -> list[Figure]:
         """Run it."""
 
     @abstractmethod
@@ -65,20 +58,6 @@ class Goal:
 
     def __str__(self) -> str:
         return f"at {'least' if self.at_least else 'most'} {self.wanted:g} {self.unit}"
-
-
-def positive(text: str) -> int:
-    """Type of an option that counts something there must be one of."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return number
-
-
-def add_counts(parser: argparse.ArgumentParser, *options: tuple[str, int, str]) -> None:
-    """Declare options that count something, each by its flag, its default and a text."""
-    for flag, default, text in options:
-        parser.add_argument(flag, type=positive, default=default, help=f"{text} (default: {default})")
 
 
 def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:

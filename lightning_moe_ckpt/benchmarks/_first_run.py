@@ -7,7 +7,6 @@ last, tracebacks included. A section that cannot be run here says what is lackin
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import faulthandler
 import importlib.metadata
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure, judge
 from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
 from lightning_moe_ckpt.benchmarks._overhead import OverheadBench
 from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System
+from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _device_check, _library, examine
 from lightning_moe_ckpt.testing import Kill, LifeResult, differences, run_lives
@@ -105,7 +106,7 @@ class Section:
     needs_device: bool = True
 
 
-def first_run(options: argparse.Namespace, progress: Progress) -> list[NativeFigure]:
+def first_run(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
     """Run the sections that `options.only` names, all by default; a row for each.
 
     Raises:
@@ -391,11 +392,9 @@ def _measured(measured: DeviceCopies | Kernels, keep: Keep) -> None:
 
 def _overhead(accelerator: Accelerator, keep: Keep) -> None:
     """Of a model that is worth a GPU, or on a CPU of one that only shows that it works."""
-    parser, bench = argparse.ArgumentParser(), OverheadBench()
-    bench.add_options(parser)
-    options = parser.parse_args(_BIG if accelerator == "gpu" else _SMALL)
-    options.accelerator = accelerator
-    keep([asdict(figure) for figure in bench.measure(options, _note)])
+    arguments = [*(_BIG if accelerator == "gpu" else _SMALL), "--accelerator", accelerator]
+    options = BENCH.commands["overhead"].make_context("overhead", arguments).params
+    keep([asdict(figure) for figure in OverheadBench().measure(SimpleNamespace(**options), _note)])
 
 
 def _note(what: str, done: int, total: int) -> None:

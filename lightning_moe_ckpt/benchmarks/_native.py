@@ -6,7 +6,6 @@ the goals for its engine are measured too; without one they are listed as not ru
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -14,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import xxhash
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, add_counts, table_of, write_document
-from lightning_moe_ckpt.benchmarks._first_run import SECTIONS, first_run
+from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, table_of, write_document
+from lightning_moe_ckpt.benchmarks._first_run import first_run
 from lightning_moe_ckpt.benchmarks._machine import Machine
 from lightning_moe_ckpt.benchmarks._native_copies import MIB, DeviceCopies, Scale
 from lightning_moe_ckpt.benchmarks._native_goals import Action, Measurement, NativeFigure, in_turns, judge, median
@@ -45,33 +45,15 @@ class NativeBench(Benchmark[NativeFigure]):
     """See the module."""
 
     name = "native"
-    summary = "compiled copies and kernels beside those of torch: small slices, strided and converted ones, gradients"
 
     @override
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        add_counts(
-            parser,
-            ("--slices", 10_000, "of one list"),
-            ("--repeats", 7, "of every measurement"),
-            ("--megabytes", 256, "of large copies"),
-            ("--elements", 32 * 2**20, "of gradients"),
-            ("--device-elements", 10**9, "on a GPU"),
-        )
-        parser.add_argument("--quick", action="store_true", help=f"gradients of at most {_QUICK_NUMEL} elements")
-        parser.add_argument("--out", type=Path, help="folder that gets native.json, with the machine and every figure")
-        parser.add_argument(
-            "--first-run", action="store_true", help="all that a first run on a GPU should tell, instead"
-        )
-        parser.add_argument("--only", metavar="A,B", help=f"sections of the first run: {', '.join(SECTIONS)}")
-
-    @override
-    def measure(self, options: argparse.Namespace, progress: Progress) -> list[NativeFigure]:
+    def measure(self, options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
         if options.first_run:
             return first_run(options, progress)
         if options.quick:
             options.elements = min(options.elements, _QUICK_NUMEL)
             options.device_elements = min(options.device_elements, _QUICK_NUMEL)
-        parts: list[tuple[str, Callable[[argparse.Namespace], Iterator[NativeFigure]]]] = [
+        parts: list[tuple[str, Callable[[SimpleNamespace], Iterator[NativeFigure]]]] = [
             ("copies", _copies),
             ("compression and replay", _kernels),
             ("goals", _goals),
@@ -93,7 +75,7 @@ class NativeBench(Benchmark[NativeFigure]):
         return table_of("Compiled code, medians of wall time", ["what", "how", "", ""], rows)
 
 
-def _copies(options: argparse.Namespace) -> Iterator[NativeFigure]:
+def _copies(options: SimpleNamespace) -> Iterator[NativeFigure]:
     ours = "compiled engine"
     with closing(create_engine(torch.device("cpu"))) as engine:
         for what, copies, amount, unit in _lists(options.slices, options.megabytes * MIB // 4):
@@ -141,11 +123,11 @@ def _lists(num_slices: int, numel: int) -> Iterator[tuple[str, list[Copy], float
         yield f"{what}, one copy", [(src, dst)], src.nbytes / 1e9, "GB/s read"
 
 
-def _kernels(options: argparse.Namespace) -> Iterator[NativeFigure]:
+def _kernels(options: SimpleNamespace) -> Iterator[NativeFigure]:
     return Kernels(torch.device("cpu"), options.elements, options.repeats).rates()
 
 
-def _goals(options: argparse.Namespace) -> Iterator[NativeFigure]:
+def _goals(options: SimpleNamespace) -> Iterator[NativeFigure]:
     on_host = _host_goals(options.megabytes, options.repeats)
     reason = next((f"{part.part} part: {part.reason}" for part in explain() if not part.active), "")
     if reason:

@@ -11,13 +11,13 @@ see waiting.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, get_args
+from types import SimpleNamespace
+from typing import get_args
 
 from rich.table import Table
 from typing_extensions import override
@@ -26,11 +26,9 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     Benchmark,
     Progress,
     accelerator_for,
-    add_counts,
     medians,
     megabytes,
     milliseconds,
-    positive,
     rounds_of,
     table_of,
 )
@@ -78,27 +76,9 @@ class OverheadBench(Benchmark[OverheadFigure]):
     """See the module."""
 
     name = "overhead"
-    summary = "training speed with sparse checkpoints, a monitor beside them, dense ones at every step, and none"
 
     @override
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        add_counts(
-            parser,
-            ("--rounds", 10, "turns of every fit"),
-            ("--steps", 16, "steps of a turn that count"),
-            ("--settle", 8, "steps of a turn before them"),
-            ("--warm-up", 28, "steps before those of the first turn that count"),
-            ("--blocks", 4, "transformer blocks"),
-            ("--dim", 128, "model dimension"),
-            ("--experts", 16, "experts per block"),
-            ("--batch-size", 16, "crops of 64 tokens per step"),
-        )
-        parser.add_argument("--window", type=_window, default=8, help="of sparse checkpoints, or auto (default: 8)")
-        parser.add_argument("--precision", default="bf16-mixed", help="of the Trainer (default: %(default)s)")
-        parser.add_argument("--url", help="folder for checkpoints, which stay (default: a temporary folder)")
-
-    @override
-    def measure(self, options: argparse.Namespace, progress: Progress) -> list[OverheadFigure]:
+    def measure(self, options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
         turns: dict[Variant, list[Turn]] = {variant: [] for variant in VARIANTS}
         wanted = _fit_options(options)
         # Fits end in mid-step, as by an exception: what is newest stays in memory for a next start that never comes.
@@ -121,7 +101,7 @@ class OverheadBench(Benchmark[OverheadFigure]):
         return table_of(title, _COLUMNS, [_row(figure) for figure in figures], causes)
 
 
-def _fit_options(options: argparse.Namespace) -> FitOptions:
+def _fit_options(options: SimpleNamespace) -> FitOptions:
     return FitOptions(
         size=ModelSize(
             num_blocks=options.blocks,
@@ -193,7 +173,3 @@ def _row(figure: OverheadFigure) -> list[str]:
 def _causes(figure: OverheadFigure) -> str:
     causes = sorted(figure.stall_seconds.items(), key=lambda item: -item[1])
     return f"stall, {figure.variant}: " + ", ".join(f"{cause} {milliseconds(seconds)}" for cause, seconds in causes)
-
-
-def _window(text: str) -> int | Literal["auto"]:
-    return "auto" if text == "auto" else positive(text)

@@ -11,14 +11,13 @@ idle ones, writes are held up in every other stretch of steps.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.table import Table
@@ -29,7 +28,6 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     Goal,
     Progress,
     accelerator_for,
-    add_counts,
     milliseconds,
     table_of,
 )
@@ -65,24 +63,9 @@ class PersistBench(Benchmark[PersistFigure]):
     """See the module."""
 
     name = "persist"
-    summary = "time and CPU until a generation is durable beside a bare write, and what steps notice of it"
 
     @override
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        add_counts(
-            parser,
-            ("--generation-megabytes", 200, "bytes of a generation"),
-            ("--segments", 4, "files it consists of"),
-            ("--persist-rounds", 10, "generations stored in each place"),
-            ("--persist-steps", 400, "steps of the fit"),
-            ("--persist-dim", 128, "model dimension of the fit"),
-        )
-        parser.add_argument("--persist-folder", type=Path, help="on the disk in question (default: a temporary folder)")
-        parser.add_argument("--object-url", help="s3://bucket/place; without it object storage is left out")
-        parser.add_argument("--object-options", type=json.loads, help="its storage_options, as JSON")
-
-    @override
-    def measure(self, options: argparse.Namespace, progress: Progress) -> list[PersistFigure]:
+    def measure(self, options: SimpleNamespace, progress: Progress) -> list[PersistFigure]:
         with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=options.persist_folder) as folder:
             url = Path(folder).as_uri()
             local = _pairs(options, url, None, progress, "local disk")
@@ -99,7 +82,7 @@ class PersistBench(Benchmark[PersistFigure]):
 
 
 def _pairs(
-    options: argparse.Namespace, url: str | None, storage_options: dict[str, Any] | None, progress: Progress, where: str
+    options: SimpleNamespace, url: str | None, storage_options: dict[str, Any] | None, progress: Progress, where: str
 ) -> list[Pair]:
     if url is None:
         return []
@@ -117,7 +100,7 @@ def _pairs(
     return pairs
 
 
-def _steps(options: argparse.Namespace, url: str) -> StepsMeanwhile:
+def _steps(options: SimpleNamespace, url: str) -> StepsMeanwhile:
     dim, accelerator = options.persist_dim, accelerator_for(options.accelerator)
     size = ModelSize(model_dim=dim, expert_dim=2 * dim, num_blocks=max(1, dim // 32))
 

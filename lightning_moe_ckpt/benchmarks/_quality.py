@@ -11,18 +11,18 @@ Every policy is held against margins, see `_quality_verdict`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, accelerator_for, positive, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, accelerator_for, table_of
 from lightning_moe_ckpt.benchmarks._machine import Machine
 from lightning_moe_ckpt.benchmarks._quality_cases import CASES, QUICK, Scale
 from lightning_moe_ckpt.benchmarks._quality_plot import draw
@@ -38,7 +38,6 @@ _SYSTEMS = {
     "selective": "MOETION",
     "ablation": "ablation: PEC with rare generations",
 }
-_POLICIES = [*dict.fromkeys(case.system for case in CASES if case.loss != "nothing")]
 _LOSSES = {"nothing": "", "process": "process", "node": "process, memory"}
 
 
@@ -46,36 +45,9 @@ class QualityBench(Benchmark[QualityFigure]):
     """See the module."""
 
     name = "quality"
-    summary = "final validation loss after faults, by policy, against the fault-free run of the same seed"
 
     @override
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--quality-seeds", type=positive, default=3, help="runs of each policy (default: %(default)s)"
-        )
-        parser.add_argument(
-            "--quality-jobs", type=positive, default=2, help="runs at once, which change no loss (default: %(default)s)"
-        )
-        parser.add_argument(
-            "--quality-out",
-            type=Path,
-            default=Path("out/quality"),
-            help="for figures and the plot (default: %(default)s)",
-        )
-        parser.add_argument("--quality-folder", type=Path, help="for checkpoints (default: the temporary directory)")
-        parser.add_argument(
-            "--quality-policies",
-            nargs="+",
-            choices=_POLICIES,
-            default=_POLICIES,
-            help="what is killed; `ablation` is one that has to miss the margin (default: all)",
-        )
-        parser.add_argument(
-            "--quality-quick", action="store_true", help="a few steps of a tiny model, which say nothing about quality"
-        )
-
-    @override
-    def measure(self, options: argparse.Namespace, progress: Progress) -> list[QualityFigure]:
+    def measure(self, options: SimpleNamespace, progress: Progress) -> list[QualityFigure]:
         scale = QUICK if options.quality_quick else Scale()
         cases = [case for case in CASES if case.loss == "nothing" or case.system in options.quality_policies]
         seeds = range(1, options.quality_seeds + 1)

@@ -12,12 +12,11 @@ Source: TierCheck (arXiv 2605.17821), Table 3. There the steps lost are an avera
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
+from types import SimpleNamespace
 
 from rich.table import Table
 from typing_extensions import override
@@ -26,7 +25,6 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     Benchmark,
     Progress,
     accelerator_for,
-    add_counts,
     medians,
     megabytes,
     milliseconds,
@@ -119,27 +117,9 @@ class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
     """See the module."""
 
     name = "recovery"
-    summary = "steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt"
 
     @override
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        add_counts(
-            parser,
-            ("--kills", 5, "kills of every run, each at another step between two checkpoints"),
-            ("--nodes", 2, "processes, each a node of its own"),
-            ("--every", 8, "steps between two checkpoints; the window of sparse ones"),
-            ("--recovery-blocks", 4, "transformer blocks of the model that is killed"),
-            ("--recovery-dim", 128, "its model dimension"),
-            ("--host-kills", 10, "kills of a process whose state is read back from memory, with no training around it"),
-            ("--host-megabytes", 50, "of that state"),
-        )
-        parser.add_argument(
-            "--systems", nargs="+", choices=[*_SYSTEMS], default=[*_SYSTEMS], help="what is compared (default: all)"
-        )
-        parser.add_argument("--folder", type=Path, help="for checkpoints (default: the temporary directory)")
-
-    @override
-    def measure(self, options: argparse.Namespace, progress: Progress) -> list[RecoveryFigure | HostRestoreFigure]:
+    def measure(self, options: SimpleNamespace, progress: Progress) -> list[RecoveryFigure | HostRestoreFigure]:
         cases = [case for case in CASES if case[0] in options.systems]
         found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in cases}
         for done, (turn, case) in enumerate(rounds_of(options.kills, cases)):
@@ -162,7 +142,7 @@ class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
         return table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
 
 
-def _recover(case: tuple[System, Loss], step: int, options: argparse.Namespace) -> Recovery:
+def _recover(case: tuple[System, Loss], step: int, options: SimpleNamespace) -> Recovery:
     system, loss = case
     with bench_folders(options.folder) as (folder, memory):
         fit = RecoveryFit(
@@ -184,7 +164,7 @@ def _recover(case: tuple[System, Loss], step: int, options: argparse.Namespace) 
         return _read(lives, step, (_CYCLES - 1) * options.every)
 
 
-def _size(options: argparse.Namespace) -> ModelSize:
+def _size(options: SimpleNamespace) -> ModelSize:
     dim = options.recovery_dim
     return ModelSize(num_blocks=options.recovery_blocks, model_dim=dim, expert_dim=2 * dim, batch_size=4)
 
@@ -224,7 +204,7 @@ def _read(lives: Sequence[LifeResult], step: int, num_steps: int) -> Recovery:
     )
 
 
-def _figure(case: tuple[System, Loss], options: argparse.Namespace, rounds: list[Recovery]) -> RecoveryFigure:
+def _figure(case: tuple[System, Loss], options: SimpleNamespace, rounds: list[Recovery]) -> RecoveryFigure:
     totals = [each.total_seconds for each in rounds]
     return RecoveryFigure(
         **medians(rounds, *_MEDIANS),
@@ -246,7 +226,7 @@ def _sources(figure: RecoveryFigure) -> str:
     return ", ".join(sorted({source for rank in figure.restored_from for source in rank})) or "nothing"
 
 
-def _restore_from_host(options: argparse.Namespace, progress: Progress) -> HostRestoreFigure:
+def _restore_from_host(options: SimpleNamespace, progress: Progress) -> HostRestoreFigure:
     nbytes, seconds = options.host_megabytes * 10**6, []
     for turn in range(options.host_kills):
         progress("killed, and read back from memory", turn, options.host_kills)

@@ -3,13 +3,10 @@
 Needs neither the model nor Lightning nor the ranks that wrote it: coordinates in storage are global.
 """
 
-from lightning_moe_ckpt.inspection._commands import add_commands as add_commands
-from lightning_moe_ckpt.inspection._doctor import add_doctor as add_doctor
 from lightning_moe_ckpt.inspection._export import Export as Export
 from lightning_moe_ckpt.inspection._export import ExportFormat as ExportFormat
 from lightning_moe_ckpt.inspection._export import ExportOptions as ExportOptions
 from lightning_moe_ckpt.inspection._export import export as export
-from lightning_moe_ckpt.inspection._placement import add_placement as add_placement
 from lightning_moe_ckpt.inspection._screen import Screen as Screen
 from lightning_moe_ckpt.inspection._select import select as select
 from lightning_moe_ckpt.inspection._verify import FileProblem as FileProblem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,68 +14,38 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.inspection._verify import verify
 from lightning_moe_ckpt.storage import Backend, Garbage, GenerationId, JudgedGeneration, Retention, collect_garbage
 
-DESCRIPTION = """\
-Delete what nobody may restore any more, and say why; with --dry-run only say it.
 
-Without --keep-...: what the run itself has given up but not deleted, because it was killed or its storage failed:
-generations below the watermark, of lives that others took over from, never committed by lives that are over, and of
-earlier runs once the newer one has more than it keeps; and what interrupted writes and uploads of those left.
-With --keep-...: first gives up all that none of these rules keeps, the newest always being kept. What a generation
-that stays borrows from stays with it; if the newest borrows, the last two are kept, since a save may borrow from both,
-and with them the copy before the newest one of each operator that is taken in turns.
-Manifests and sizes say what is whole. With --verify, which reads every byte of as many of the newest as --keep-last says
-(2 without it), a damaged one does not count, and the next older one is kept in its place.
-
-Works while a job uses URL, which takes note and goes on; a job that starts meanwhile picks again.
-Exit status: 0 done, 2 there is no run or something could not be read or deleted; the next gc goes on there."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what only `gc` has."""
-    parser.add_argument("--dry-run", action="store_true", help="delete nothing and write nothing")
-    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N (default: 2)")
-    parser.add_argument(
-        "--keep-every", type=int, metavar="N", help="keep the first at or after every Nth step (default: none)"
-    )
-    parser.add_argument(
-        "--keep-days",
-        type=float,
-        metavar="D",
-        help="keep those committed at most D days before the newest (default: none)",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="with --keep-...: read what is to be kept before others are given up"
-    )
-
-
-def garbage(backend: Backend, args: argparse.Namespace) -> Garbage:
-    """Collect as the arguments say.
+def garbage(
+    backend: Backend,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_days: float | None,
+    verify_first: bool,
+    dry_run: bool,
+) -> Garbage:
+    """Collect what no rule keeps; without rules, what the run itself has given up.
 
     Raises:
         ConfigurationError: nothing is to be kept, so there is nothing to verify first.
     """
-    retention = _retention(args)
-    if args.verify and retention is None:
+    retention = None
+    if (keep_last, keep_every, keep_days) != (None, None, None):
+        last = Retention().last if keep_last is None else keep_last
+        retention = Retention(last=last, every_n_steps=keep_every, days=keep_days)
+    elif verify_first:
         raise ConfigurationError(
             "--verify reads what is to be kept before others are given up, and without --keep-... none are. "
             "Add --keep-last=2, or use `moe-ckpt verify`."
         )
-    check = partial(_what_is_wrong, backend) if args.verify else None
-    return collect_garbage(backend, retention, dry_run=args.dry_run, check=check)
+    check = partial(_what_is_wrong, backend) if verify_first else None
+    return collect_garbage(backend, retention, dry_run=dry_run, check=check)
 
 
 def _what_is_wrong(backend: Backend, generation: GenerationId) -> str | None:
     """With the files of a generation, or with what it borrows."""
     problems = verify(backend, step=generation.step).problems
     return next((each.reason for each in problems if each.generation == str(generation)), None)
-
-
-def _retention(args: argparse.Namespace) -> Retention | None:
-    """What was asked for; `None` if nothing was."""
-    last, every, days = args.keep_last, args.keep_every, args.keep_days
-    if last is None and every is None and days is None:
-        return None
-    return Retention(last=Retention().last if last is None else last, every_n_steps=every, days=days)
 
 
 def document(found: Garbage) -> dict[str, Any]:

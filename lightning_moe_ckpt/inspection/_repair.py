@@ -9,16 +9,6 @@ from rich.table import Table
 
 from lightning_moe_ckpt.storage import GenerationId, RepairedLog
 
-DESCRIPTION = """\
-Rebuild the log of URL, of which `_log/` is gone or cannot be read, from the manifests of committed generations.
-
-Without --yes it only shows which generations a restart would then try. What is shown as left out is not deleted. Each
-generation names the line of starts that led to it; of several lines, that of the start which began last counts. (Older
-releases named none: there, a later start is taken to have begun right below its oldest generation that is there.) A manifest that
-cannot be read is made again where the markers of all ranks are good. Memory of the nodes is not found any more: names of it
-were derived from the log that is lost. Stop the job first.
-Exit status: 0 shown or written, 2 there is a log that can be read, or nothing to make one from."""
-
 
 def document(found: RepairedLog) -> dict[str, Any]:
     """As JSON values."""

@@ -56,7 +56,7 @@ TINY = {
             "--recovery-dim",
             "32",
         ),
-        *("--systems", "dense", "dcp"),
+        *("--systems", "dense", "--systems", "dcp"),
     ),
     "quality": (
         *("--quality-quick", "--quality-seeds", "1"),
@@ -222,7 +222,7 @@ def test_wrong_arguments_exit_with_two(argv: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as raised:
         main(argv)
     assert raised.value.code == 2
-    assert "usage: moe-ckpt" in capsys.readouterr().err
+    assert "Usage: moe-ckpt" in capsys.readouterr().err
 
 
 def test_a_failed_command_says_why_and_exits_with_two(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_runs_are_killed_resumed_and_written_down(tmp_path: Path) -> None:
 
     def work() -> tuple[int, str]:
         with redirect_stdout(io.StringIO()) as out:
-            status = main([*argv, "--quality-policies", "sparse", "ablation"])
+            status = main([*argv, "--quality-policies", "sparse", "--quality-policies", "ablation"])
         return status, out.getvalue()
 
     status, out = _alone(work)

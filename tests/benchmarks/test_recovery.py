@@ -92,7 +92,7 @@ def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
         size = ["--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"]
         size += ["--host-kills", "2", "--host-megabytes", "1"]
         with redirect_stdout(io.StringIO()) as out:
-            status = main(["bench", "recovery", "--json", "--systems", "sparse", "lightning", *size])
+            status = main(["bench", "recovery", "--json", "--systems", "sparse", "--systems", "lightning", *size])
         return status, out.getvalue()
 
     ((status, out),) = run_world(1, work, process_group=False, timeout=timedelta(minutes=4))

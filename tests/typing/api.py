@@ -6,7 +6,6 @@ have changed: say so in the changelog.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -447,12 +446,8 @@ def examine(url: str, out: Path) -> inspection.Export:
     return inspection.export(ranged, out, inspection.ExportOptions(format=wanted, force=True), step=100)
 
 
-def commands() -> None:
-    subcommands = argparse.ArgumentParser().add_subparsers()
-    inspection.add_commands(subcommands)
-    inspection.add_doctor(subcommands)
-    inspection.add_placement(subcommands)
-    inspection.Screen(markup=False).print("found")
+def screen() -> None:
+    inspection.Screen().print("found")
 
 
 # -- native

@@ -1,0 +1,175 @@
+"""What the subcommands of `moe-ckpt` do that look at stored runs, places or clusters.
+
+Each is a function of what its arguments say, declared in `lightning_moe_ckpt.cli`, and returns the exit status. With
+`--json` standard output has one JSON document in any case, of an error `{"error": ...}`; without it tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.inspection import _gc, _placement, _repair
+from lightning_moe_ckpt.inspection._conformance import examine_url
+from lightning_moe_ckpt.inspection._doctor import conformance_tables, finding_tables, interrupted_by_sigterm
+from lightning_moe_ckpt.inspection._export import ExportOptions
+from lightning_moe_ckpt.inspection._export import export as write_files
+from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
+from lightning_moe_ckpt.inspection._screen import Answer, Screen
+from lightning_moe_ckpt.inspection._select import select
+from lightning_moe_ckpt.inspection._verify import Verdict
+from lightning_moe_ckpt.inspection._verify import verify as read_everything
+from lightning_moe_ckpt.native import examine
+from lightning_moe_ckpt.storage import Backend, RunView, open_backend, repair_log
+
+_PATIENCE = timedelta(seconds=5)
+"""How long a store that does not answer is tried: somebody sits and waits."""
+
+
+def _show(answer: Answer, *, as_json: bool) -> int:
+    """Write the answer to standard output; returns its exit status."""
+    if as_json:
+        sys.stdout.write(json.dumps(answer.document, indent=2) + "\n")
+        return answer.status
+    screen = Screen()
+    for each in answer.tables():
+        screen.print(each)
+    return answer.status
+
+
+def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_json: bool) -> int:
+    """Say in a line why the command could not do its work; returns its exit status."""
+    reason = " ".join(str(error).split())
+    sys.stderr.write(f"moe-ckpt {where}: {reason}\n")
+    if as_json:
+        document = {**facts, "error": {"type": type(error).__name__, "message": reason}}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    return 2
+
+
+def _of_run(look: Callable[..., Answer]) -> Callable[..., int]:
+    """A command on the run at a URL."""
+
+    @functools.wraps(look)
+    def command(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]], **arguments: Any) -> int:
+        try:
+            backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
+            try:
+                return _show(look(backend, **arguments), as_json=as_json)
+            finally:
+                backend.close()
+        except CheckpointError as error:
+            return _fail(url, error, {"url": url}, as_json=as_json)
+
+    return command
+
+
+@_of_run
+def ls(backend: Backend) -> Answer:
+    """List generations."""
+    view = RunView.open(backend)
+    rows = generation_rows(view)
+    document = {"url": view.url, "run_id": view.run_id, "generations": rows}
+    return Answer(document, lambda: ls_tables(view, rows))
+
+
+@_of_run
+def inspect(backend: Backend, *, step: int | None) -> Answer:
+    """Show one generation."""
+    view = RunView.open(backend)
+    document = describe(view, select(view, step))
+    return Answer(document, lambda: inspect_tables(document))
+
+
+@_of_run
+def verify(backend: Backend, *, step: int | None, everything: bool) -> Answer:
+    """Read every byte."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    total = sum(each.nbytes for each in RunView.open(backend).generations() if each.committed)
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("reading", total=total)
+        show = functools.partial(bar.advance, task)
+        verdict = read_everything(backend, step=step, everything=everything, show=show)
+    document = dataclasses.asdict(verdict) | {
+        "sound": verdict.sound,
+        "megabytes_per_second": round(verdict.nbytes_per_second / 1e6, 1),
+    }
+    return Answer(document, lambda: _verdict_lines(verdict), status=0 if verdict.sound else 1)
+
+
+def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
+    lines = [f"damaged: {each.generation or 'log'}: {each.reason}" for each in verdict.problems]
+    if not verdict.generations:
+        lines.append("nothing that could be restored was found")
+    count, speed = len(verdict.generations), verdict.nbytes_per_second / 1e6
+    lines.append(f"{count} generations read: {', '.join(verdict.generations) or 'none'}; others: {verdict.skipped}")
+    lines.append(f"{verdict.num_files} files, {decimal(verdict.nbytes)} in {verdict.seconds:.2f} s: {speed:.0f} MB/s")
+    if verdict.num_single:
+        lines.append(f"operators with one good copy only, of those taken in turns: {verdict.num_single}")
+    lines.append("good" if verdict.sound else "NOT GOOD")
+    return list(lines)
+
+
+@_of_run
+def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple[str, str]], **options: Any) -> Answer:
+    """Write files that other programs read."""
+    done = write_files(backend, out, ExportOptions(ties=dict(tie), **options), step=step)
+    lines: list[RenderableType] = [f"{path}: {decimal(nbytes)}" for path, nbytes in done.files.items()]
+    lines += [f"step {done.step} (epoch {done.epoch}) as {done.format}, {done.num_tensors} parameters and buffers"]
+    lines += [f"note: {note}" for note in done.notes]
+    return Answer(dataclasses.asdict(done), lambda: lines)
+
+
+@_of_run
+def gc(backend: Backend, **rules: Any) -> Answer:
+    """Delete what no restart would use."""
+    found = _gc.garbage(backend, **rules)
+    return Answer(_gc.document(found), lambda: _gc.tables(found))
+
+
+@_of_run
+def repair(backend: Backend, *, write: bool) -> Answer:
+    """Rebuild a lost log."""
+    found = repair_log(backend, dry_run=not write)
+    return Answer(_repair.document(found), lambda: _repair.tables(found))
+
+
+def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]]) -> int:
+    """Say which compiled parts are in use, or what is safe at a URL."""
+    if url is None:
+        findings = examine()
+        rows = {"findings": [dataclasses.asdict(each) for each in findings]}
+        return _show(Answer(rows, lambda: finding_tables(findings)), as_json=as_json)
+    try:
+        with interrupted_by_sigterm():
+            found = examine_url(url, storage_options=dict(storage_option), progress=_show_progress)
+    except CheckpointError as error:
+        return _fail(url, error, {"url": url}, as_json=as_json)
+    document: dict[str, Any] = {**dataclasses.asdict(found), "verdict": found.verdict, "meaning": found.meaning}
+    status = 0 if found.verdict == "fenced" else 1
+    return _show(Answer(document, lambda: conformance_tables(found), status), as_json=as_json)
+
+
+def _show_progress(check: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[Ktrying: {check}\r")
+        sys.stderr.flush()
+
+
+def placement(*, as_json: bool, **cluster: int) -> int:
+    """Show who would keep whose copies."""
+    try:
+        return _show(_placement.answer(_placement.Cluster(**cluster)), as_json=as_json)
+    except CheckpointError as error:
+        return _fail("placement", error, {}, as_json=as_json)

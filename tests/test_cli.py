@@ -1,0 +1,76 @@
+"""The command line itself: help that waits for nothing, suggestions, completion and the version."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from lightning_moe_ckpt.benchmarks import _quality_cases, _recovery
+from lightning_moe_ckpt.cli import BENCH, PROGRAM, main
+
+_HELP_OF_EVERYTHING = """
+import sys
+sys.argv = ["/usr/bin/moe-ckpt"]
+from lightning_moe_ckpt.cli import BENCH, PROGRAM, main
+for name in ["", *PROGRAM.commands, *(f"bench {name}" for name in BENCH.commands)]:
+    assert main([*name.split(), "--help"]) == 0
+heavy = {"torch", "lightning", "numpy", "fsspec", "obstore", "rich"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Of the program and of every command: seconds go into `import torch`, and nobody waits for them here."""
+    done = subprocess.run([sys.executable, "-c", _HELP_OF_EVERYTHING], capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.count(b"Usage: moe-ckpt") == 1 + len(PROGRAM.commands) + len(BENCH.commands)
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [(["inspct", "url"], "inspect"), (["verify", "url", "--stp", "3"], "--step"), (["bench", "overhed"], "overhead")],
+)
+def test_misspelled_words_are_answered_with_what_is_meant(
+    argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On standard error, with status 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "Did you mean" in said
+    assert meant in said.partition("Did you mean")[2]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the lines of `--help` about completion set up."""
+    for words, last, wanted in (
+        ("moe-ckpt ins", "ins", "inspect"),
+        ("moe-ckpt gc --keep-l", "--keep-l", "--keep-last"),
+    ):
+        monkeypatch.setenv("_MOE_CKPT_COMPLETE", f"{shell}_complete")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", last if shell == "fish" else str(words.count(" ")))
+        with pytest.raises(SystemExit):
+            main([])
+        assert wanted in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, for a report."""
+    assert main(["--version"]) == 0
+    assert version("lightning-moe-ckpt") in capsys.readouterr().out
+
+
+def test_choices_are_those_of_the_benchmarks() -> None:
+    """They stand in the command line too, which imports no benchmark."""
+    defaults = {param.name: param.default for each in BENCH.commands.values() for param in each.params}
+    assert defaults["systems"] == [*dict.fromkeys(system for system, _ in _recovery.CASES)]
+    lossy = [case.system for case in _quality_cases.CASES if case.loss != "nothing"]
+    assert defaults["quality_policies"] == [*dict.fromkeys(lossy)]
