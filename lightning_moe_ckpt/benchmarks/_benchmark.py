@@ -11,7 +11,7 @@ import os
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -93,9 +93,9 @@ def medians(rounds: Sequence[object], *names: str) -> dict[str, Any]:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Put JSON into `path`, whole or not at all."""
+    """Put JSON of values and dataclasses into `path`, whole or not at all."""
     staged = path.with_name(f".{path.name}")
-    staged.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    staged.write_text(json.dumps(document, indent=1, default=asdict) + "\n", encoding="utf-8")
     staged.replace(path)
 
 

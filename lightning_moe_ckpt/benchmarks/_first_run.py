@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,7 +92,7 @@ class Outcome:
 
 
 Keep = Callable[[Any], None]
-"""Writes down what a section has found so far."""
+"""Writes down what a section has found so far: values of JSON and dataclasses."""
 Work = Callable[[Accelerator, Keep], None]
 """Gets `cpu` or `gpu` for trainings; raises if something is not as it should be."""
 
@@ -150,7 +150,7 @@ def run_apart(commands: Mapping[str, Sequence[str] | None], path: Path, progress
             outcomes[name] = Outcome(outcome=f"not run: {NO_DEVICE}", seconds=0, limit_seconds=limit.total_seconds())
         else:
             outcomes[name] = run_section(command, limit)
-        document = {"machine": asdict(Machine.read()), "sections": {each: asdict(o) for each, o in outcomes.items()}}
+        document = {"machine": Machine.read(), "sections": outcomes}
         write_document(path, document)
     return outcomes
 
@@ -224,7 +224,7 @@ def section_main() -> None:
 
 
 def _environment(accelerator: Accelerator, keep: Keep) -> None:
-    found: dict[str, Any] = {"machine": asdict(Machine.read()), "packages": _versions()}
+    found: dict[str, Any] = {"machine": Machine.read(), "packages": _versions()}
     found["devices"] = _say("nvidia-smi", "-q", "-d", "PCIE,MEMORY,CLOCK") if torch.cuda.is_available() else NO_DEVICE
     found["nvcc"] = _say("nvcc", "--version")
     found["shared memory"] = _say("df", "-h", "/dev/shm")  # noqa: S108  # looked at only
@@ -294,7 +294,7 @@ def _check(accelerator: Accelerator, keep: Keep) -> None:
             failed.append(use)
         found[use] = {"said": said, "seconds": time.perf_counter() - start}
         keep(found)
-    keep(found | {"doctor": [asdict(finding) for finding in examine()]})
+    keep(found | {"doctor": examine()})
     if failed:
         raise CheckpointError(f"The CUDA part fails its check for {', '.join(failed)}.")
 
@@ -383,10 +383,10 @@ def _device() -> torch.device:
 
 
 def _measured(measured: DeviceCopies | Kernels, keep: Keep) -> None:
-    found = [asdict(figure) for figure in judge(measured.goals(), "measured in another section")]
+    found = judge(measured.goals(), "measured in another section")
     keep(found)
     for figure in measured.rates():
-        found.append(asdict(figure))
+        found.append(figure)
         keep(found)
 
 
@@ -394,7 +394,7 @@ def _overhead(accelerator: Accelerator, keep: Keep) -> None:
     """Of a model that is worth a GPU, or on a CPU of one that only shows that it works."""
     arguments = [*(_BIG if accelerator == "gpu" else _SMALL), "--accelerator", accelerator]
     options = BENCH.commands["overhead"].make_context("overhead", arguments).params
-    keep([asdict(figure) for figure in OverheadBench().measure(SimpleNamespace(**options), _note)])
+    keep(OverheadBench().measure(SimpleNamespace(**options), _note))
 
 
 def _note(what: str, done: int, total: int) -> None:

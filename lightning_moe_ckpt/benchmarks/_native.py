@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,5 +159,4 @@ def _load_milliseconds(repeats: int) -> float:
 def write_figures(folder: Path, figures: Sequence[NativeFigure]) -> None:
     """Put `native.json` into `folder`, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"machine": asdict(Machine.read()), "native": [asdict(figure) for figure in figures]}
-    write_document(folder / "native.json", document)
+    write_document(folder / "native.json", {"machine": Machine.read(), "native": figures})

@@ -6,39 +6,44 @@ holds all experts: what a recovery does to weights depends on which experts come
 them, and only then is a run the same on any machine, since no rank waits for another. Faults take the memory of the node
 too, so that storage is all there is, or leave it. Every fault strikes when what was complete is durable.
 
-Every policy is held against margins, see `_quality_verdict`.
+Every policy is held against margins, see `_quality_runs`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, accelerator_for, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import (
+    Benchmark,
+    Progress,
+    accelerator_for,
+    table_of,
+    write_document,
+)
 from lightning_moe_ckpt.benchmarks._machine import Machine
-from lightning_moe_ckpt.benchmarks._quality_cases import CASES, QUICK, Scale
+from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Scale
 from lightning_moe_ckpt.benchmarks._quality_plot import draw
-from lightning_moe_ckpt.benchmarks._quality_runs import run_all
-from lightning_moe_ckpt.benchmarks._quality_verdict import TOLERANCE, QualityFigure, judge
+from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityFigure, QualityRun, judge, run_all
 
-_SYSTEMS = {
-    "none": "fault-free",
-    "control": "fault-free, first weights off by a rounding",
-    "sparse": "SparseCheckpoint",
-    "partial": "PEC",
-    "dynamic": "PEC, Dynamic-K",
-    "selective": "MOETION",
-    "ablation": "ablation: PEC with rare generations",
-}
 _LOSSES = {"nothing": "", "process": "process", "node": "process, memory"}
+_COLUMNS = (
+    *("policy", "a fault takes", "loss by seed", "difference", "PLT", "MLT", "K", "tokens lost", "bytes", "boosts"),
+    "verdict",
+)
+_CAPTION = """\
+difference: to the fault-free run of the same seed, median and range; PLT, MLT, tokens, bytes: medians
+bytes: per step of the last life, to memory / to storage, of a dense snapshot; K: experts per layer at the end, by seed
+boosts: experts with more capacity, times steps, per run; and how much of what was lost they made up for
+verdict: on the median difference, in brackets the margin. Exact policies: equal bits
+  lossy ones: {tolerance:.2%}, as MOETION's Table 1 has it up to 3 % of tokens lost (PEC, Fig. 2: 0.01 % below 7.5 %),
+  or what a rounding does to fault-free runs, if that is more: here {chaos:.2%}; their seeds are {apart:.2%} apart
+routers: normalised HHI {skew:.3f}; {dropped:.1%} of tokens are dropped over capacity"""
 
 
 class QualityBench(Benchmark[QualityFigure]):
@@ -48,63 +53,48 @@ class QualityBench(Benchmark[QualityFigure]):
 
     @override
     def measure(self, options: SimpleNamespace, progress: Progress) -> list[QualityFigure]:
-        scale = QUICK if options.quality_quick else Scale()
-        cases = [case for case in CASES if case.loss == "nothing" or case.system in options.quality_policies]
-        seeds = range(1, options.quality_seeds + 1)
-        machine = Machine.read()
-        out: Path = options.quality_out
+        scale, machine, out = QUICK if options.quality_quick else Scale(), Machine.read(), options.quality_out
         out.mkdir(parents=True, exist_ok=True)
         runs = run_all(
-            cases,
-            seeds,
+            [case for case in CASES if case.loss == "nothing" or case.system in options.quality_policies],
+            range(1, options.quality_seeds + 1),
             scale,
             jobs=options.quality_jobs,
             folder=options.quality_folder,
             accelerator=accelerator_for(options.accelerator),
             progress=progress,
         )
-        order = {(case.system, case.loss, case.boosted): place for place, case in enumerate(cases)}
-        figures = judge(sorted(runs, key=lambda run: order[run.system, run.loss, run.boosted]))
-        write(figures, machine, scale, out)
+        figures = judge(runs)
+        document = {"machine": machine, "scale": scale, "tolerance": TOLERANCE, "quality": figures}
+        write_document(out / "quality.json", document)
+        if find_spec("matplotlib") is not None:
+            draw(figures, out / "quality.png")
         return figures
 
     @override
     def table(self, figures: Sequence[QualityFigure]) -> Table:
-        clean = next(figure for figure in figures if figure.system == "none")
-        first = clean.runs[0]
+        clean, control = (next(each for each in figures if each.system == name) for name in ("none", "control"))
         faults = max(len(run.killed_at) for figure in figures for run in figure.runs)
         title = (
-            f"Final validation loss (bits per byte) after {first.curve[-1][0]} steps and {faults} faults, "
+            f"Final validation loss (bits per byte) after {clean.runs[0].curve[-1][0]} steps and {faults} faults, "
             f"seeds {', '.join(str(run.seed) for run in clean.runs)}"
         )
-        columns = ["policy", "a fault takes", "loss by seed", "difference", "PLT", "MLT", "K", "tokens lost", "bytes"]
-        columns += ["boosts", "verdict"]
-        table = table_of(title, columns, [_row(figure) for figure in figures])
-        table.caption = "\n".join(_caption(clean, figures))
-        return table
-
-
-def write(figures: Sequence[QualityFigure], machine: Machine, scale: Scale, out: Path) -> None:
-    """Everything as JSON, and the plot where there is matplotlib."""
-    document = {
-        "machine": dataclasses.asdict(machine),
-        "scale": dataclasses.asdict(scale),
-        "tolerance": TOLERANCE,
-        "quality": [dataclasses.asdict(figure) for figure in figures],
-    }
-    (out / "quality.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if find_spec("matplotlib") is not None:
-        draw(figures, [_name(figure) for figure in figures], out / "quality.png")
-
-
-def _name(figure: QualityFigure) -> str:
-    return _SYSTEMS[figure.system] + (" + CapacityBoost" if figure.boosted else "")
+        finals = [run.final for run in clean.runs]
+        caption = _CAPTION.format(
+            tolerance=TOLERANCE,
+            chaos=max(map(abs, control.difference)),
+            apart=max(finals) / min(finals) - 1,
+            skew=statistics.mean(run.skew for run in clean.runs),
+            dropped=statistics.mean(run.dropped for run in clean.runs),
+        )
+        return table_of(title, _COLUMNS, [_row(figure) for figure in figures], caption)
 
 
 def _row(figure: QualityFigure) -> list[str]:
     return [
-        *(_name(figure), _LOSSES[figure.loss], " ".join(f"{run.final:.4f}" for run in figure.runs)),
-        *(_difference(figure), *_tokens(figure), _nbytes(figure), _boosts(figure), _verdict(figure)),
+        *(figure.name, _LOSSES[figure.loss], " ".join(f"{run.final:.4f}" for run in figure.runs)),
+        *(_difference(figure), *_tokens(figure), _nbytes(figure), _boosts(figure)),
+        "" if figure.verdict == "reference" else f"{figure.verdict} ({figure.margin:.2%})",
     ]
 
 
@@ -117,48 +107,26 @@ def _difference(figure: QualityFigure) -> str:
     return f"{figure.median_difference:+.2%} ({low:+.2%} to {high:+.2%})"
 
 
+def _median(figure: QualityFigure, value: Callable[[QualityRun], float]) -> float:
+    return statistics.median(map(value, figure.runs))
+
+
 def _tokens(figure: QualityFigure) -> list[str]:
     """PLT, MLT, K by seed and tokens lost."""
-    runs = figure.runs
-    if not any(run.processed for run in runs):
+    if not any(run.processed for run in figure.runs):
         return ["", "", "", ""]
-    plt, mlt, lost = (statistics.median(values) for values in zip(*((r.plt, r.mlt, r.lost) for r in runs), strict=True))
-    ks = " ".join(str(run.k) for run in runs) if runs[0].k is not None else ""
-    return [f"{plt:.2%}", f"{mlt:.2%}", ks, f"{lost / 1e3:.0f}k"]
+    plt, mlt = _median(figure, lambda run: run.plt), _median(figure, lambda run: run.mlt)
+    ks = " ".join(str(run.k) for run in figure.runs if run.k is not None)
+    return [f"{plt:.2%}", f"{mlt:.2%}", ks, f"{_median(figure, lambda run: run.lost) / 1e3:.0f}k"]
 
 
 def _nbytes(figure: QualityFigure) -> str:
-    captured, persisted = (
-        statistics.median(values) for values in zip(*((r.captured, r.persisted) for r in figure.runs), strict=True)
-    )
+    captured, persisted = _median(figure, lambda run: run.captured), _median(figure, lambda run: run.persisted)
     return f"{captured:.0%} / {persisted:.0%}" if captured else ""
 
 
 def _boosts(figure: QualityFigure) -> str:
     if not figure.boosted:
         return ""
-    given, repaid, lost = (
-        sum(values) for values in zip(*((r.boosted_steps, r.repaid, r.lost) for r in figure.runs), strict=True)
-    )
-    return f"{given / len(figure.runs):.0f}, {repaid / max(1, lost):.0%}"
-
-
-def _verdict(figure: QualityFigure) -> str:
-    return "" if figure.verdict == "reference" else f"{figure.verdict} ({figure.margin:.2%})"
-
-
-def _caption(clean: QualityFigure, figures: Sequence[QualityFigure]) -> list[str]:
-    finals = [run.final for run in clean.runs]
-    control = next(figure for figure in figures if figure.system == "control")
-    chaos = max(abs(difference) for difference in control.difference)
-    skew, dropped = (statistics.mean(values) for values in zip(*((r.skew, r.dropped) for r in clean.runs), strict=True))
-    apart = max(finals) / min(finals) - 1
-    return [
-        "difference: to the fault-free run of the same seed, median and range; PLT, MLT, tokens, bytes: medians",
-        "bytes: per step of the last life, to memory / to storage, of a dense snapshot; K: experts per layer at the end, by seed",
-        "boosts: experts with more capacity, times steps, per run; and how much of what was lost they made up for",
-        "verdict: on the median difference, in brackets the margin. Exact policies: equal bits",
-        f"  lossy ones: {TOLERANCE:.2%}, as MOETION's Table 1 has it up to 3 % of tokens lost (PEC, Fig. 2: 0.01 % below 7.5 %),",
-        f"  or what a rounding does to fault-free runs, if that is more: here {chaos:.2%}; their seeds are {apart:.2%} apart",
-        f"routers: normalised HHI {skew:.3f}; {dropped:.1%} of tokens are dropped over capacity",
-    ]
+    repaid, lost = (sum(getattr(run, name) for run in figure.runs) for name in ("repaid", "lost"))
+    return f"{statistics.mean(run.boosted_steps for run in figure.runs):.0f}, {repaid / max(1, lost):.0%}"

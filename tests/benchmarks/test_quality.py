@@ -14,9 +14,8 @@ import pytest
 from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import QualityBench
-from lightning_moe_ckpt.benchmarks._quality_cases import CASES, QUICK, Case, Loss, Scale, System
-from lightning_moe_ckpt.benchmarks._quality_runs import QualityRun, run_all
-from lightning_moe_ckpt.benchmarks._quality_verdict import TOLERANCE, Verdict, judge
+from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Case, Loss, Scale, System
+from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, Verdict, judge, run_all
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 
