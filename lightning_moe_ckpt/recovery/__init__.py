@@ -6,8 +6,11 @@ generation of which something is bad everywhere by the next older one.
 
 from lightning_moe_ckpt.recovery._agreement import Offer as Offer
 from lightning_moe_ckpt.recovery._agreement import usable_offers as usable_offers
-from lightning_moe_ckpt.recovery._agreement import usable_versions as usable_versions
 from lightning_moe_ckpt.recovery._assembly import described as described
+from lightning_moe_ckpt.recovery._attempt import Chosen as Chosen
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt as RestoreAttempt
+from lightning_moe_ckpt.recovery._attempt import Restored as Restored
+from lightning_moe_ckpt.recovery._attempt import Tile as Tile
 from lightning_moe_ckpt.recovery._inventory import Copy as Copy
 from lightning_moe_ckpt.recovery._inventory import Inventory as Inventory
 from lightning_moe_ckpt.recovery._inventory import SourceName as SourceName
@@ -17,11 +20,5 @@ from lightning_moe_ckpt.recovery._inventory import family_of as family_of
 from lightning_moe_ckpt.recovery._inventory import memory_of as memory_of
 from lightning_moe_ckpt.recovery._inventory import plain_versions as plain_versions
 from lightning_moe_ckpt.recovery._inventory import version_of as version_of
-from lightning_moe_ckpt.recovery._mosaic import Chosen as Chosen
-from lightning_moe_ckpt.recovery._mosaic import Mosaic as Mosaic
-from lightning_moe_ckpt.recovery._mosaic import Patchwork as Patchwork
-from lightning_moe_ckpt.recovery._mosaic import Tile as Tile
 from lightning_moe_ckpt.recovery._reader import Reader as Reader
-from lightning_moe_ckpt.recovery._retrieval import Part as Part
-from lightning_moe_ckpt.recovery._retrieval import Retrieval as Retrieval
 from lightning_moe_ckpt.recovery._transport import Transport as Transport

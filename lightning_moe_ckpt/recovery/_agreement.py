@@ -12,7 +12,7 @@ Source: the design, Sec. 6; TierCheck (2025), Fig. 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_moe_ckpt.recovery._inventory import Inventory, Version
@@ -28,21 +28,18 @@ class Offer:
     family: str
     """Of a lossy generation; empty for any other."""
 
+    def __str__(self) -> str:
+        return f"{self.generation}, family {self.family[:8]}" if self.family else str(self.versions[0])
+
     @property
     def generation(self) -> GenerationId:
         """Which one."""
         return self.versions[0].generation
 
-
-def usable_versions(inventory: Inventory, may_restore: Callable[[GenerationId], bool]) -> list[Version]:
-    """Versions that every rank can be given its part of, newest first.
-
-    Args:
-        inventory: of all ranks.
-        may_restore: whether the run's log allows a generation.
-    """
-    everywhere = frozenset.intersection(*(inventory.versions(owner) for owner in range(inventory.world_size)))
-    return sorted((version for version in everywhere if may_restore(version.generation)), reverse=True)
+    @property
+    def is_partial(self) -> bool:
+        """Whether it holds some experts only."""
+        return bool(self.family)
 
 
 def usable_offers(inventory: Inventory, alive: Collection[Version]) -> list[Offer]:

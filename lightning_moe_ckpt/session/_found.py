@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
-from lightning_moe_ckpt.recovery import Copy, Part, Patchwork, SourceName
+from lightning_moe_ckpt.recovery import Chosen, Restored, SourceName
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, SEGMENT_METADATA
-from lightning_moe_ckpt.session._lossy_restore import ExpertSources
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SegmentLayout, TensorSpec, dtype_of
 
 
@@ -54,6 +53,11 @@ def stored_layout(entry: SegmentEntry) -> SegmentLayout:
     return layout
 
 
+def journal_capacity(marker: RankMarker) -> int:
+    """Bytes that a marker says were kept for each journal."""
+    return next(record.nbytes for record in marker.segments[0].records if record.name == JOURNAL)
+
+
 @dataclass(kw_only=True)
 class Found:
     """A generation that every rank could read, with this rank's bytes."""
@@ -68,42 +72,27 @@ class Found:
     """Bytes of this rank, by where they were read."""
     committed: bool
     """Whether it is in storage; if not, it is in memory only."""
-    experts: ExpertSources | None = None
-    """Of a lossy generation: where its experts are from; the one segment is put together from them."""
+    chosen: Chosen
+    """Where experts are from that are of other generations."""
+    tokens: Mapping[GenerationId, Tensor]
+    """Tokens behind the experts of those generations, see `tokens_behind`."""
 
     @classmethod
-    def of(cls, part: Part, *, committed: bool) -> Found:
-        """What was brought of a generation that holds everything."""
-        return cls._of(part.marker, part.segments, part.layouts, part.nbytes, committed=committed)
-
-    @classmethod
-    def lossy(cls, part: Patchwork, experts: ExpertSources, *, committed: bool) -> Found:
-        """What was put together for one that does not."""
-        found = cls._of(part.marker, [part.segment], [part.layout], part.nbytes, committed=committed)
-        found.experts = experts
-        return found
-
-    @classmethod
-    def _of(
-        cls,
-        marker: RankMarker,
-        segments: list[Tensor],
-        layouts: list[SegmentLayout],
-        nbytes: Mapping[Copy, int],
-        *,
-        committed: bool,
-    ) -> Found:
-        by_source = Counter[SourceName]()
-        for copy, count in nbytes.items():
-            by_source[copy.source] += count
+    def of(cls, part: Restored, tokens: Mapping[GenerationId, Tensor], *, committed: bool) -> Found:
+        """What was put together."""
+        nbytes = Counter[SourceName]()
+        for copy, count in part.nbytes.items():
+            nbytes[copy.source] += count
         return cls(
-            generation=marker.generation,
-            policy=marker.policy,
-            steps=marker.steps,
-            segments=segments,
-            layouts=layouts,
-            nbytes=by_source,
+            generation=part.marker.generation,
+            policy=part.marker.policy,
+            steps=part.marker.steps,
+            segments=part.segments,
+            layouts=part.layouts,
+            nbytes=nbytes,
             committed=committed,
+            chosen=part.chosen,
+            tokens=tokens,
         )
 
     @property

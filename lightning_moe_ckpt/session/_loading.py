@@ -1,4 +1,9 @@
-"""Putting what was found into the live model: everything at once, or the first slot of a sparse window."""
+"""Putting what was found into the live model: everything at once, or the first slot of a sparse window.
+
+Of a partial generation, ranks put their parts together from wherever they are into one segment that looks as if it had been
+taken at once, with the pieces of each expert as the generation that it comes from had cut them. So it is loaded like any
+other: each record is read by its writer and broadcast to the others that hold it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ from collections.abc import Callable
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import CopyEngine
+from lightning_moe_ckpt.operators import Operator, ParamSlice, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.recovery import Chosen, Tile
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._found import Found, understood
 from lightning_moe_ckpt.session._journal import Journal
-from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._lossy_restore import LossyLoad, account, log_recovery, lossy_window
-from lightning_moe_ckpt.session._planning import lay_out
+from lightning_moe_ckpt.session._layout import REGIONS, Part, SlotLayout, StateView, WindowLayout
+from lightning_moe_ckpt.session._lossy_restore import note_recovery
+from lightning_moe_ckpt.session._planning import PlanRecord, lay_out
 from lightning_moe_ckpt.session._replay import Replay
 
 
@@ -38,23 +45,18 @@ def load_found(
         as_user: see `Replay`.
 
     Returns:
-        The layout of what was found, and what goes on from it. The journal of a lossy generation has the accounting of
-        tokens as of now.
+        The layout of what was found, and what goes on from it. Its journal has the accounting of tokens as of now.
 
     Raises:
         IdentityMismatch: its bytes do not lie where this model, plan and world put them.
         Corrupt: its plan is none.
     """
-    sources, nbytes = found.experts, found.journal_nbytes
     as_user(found.start)  # first: what records hold depends on the groups of the optimizer
     with understood(f"{found.generation}: its plan"):
-        if sources is None:
-            layout = lay_out(found.plan, view, groups, nbytes)
-        else:
-            layout = lossy_window(found.plan, sources.chosen, view, groups, nbytes)
+        layout = restored_window(found.plan, found.chosen, view, groups, found.journal_nbytes)
     with exchange.together(IdentityMismatch):  # each rank has records of its own
         found.check_headers([slot.segment for slot in layout.slots])
-    replay = (Replay if sources is None else LossyLoad)(
+    replay = Replay(
         view=layout.slots[0].view,
         groups=groups,
         slots=layout.slots,
@@ -63,17 +65,54 @@ def load_found(
         may_skip=may_skip,
         engine=engine,
         as_user=as_user,
+        missing=found.chosen.missing,
     )
     replay.load(found.first_step)
     replay.load_buffers()
-    if sources is not None:
-        outcome = replay.journals[0]["outcome"]
-        accounted = account(outcome, sources, view.operators)
-        log_recovery(found.generation, sources, accounted, view.operators)
-        outcome["bad"] = {
-            name: frozenset(each for each, stored in bad.items() if stored) for name, bad in sources.chosen.bad.items()
-        }
-        if accounted is not None:
-            outcome["accounting"] = accounted[0].to_journal()
-            outcome["lost"] = accounted[1]
+    note_recovery(found, replay.journals[0]["outcome"], view.operators)
     return layout, replay
+
+
+def restored_window(
+    record: PlanRecord, chosen: Chosen, view: StateView, groups: ParallelGroups, journal_nbytes: int
+) -> WindowLayout:
+    """The layout of a restored state: that of its generation; where experts are from others, with all of them, cut as there.
+
+    Raises:
+        IdentityMismatch: the plan is for other experts.
+    """
+    window = lay_out(record, view, groups, journal_nbytes)
+    if not chosen.is_partial:
+        return window
+    parts = {
+        region: [part for part in window.slots[0].parts[region] if view.operators[part.operator].kind != "expert"]
+        for region in REGIONS
+    }
+    for name, tiles in chosen.tiles.items():
+        if name in view.operators:  # else it is on other ranks
+            operator = view.operators[name]
+            parts[operator.holders] += [_part(operator, tile) for tile in tiles]
+    return WindowLayout.of(record, SlotLayout(parts, view, groups, journal_nbytes))
+
+
+def _part(operator: Operator, tile: Tile) -> Part:
+    whole = next((each for each in operator.slices if _covers(each, tile)), None)
+    if whole is None:
+        raise IdentityMismatch(
+            f"`{tile.fqn}`: elements from {tile.global_start} on are not of {operator.name}, as the run has it. "
+            "Resume with the code that wrote it, or start anew with resume='never'."
+        )
+    start = whole.start + tile.global_start - whole.global_start
+    piece = ParamSlice(
+        fqn=tile.fqn,
+        start=start,
+        stop=start + tile.numel,
+        global_shape=whole.global_shape,
+        global_start=tile.global_start,
+    )
+    return Part(operator=operator.name, kind=RecordKind.FULL, piece=piece, writer=tile.writer)
+
+
+def _covers(whole: ParamSlice, tile: Tile) -> bool:
+    stop = whole.global_start + whole.numel
+    return whole.fqn == tile.fqn and whole.global_start <= tile.global_start and tile.global_start + tile.numel <= stop

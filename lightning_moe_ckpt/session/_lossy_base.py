@@ -29,7 +29,7 @@ def build_on_stored(
         worker: of storage on this rank.
         found: what this life resumes from.
     """
-    chosen = None if found is None or found.experts is None else found.experts.chosen
+    chosen = None if found is None else found.chosen
     # Of what was bad twice, or is nowhere, the newest commit names no copy that the next one could borrow.
     completes = chosen is None or not (chosen.missing or any(sum(each.values()) > 1 for each in chosen.bad.values()))
     try:

@@ -1,4 +1,4 @@
-"""Sparse-to-dense replay: slots are loaded one boundary at a time while ordinary training re-runs the steps between.
+"""Loading what was restored: at once, or slot by slot while ordinary training re-runs the steps between.
 
 At the first boundary of the window the operators of slot 0 get their full state and are active; all others get the
 weights that forward and backward consume and stay frozen. After every replayed step the next slot is loaded, until
@@ -8,13 +8,17 @@ activations, and with them the gradients of active operators, are those of the o
 Frozen experts compute no weight gradient (`skip`) where that is safe. Everything else that is frozen computes its
 gradient and drops it (`discard`), so that gradients reach every collective on every rank.
 
+What one optimizer keeps for several experts together, as the step count of a stacked tensor, is of no single one of
+them: where experts may be of different ages, the journal has it, as of the generation.
+
 Source: MoEvement (2024), Sec. 3.3; we differ in replaying inside the user's own training loop, bit for bit.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,9 @@ from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, REGIONS, Field,
 from lightning_moe_ckpt.session._writer import versions
 
 log = logging.getLogger(__name__)
+
+Scalars = Mapping[str, Mapping[str, Tensor]]
+"""What the optimizer keeps once for several experts, by parameter and key."""
 
 
 class Replay:
@@ -43,6 +50,8 @@ class Replay:
         engine: copies host memory into live tensors.
         as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
             what the journal has of the start of the next batch.
+        missing: operators of the model of which there is no copy. They keep the weights that they have, and no optimizer
+            state.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class Replay:
         may_skip: bool,
         engine: CopyEngine,
         as_user: Callable[[Journal], None],
+        missing: Collection[str] = (),
     ) -> None:
         self._view, self._groups, self._engine, self._as_user = view, groups, engine, as_user
         self._slots = list(slots)
@@ -65,7 +75,8 @@ class Replay:
             decode_journal(layout.segment.view(segment, JOURNAL))
             for layout, segment in zip(slots, segments, strict=True)
         ]
-        self._active: set[str] = set()
+        self._missing = {name for name in missing if name in view.operators}
+        self._active = set(self._missing)
         self._dropped: list[torch.nn.Parameter] = []
         self._newest = -1
         self._loaded: list[Tensor] = []
@@ -177,15 +188,43 @@ class Replay:
     @torch.no_grad()
     def _load_records(self) -> None:
         layout, segment = self._newest_slot()
+        scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
+        shared = frozenset[str]() if scalars is None else self._shared()
+        self._reset(shared, scalars or {})
         for region in REGIONS:
             for writer in self._groups.ranks("expert_data" if region == "expert_data" else "world"):
-                self._load_region(layout, segment, region, writer)
+                self._load_region(layout, segment, region, writer, shared)
+        self._load_scalars(scalars or {})
         fqns = dict.fromkeys(part.piece.fqn for parts in layout.parts.values() for part in parts)
         params = [self._view.params[fqn] for fqn in fqns]
         self._loaded = [*params, *self._view.states(fqns)]
         self._versions = versions(self._loaded)
 
-    def _load_region(self, layout: SlotLayout, segment: Tensor, region: str, writer: int) -> None:
+    def _shared(self) -> frozenset[str]:
+        """Parameters of which several experts have a slice each."""
+        experts = [op for op in self._view.operators if op.kind == "expert"]
+        number = Counter(fqn for op in experts for fqn in {piece.fqn for piece in op.slices})
+        return frozenset(fqn for fqn, count in number.items() if count > 1)
+
+    def _reset(self, shared: Collection[str], scalars: Scalars) -> None:
+        """Optimizer state that experts share begins at zero: an expert that had none yet when it was taken has zeros."""
+        schema, params = self._view.schema, self._view.params
+        missing = {piece.fqn for name in self._missing for piece in self._view.operators[name].slices}
+        for fqn in {*shared, *missing}:
+            schema.drop_state(params[fqn])
+        for fqn in scalars:
+            schema.ensure_state(params[fqn])
+
+    def _load_scalars(self, scalars: Scalars) -> None:
+        for fqn, values in scalars.items():
+            for key, value in values.items():
+                live = self._view.schema.get_state(self._view.params[fqn], key)
+                assert live is not None
+                live.copy_(value)
+
+    def _load_region(
+        self, layout: SlotLayout, segment: Tensor, region: str, writer: int, shared: Collection[str]
+    ) -> None:
         spans, nbytes = layout.spans(region, writer)
         if not spans:
             return
@@ -195,7 +234,13 @@ class Replay:
         present: dict[str, bool] = {}
         copies: list[Copy] = []
         for field, offset, size in spans:
-            copies += self._load_field(field, _typed(source[offset : offset + size], field.dtype), present)
+            value = _typed(source[offset : offset + size], field.dtype)
+            if field.key == PRESENT:
+                present[field.part.prefix] = bool(value.item())
+                self._make_state(field, present=bool(value.item()), is_shared=field.part.piece.fqn in shared)
+            elif self._is_stored(field, present, is_shared=field.part.piece.fqn in shared):
+                live = self._view.live(field)
+                copies += [(value, live)] if live is not None else []
         copy_through(self._engine, copies)
 
     def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
@@ -206,21 +251,18 @@ class Replay:
         dist.broadcast(on_device, src=writer, group=group)
         return on_device.cpu()
 
-    def _load_field(self, field: Field, value: Tensor, present: dict[str, bool]) -> list[Copy]:
-        """Make or drop optimizer state as the record says; what is to be copied where."""
-        fqn, schema = field.part.piece.fqn, self._view.schema
-        param = self._view.params[fqn]
-        if field.key == PRESENT:
-            present[field.part.prefix] = bool(value.item())
-            if present[field.part.prefix]:
-                schema.ensure_state(param)
-            else:
-                schema.drop_state(param)
-            return []
-        if self._view.is_state(field) and not present[field.part.prefix]:
-            return []
-        live = self._view.live(field)
-        return [(value, live)] if live is not None else []
+    def _make_state(self, field: Field, *, present: bool, is_shared: bool) -> None:
+        """Make or drop optimizer state as the record says; what another expert has of it is not dropped."""
+        param = self._view.params[field.part.piece.fqn]
+        if present:
+            self._view.schema.ensure_state(param)
+        elif not is_shared:
+            self._view.schema.drop_state(param)
+
+    def _is_stored(self, field: Field, present: Mapping[str, bool], *, is_shared: bool) -> bool:
+        """Whether a record has the value of a field; of state that experts share, the journal has what is one number."""
+        of_state = self._view.is_state(field)
+        return not of_state or (present[field.part.prefix] and (field.per_element or not is_shared))
 
 
 def _region_bytes(layout: SlotLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_moe_ckpt.errors import Corrupt, IdentityMismatch
 from lightning_moe_ckpt.operators import OperatorSet
@@ -20,10 +21,9 @@ from lightning_moe_ckpt.recovery import (
     Chosen,
     Copy,
     Inventory,
-    Mosaic,
     Offer,
     Reader,
-    Retrieval,
+    RestoreAttempt,
     Version,
     described,
     family_of,
@@ -33,7 +33,7 @@ from lightning_moe_ckpt.recovery import (
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._found import Found, stored_layout, understood
+from lightning_moe_ckpt.session._found import Found, journal_capacity, stored_layout, understood
 from lightning_moe_ckpt.session._identity import (
     Facts,
     Identity,
@@ -43,7 +43,8 @@ from lightning_moe_ckpt.session._identity import (
     stored_facts,
 )
 from lightning_moe_ckpt.session._layout import JOURNAL, StateView
-from lightning_moe_ckpt.session._lossy_restore import ExpertSources, lossy_window
+from lightning_moe_ckpt.session._loading import restored_window
+from lightning_moe_ckpt.session._lossy_restore import tokens_behind
 from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore, SegmentLayout, lacking_memory
 from lightning_moe_ckpt.tiers import ObjectTier, Tier, shared_directory
 
@@ -151,17 +152,14 @@ class Search:
             for offer in offers:
                 for commit in (commits[version] for version in offer.versions if version in commits):
                     self._check_identity(commit)
-                if offer.family:
-                    found = self._bring_lossy(offer, alive, inventory, reader, commits, may_lack=may_lack)
-                else:
-                    found = self._bring(offer.versions[0], inventory, reader, commits)
+                found = self._bring(offer, alive, inventory, reader, commits, may_lack=may_lack)
                 if found is not None:
                     return found
             return None
 
         found = first_of(offers, may_lack=False)
         if found is None and self.missing and self._job.may_lack_experts:
-            found = first_of([offer for offer in offers if offer.family], may_lack=True)
+            found = first_of([offer for offer in offers if offer.is_partial], may_lack=True)
         if found is not None and found.generation < offers[0].generation and self._exchange.is_coordinator:
             self._warn_of_older(offers[0].generation, found.generation)
         return found
@@ -216,26 +214,6 @@ class Search:
         return [plain_versions(alive), plain_versions(foreign), [] if newest is not None else [said]]
 
     def _bring(
-        self, version: Version, inventory: Inventory, reader: Reader, commits: Mapping[Version, Commit]
-    ) -> Found | None:
-        digest = commits[version].markers[self._exchange.rank] if version in commits else None
-        attempt = Retrieval(self._exchange, reader, inventory, version, marker_digest=digest)
-        marker = attempt.marker()
-        if marker is not None and version not in commits:
-            self._check_identity(marker)
-        misfits = [] if marker is None else self._misfits(marker)
-        part = (
-            None
-            if marker is None or misfits
-            else attempt.part(marker, [stored_layout(each) for each in marker.segments])
-        )
-        if part is None:
-            self._give_up(version.generation, [*attempt.reasons, *misfits])
-            return None
-        self._log_sources(str(version), part.nbytes)
-        return Found.of(part, committed=version in commits)
-
-    def _bring_lossy(
         self,
         offer: Offer,
         alive: Sequence[Version],
@@ -247,40 +225,37 @@ class Search:
     ) -> Found | None:
         in_storage = {**commits, **self._lenders}
         digests = {version: commit.markers[self._exchange.rank] for version, commit in in_storage.items()}
-        attempt = Mosaic(self._exchange, reader, inventory, offer, alive, digests=digests, allow_missing=may_lack)
+        attempt = RestoreAttempt(
+            self._exchange, reader, inventory, offer, alive, digests=digests, allow_missing=may_lack
+        )
+        committed = not commits.keys().isdisjoint(offer.versions)
         marker = attempt.marker()
-        if marker is not None and not any(version in commits for version in offer.versions):
+        if marker is not None and not committed:
             self._check_identity(marker)
         misfits = [] if marker is None else self._misfits(marker)
         part = None
         if marker is not None and not misfits:
-            part = attempt.bring(marker, self._job.experts, self._places(marker))
+            part = attempt.bring(marker, self._job.experts, partial(self._lay_out, marker))
         if part is None:
             self.missing = self.missing or attempt.missing
             self._give_up(offer.generation, [*attempt.reasons, *misfits])
             return None
-        self._log_sources(f"{offer.generation}, family {offer.family[:8]}", part.nbytes)
-        sources = ExpertSources.of(attempt, part)
-        return Found.lossy(part, sources, committed=any(version in commits for version in offer.versions))
+        self._log_sources(str(offer), part.nbytes)
+        return Found.of(part, tokens_behind(attempt, part.chosen), committed=committed)
+
+    def _lay_out(self, marker: RankMarker, chosen: Chosen) -> list[SegmentLayout]:
+        """Where this rank wants its records: as they lie in files, unless experts are of other generations."""
+        if not chosen.is_partial:
+            return [stored_layout(each) for each in marker.segments]  # see `misfit`
+        plan, journal_nbytes = json.loads(str(marker.policy["plan"])), journal_capacity(marker)
+        with self._exchange.together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
+            window = restored_window(plan, chosen, self._job.view, self._job.groups, journal_nbytes)
+        return [slot.segment for slot in window.slots]
 
     def _misfits(self, marker: RankMarker) -> list[str]:
         """What some rank would have to make room for and cannot be of this job; equal on all ranks. Collective."""
         said = self._exchange.gather_values(self._job.misfit(marker))
         return [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None]
-
-    def _places(self, marker: RankMarker) -> Callable[[Chosen], SegmentLayout]:
-        """Where this rank wants the records of a lossy generation."""
-        plan = marker.policy["plan"]
-        journal_nbytes = next(
-            each.nbytes for each in marker.segments[0].records if each.name == JOURNAL
-        )  # see `misfit`
-
-        def lay_out(chosen: Chosen) -> SegmentLayout:
-            with self._exchange.together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
-                window = lossy_window(json.loads(str(plan)), chosen, self._job.view, self._job.groups, journal_nbytes)
-            return window.slots[0].segment
-
-        return lay_out
 
     def _give_up(self, generation: GenerationId, reasons: Sequence[str]) -> None:
         for reason in reasons:

@@ -22,7 +22,7 @@ from campaign._promises import Restarts
 from campaign.test_boosted import BASE, BATCH, require_boosted, run_boosted
 from campaign.test_lossy_recovery import KILL, TURN, lossy_setup, restarts
 from lightning_moe_ckpt.policies import Accounting, PartialPolicy, Selection
-from lightning_moe_ckpt.recovery._supply import newest_whole
+from lightning_moe_ckpt.recovery._index import newest_whole
 from lightning_moe_ckpt.testing import Seam
 
 EXPERT = "model.moe.layer/expert.4"
@@ -77,7 +77,7 @@ def _seam(module: str, attribute: str, replacement: Any) -> Seam:
 
 ABLATIONS = {
     "an expert one generation older": Ablation(
-        seam=_seam("recovery._mosaic", "newest_whole", _one_is_older),
+        seam=_seam("recovery._attempt", "newest_whole", _one_is_older),
         check=lambda found: found.require(1),
         says=re.escape(EXPERT),
     ),

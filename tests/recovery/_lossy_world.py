@@ -17,9 +17,9 @@ import torch
 from lightning_moe_ckpt.recovery import (
     Chosen,
     Inventory,
-    Mosaic,
-    Patchwork,
     Reader,
+    RestoreAttempt,
+    Restored,
     Transport,
     Version,
     family_of,
@@ -118,7 +118,7 @@ def _entry(name: str, layout: SegmentLayout, data: bytes) -> RecordEntry:
     )  # fmt: skip
 
 
-Restored = tuple[GenerationId, Patchwork]
+Found = tuple[GenerationId, Restored]
 
 
 class LossyWorld(World):
@@ -215,12 +215,12 @@ class LossyWorld(World):
         records = self.lossy_part(step, rank, level)[0].segments[0].records
         return next(each.offset for each in records if what in (each.name, each.operator))
 
-    def restore_lossy(self, dead: Collection[int] = ()) -> list[Restored | None]:
+    def restore_lossy(self, dead: Collection[int] = ()) -> list[Found | None]:
         """What a restart gives every rank; the log forbids the steps in `dead`."""
         run_id, commits = self.offered()
         self.reasons = [[] for _ in self.nodes]
 
-        def live(rank: int) -> Restored | None:
+        def live(rank: int) -> Found | None:
             found, self.reasons[rank] = self.lossy_life(ThreadTransport(self.wire, rank), run_id, commits, dead)
             return found
 
@@ -259,7 +259,7 @@ class LossyWorld(World):
 
     def lossy_life(
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int] = ()
-    ) -> tuple[Restored | None, list[str]]:
+    ) -> tuple[Found | None, list[str]]:
         """What one rank of a restart gets, and why newer generations were given up."""
         reasons: list[str] = []
         for attempt in self._attempts(transport, run_id, commits, dead):
@@ -271,7 +271,7 @@ class LossyWorld(World):
 
     def _attempts(
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int]
-    ) -> Iterator[Mosaic]:
+    ) -> Iterator[RestoreAttempt]:
         node = self.nodes[transport.rank]
         joined = RunStore.join(self.backend, run_id=run_id)
         reader = Reader(run_id, [self.tiers[node]], ObjectTier(joined, [*commits, *self.lenders()]))
@@ -284,7 +284,7 @@ class LossyWorld(World):
         alive = [each for each in inventory.all_versions if each.generation.step not in dead]
         digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}
         for offer in usable_offers(inventory, alive):
-            yield Mosaic(
+            yield RestoreAttempt(
                 transport,
                 reader,
                 inventory,
@@ -296,22 +296,29 @@ class LossyWorld(World):
             )
 
 
-def _attempt(attempt: Mosaic, rank: int) -> Patchwork | None:
+def _attempt(attempt: RestoreAttempt, rank: int) -> Restored | None:
     marker = attempt.marker()
 
-    def lay_out(chosen: Chosen) -> SegmentLayout:
+    def lay_out(chosen: Chosen) -> list[SegmentLayout]:
+        assert marker is not None
+        if not chosen.is_partial:
+            names = {each.name: each.numel for each in marker.segments[0].records}
+            return [SegmentLayout(specs(names), metadata={})]
         tiles = [(expert, t) for expert, row in chosen.tiles.items() for t in row if t.writer == rank]
         names = {record_name(expert, t.global_start, t.numel): t.numel for expert, t in tiles}
-        return SegmentLayout(specs({**BASE, **names}), metadata={})
+        return [SegmentLayout(specs({**BASE, **names}), metadata={})]
 
     return None if marker is None else attempt.bring(marker, dict.fromkeys(EXPERTS, NUMEL), lay_out)
 
 
-def experts_found(world: LossyWorld, found: Sequence[Restored | None]) -> tuple[int, dict[str, int]]:
+def experts_found(world: LossyWorld, found: Sequence[Found | None]) -> tuple[int, dict[str, int]]:
     """The step, and from which step every expert came; every byte on every rank is checked to be of these."""
     assert all(each is not None for each in found), world.reasons
     first = next(each for each in found if each is not None)
     step = first[0].step
+    if not first[1].chosen.is_partial:
+        _require_all(world, step, found)
+        return step, dict.fromkeys(EXPERTS, step)
     sources = {expert: generation.step for expert, generation in first[1].chosen.generations.items()}
     assert sources.keys() | first[1].chosen.missing.keys() == set(EXPERTS)
     state = {expert: torch.full((NUMEL,), torch.nan) for expert in sources}
@@ -320,12 +327,23 @@ def experts_found(world: LossyWorld, found: Sequence[Restored | None]) -> tuple[
         generation, part = each
         assert (generation, part.chosen) == (first[0], first[1].chosen)
         for name, numel in BASE.items():
-            assert torch.equal(part.layout.view(part.segment, name), content(step, rank, name, numel))
+            assert torch.equal(part.layouts[0].view(part.segments[0], name), content(step, rank, name, numel))
         for expert, tiles in part.chosen.tiles.items():
             for t in (t for t in tiles if t.writer == rank):
                 name = record_name(expert, t.global_start, t.numel)
-                values = part.layout.view(part.segment, name)
+                values = part.layouts[0].view(part.segments[0], name)
                 assert torch.equal(values, content(sources[expert], rank, name, t.numel))
                 state[expert][t.global_start : t.global_start + t.numel] = values
     assert not any(values.isnan().any() for values in state.values()), "pieces do not add up to the expert"
     return step, sources
+
+
+def _require_all(world: LossyWorld, step: int, found: Sequence[Found | None]) -> None:
+    """Every record of a generation that has everything itself."""
+    for rank, each in enumerate(found):
+        assert each is not None
+        layout, segment = each[1].layouts[0], each[1].segments[0]
+        names = _records(EXPERTS, rank, world.world_size, dense=True)
+        assert layout.spans.keys() == names.keys()
+        for name, numel in names.items():
+            assert torch.equal(layout.view(segment, name), content(step, rank, name, numel))

@@ -17,13 +17,13 @@ from stored._segments import LAYOUT, entry_of, segment_bytes
 
 from lightning_moe_ckpt.recovery import (
     Inventory,
-    Part,
     Reader,
-    Retrieval,
+    RestoreAttempt,
+    Restored,
     Transport,
     Version,
     memory_of,
-    usable_versions,
+    usable_offers,
 )
 from lightning_moe_ckpt.recovery._transport import Parcel
 from lightning_moe_ckpt.storage import (
@@ -149,7 +149,7 @@ def rank_part(
     return marker, segments
 
 
-Found = tuple[Version, Part]
+Found = tuple[Version, Restored]
 
 
 class World:
@@ -224,15 +224,18 @@ class World:
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
         inventory = Inventory.of(stocks, reader.committed)
         digests = {Version(c.generation, c.plan_hash): c.markers[transport.rank] for c in commits}
-        for version in usable_versions(inventory, lambda _: True):
-            attempt = Retrieval(
-                transport, reader, inventory, version, marker_digest=digests.get(version), chunk_nbytes=chunk_nbytes
+        for offer in usable_offers(inventory, inventory.all_versions):
+            attempt = RestoreAttempt(
+                *(transport, reader, inventory, offer, inventory.all_versions),
+                digests=digests,
+                chunk_nbytes=chunk_nbytes,
             )
             marker = attempt.marker()
-            part = attempt.part(marker, [LAYOUT] * len(marker.segments)) if marker is not None else None
+            # What is cut among ranks and could be taken from another generation is not asked for: the generation is exact.
+            part = attempt.bring(marker, {"blocks.0": 1}, lambda _: [LAYOUT] * len(marker.steps)) if marker else None  # noqa: B023
             reasons += attempt.reasons
             if part is not None:
-                return (version, part), reasons
+                return (offer.versions[0], part), reasons
         return None, reasons
 
 
@@ -241,7 +244,7 @@ def in_threads(world_size: int, life: Callable[[int], T]) -> list[T]:
         return list(pool.map(life, range(world_size), timeout=2 * _PATIENCE_SECONDS))
 
 
-def sources(part: Part) -> set[str]:
+def sources(part: Restored) -> set[str]:
     """Kinds of copies that supplied bytes."""
     return {copy.source for copy in part.nbytes}
 

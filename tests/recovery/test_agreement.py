@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.recovery import Inventory, Stock, Version, usable_versions
+from lightning_moe_ckpt.recovery import Inventory, Stock, Version, usable_offers
 from lightning_moe_ckpt.recovery._inventory import Item
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.storage._log import History
@@ -23,8 +23,12 @@ def inventory(*stocks: tuple[str, set[tuple[Version, int]]], committed: set[Vers
     return Inventory(tuple(rows), frozenset(committed or ()))
 
 
-def anything(_: GenerationId) -> bool:
-    return True
+def usable(world: Inventory, history: History | None = None) -> list[Version]:
+    """Versions that every rank can be given its part of and that the log allows, newest first."""
+    alive = [each for each in world.all_versions if history is None or history.why_dead(each.generation) is None]
+    offers = usable_offers(world, alive)
+    assert not any(offer.is_partial for offer in offers)
+    return [version for offer in offers for version in offer.versions]
 
 
 def test_the_smallest_of_the_newest_is_not_taken_when_somebody_lacks_it() -> None:
@@ -33,7 +37,7 @@ def test_the_smallest_of_the_newest_is_not_taken_when_somebody_lacks_it() -> Non
         ("a", {(version(30), 0), (version(10), 0)}),
         ("b", {(version(20), 1), (version(10), 1)}),
     )
-    assert usable_versions(world, anything) == [version(10)]
+    assert usable(world) == [version(10)]
 
 
 def test_tiers_are_combined_per_rank() -> None:
@@ -43,7 +47,7 @@ def test_tiers_are_combined_per_rank() -> None:
         ("b", set()),
         committed={version(20)},
     )
-    assert usable_versions(world, anything) == [version(30), version(20)]
+    assert usable(world) == [version(30), version(20)]
     assert [copy.source for copy in world.copies(version(30), 0)] == ["host"]
     assert [(copy.source, copy.readers) for copy in world.copies(version(30), 1)] == [("peer", (0,))]
 
@@ -54,7 +58,7 @@ def test_one_step_of_two_lives_or_plans_is_two_versions() -> None:
         ("a", {(version(30, epoch=1), 0), (version(30, epoch=2), 1), (version(20), 0), (version(20), 1)}),
         ("b", {(version(40, plan_hash="a"), 0), (version(40, plan_hash="b"), 1)}),
     )
-    assert usable_versions(world, anything) == [version(20)]
+    assert usable(world) == [version(20)]
 
 
 def test_a_copy_counts_once_however_many_processes_of_its_node_read_it() -> None:
@@ -105,11 +109,11 @@ def test_agreement_is_what_trying_every_version_gives(world: Inventory, history:
         if all(somewhere(each, owner) for owner in range(world.world_size))
         and history.why_dead(each.generation) is None
     ]
-    usable = usable_versions(world, lambda generation: history.why_dead(generation) is None)
+    found = usable(world, history)
     assert (
-        usable == sorted(expected, key=lambda each: (each.generation.step, each.generation.epoch, each.plan_hash))[::-1]
+        found == sorted(expected, key=lambda each: (each.generation.step, each.generation.epoch, each.plan_hash))[::-1]
     )
-    for each, owner in product(usable, range(world.world_size)):
+    for each, owner in product(found, range(world.world_size)):
         copies = world.copies(each, owner)
         order = [("host", "peer", "storage").index(copy.source) for copy in copies]
         assert copies

@@ -94,7 +94,7 @@ def test_without_a_copy_of_two_experts_older_generations_are_tried(make_lossy: M
     assert world.restore_lossy() == [None, None]
     lossy, dense = world.reasons[0]
     assert lossy.startswith("no whole copy is left of 2 experts: e0 (")
-    assert "rank 1: the dense part of step 0" in dense
+    assert "rank 1: records of step 0: dense is nowhere" in dense
 
 
 # -- bad records

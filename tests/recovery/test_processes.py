@@ -137,12 +137,12 @@ def test_a_lossy_generation_is_put_together_by_processes(
     def work(rank: int) -> list[int]:
         found, reasons = world.lossy_life(Exchange(build_groups()), run_id, commits)
         assert found is not None, reasons
-        torch.save(found[1].segment, tmp_path / f"{rank}.pt")
+        torch.save(found[1].segments[0], tmp_path / f"{rank}.pt")
         return [found[0].step, *(found[1].chosen.generations[expert].step for expert in EXPERTS)]
 
     assert in_processes(world.world_size, work) == [[4, 3, 3, 4, 4]] * world.world_size
     in_threads_too = world.restore_lossy()
     for rank, each in enumerate(in_threads_too):
         assert each is not None
-        assert torch.equal(each[1].segment, torch.load(tmp_path / f"{rank}.pt"))
+        assert torch.equal(each[1].segments[0], torch.load(tmp_path / f"{rank}.pt"))
     assert experts_found(world, in_threads_too)[0] == 4

@@ -1,15 +1,21 @@
-"""Bringing every rank its part of a lossy generation: the dense part as of it, each expert from where it is newest.
+"""One attempt at one generation: bringing every rank its part, from the cheapest copies that turn out to be good.
 
-A lossy generation holds some experts only. Every other expert comes from the newest older generation that ranks can
-put it together from, whatever tiers and nodes that takes. Ranks agree on it expert by expert; an expert that turns out
-bad everywhere comes from the next older generation, and the generation is given up when one has no copy left at all,
-unless it may come back without.
+In rounds, which all ranks take together: each says what it lacks and which rank should send it; local copies are read
+meanwhile; what arrived is verified; what was bad is asked of the next copy. Every record has one writer, so no byte is read
+twice, by whatever rank: what ranks share is read by its writer and broadcast when it is loaded. A generation is given up by all
+as soon as one rank has to, and nobody ever waits for a rank that has gone on.
 
-Markers are read as far back as needed: those of every generation in memory, and in storage that of the newest
+An exact generation has every record itself, of its own steps. A partial one holds some experts only. Every other expert comes
+from the newest older generation that ranks can put it together from, whatever tiers and nodes that takes. Ranks agree on it
+expert by expert; an expert that turns out bad everywhere comes from the next older generation, and the generation is given up
+when one has no copy left at all, unless it may come back without.
+
+For that, markers are read as far back as needed: those of every generation in memory, and in storage that of the newest
 commit, which says where older files hold what it lacks, and a second copy of it; then those of older commits, at last
 of those that are only there for what others borrow.
 
-Source: PEC/MoC (2024), Sec. 3.2 (two-level recovery); we differ in agreeing per expert, on what every rank verified.
+Sources: the design, Sec. 6; Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ
+from that in agreeing per expert, on what every rank verified.
 """
 
 from __future__ import annotations
@@ -24,14 +30,22 @@ import torch
 from lightning_moe_ckpt.recovery._agreement import Offer
 from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
-from lightning_moe_ckpt.recovery._inventory import Copy, Inventory, Version, level_of, plain_version, version_of
+from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, Source, newest_whole
+from lightning_moe_ckpt.recovery._inventory import (
+    STORAGE_TIER,
+    Copy,
+    Inventory,
+    Version,
+    level_of,
+    plain_version,
+    version_of,
+)
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
 from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
-from lightning_moe_ckpt.recovery._supply import PARAM, Held, Origin, Supply, newest_whole
 from lightning_moe_ckpt.recovery._transport import Transport
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
 
 log = logging.getLogger(__name__)
 
@@ -69,30 +83,35 @@ class Chosen:
     missing: Mapping[str, str] = field(default_factory=dict)
     """Experts of which there is no good copy, and where those were that turned out bad."""
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether experts are of other generations; else there was nothing to choose."""
+        return bool(self.generations or self.missing)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patchwork:
-    """One rank's part of a lossy generation, put together and verified record by record."""
+class Restored:
+    """One rank's part of a generation, put together and verified record by record."""
 
     marker: RankMarker
     """Of the generation itself."""
-    segment: torch.Tensor
-    """uint8, laid out as was asked for."""
-    layout: SegmentLayout
+    segments: list[torch.Tensor]
+    """One uint8 tensor per step, laid out as was asked for."""
+    layouts: list[SegmentLayout]
     nbytes: dict[Copy, int]
-    """Bytes read, by copy."""
+    """Bytes read, by copy; what was read again counts again."""
     chosen: Chosen
 
 
-class Mosaic:
-    """One attempt at one lossy generation; all ranks make it together, and every method is collective.
+class RestoreAttempt:
+    """One attempt at one generation; all ranks make it together, and every method is collective.
 
     Args:
         transport: to the other ranks.
         reader: of what this rank reaches.
         inventory: of all ranks.
         offer: what to bring.
-        alive: versions that the run's log allows; experts may come from those.
+        alive: versions that the run's log allows; experts of a partial generation may come from those.
         digests: what manifests say of this rank's markers, by version in storage.
         allow_missing: go on without the experts of which there is no good copy.
         chunk_nbytes: most bytes per message.
@@ -117,15 +136,16 @@ class Mosaic:
         self._bad: dict[str, dict[GenerationId, bool]] = {}
         self._reasons: dict[str, list[str]] = {}
         self._rounds = Rounds(transport)
-        self._carriage = Carriage(self._rounds, reader, f"{offer.generation}, family {offer.family[:8]}", chunk_nbytes)
-        self._reachable = sorted((each for each in alive if each.generation <= offer.generation), reverse=True)
+        self._carriage = Carriage(self._rounds, reader, str(offer), chunk_nbytes)
+        older = [each for each in alive if offer.is_partial and each.generation <= offer.generation]
+        self._reachable = sorted({*older, *offer.versions}, reverse=True)
         in_storage = [each for each in self._reachable if each in inventory.committed]
         lenders = [each for each in self._reachable if each in inventory.lenders]
         self._deeper = [*in_storage[1:], *lenders]
         """Commits whose markers were not needed yet, newest first; behind them those that are only there for others."""
         self._first = [*in_storage[:1], *(each for each in self._reachable if each in inventory.in_memory)]
         self._markers: dict[Version, RankMarker] = {}
-        self._supply = Supply(inventory, transport.rank, ())
+        self._index = RecordIndex()
 
     @property
     def reasons(self) -> list[str]:
@@ -134,36 +154,39 @@ class Mosaic:
 
     def marker(self) -> RankMarker | None:
         """This rank's marker of the generation; `None`, on all ranks, if one of them has none."""
-        wanted = [*self.offer.versions, *self._first]
-        if not self._read_markers(wanted, required=self.offer.versions):
+        if not self._read_markers([*self.offer.versions, *self._first], required=self.offer.versions):
             return None
+        for version in sorted(self._markers, key=self._doubt):
+            self._add_to_index(version)
         preferred = sorted((v for v in self.offer.versions if v in self._markers), key=self._cost)
         return self._markers[preferred[0]]
 
     def bring(
-        self, marker: RankMarker, experts: Mapping[str, int], lay_out: Callable[[Chosen], SegmentLayout]
-    ) -> Patchwork | None:
+        self,
+        marker: RankMarker,
+        experts: Mapping[str, int],
+        lay_out: Callable[[Chosen], Sequence[SegmentLayout]],
+    ) -> Restored | None:
         """Everything of this rank; `None`, on all ranks, if something has no good copy left.
 
         Args:
             marker: what `marker` returned.
-            experts: elements of every expert operator that this rank holds.
-            lay_out: where this rank wants its records: by their names in markers, for tiles of experts that it brings.
+            experts: elements of every expert operator that this rank holds; those of a partial generation may be older.
+            lay_out: where this rank wants its records of each step: by their names in markers, for tiles of experts that
+                it brings.
         """
-        self._supply = Supply(self._inventory, self._transport.rank, experts)
-        for version in sorted(self._markers, key=self._doubt):
-            self._supply.add(version, self._markers[version])
-        while (origins := self._agree(experts)) is not None:
-            chosen = self._describe(origins, experts)
-            layout = lay_out(chosen)
-            buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-            layout.write_header(buffer)
-            parts, broken = self._assemblies(layout, buffer, {e: origins[e] for e in experts if e in origins})
-            if not self._carriage.carry(list(parts.values()), broken):
+        sizes = experts if self.offer.is_partial else {}
+        while (sources := self._agree(sizes)) is not None:
+            chosen = self._describe(sources, sizes)
+            layouts = list(lay_out(chosen))
+            buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in layouts]
+            own = {expert: sources[expert] for expert in sizes if expert in sources}
+            parts, broken = self._assemblies(sorted(set(marker.steps)), layouts, buffers, own)
+            if not self._carriage.carry([*parts.values()], broken):
                 return None
-            if not self._exclude_lost(parts, origins):
-                supplied = sum((part.supplied for part in parts.values()), Counter[Copy]())
-                return Patchwork(marker=marker, segment=buffer, layout=layout, nbytes=dict(supplied), chosen=chosen)
+            if not self._exclude_lost(parts, sources):
+                nbytes = dict(sum((part.supplied for part in parts.values()), Counter[Copy]()))
+                return Restored(marker=marker, segments=buffers, layouts=layouts, nbytes=nbytes, chosen=chosen)
         return None
 
     def tell(
@@ -237,11 +260,29 @@ class Mosaic:
         self._read_markers(new)
         for version in new:
             if version in self._markers:
-                self._supply.add(version, self._markers[version])
+                self._add_to_index(version)
+
+    def _add_to_index(self, version: Version) -> None:
+        """Add what a marker of this rank says is there."""
+        marker, rank = self._markers[version], self._transport.rank
+        # Records of a window of several steps are no states of one step, which other generations could make use of.
+        if len(set(marker.steps)) == 1 or version in self.offer.versions:
+            copies = self._inventory.copies(version, rank)
+            for entry in marker.segments:
+                self._index.add(self._source(version), entry, copies)
+        lent = {each.generation: each for each in self._inventory.in_storage}
+        for borrowed in (*marker.borrowed, *marker.spares):
+            owner = lent.get(borrowed.generation, Version(borrowed.generation, ""))
+            copy = Copy("storage", "", STORAGE_TIER, (rank,), owner)
+            self._index.add(self._source(owner), borrowed.segment, [copy])
+
+    def _source(self, version: Version) -> Source:
+        """Where records of a version are from; equal for the flavours of a lossy generation."""
+        return Source(version.generation, self._inventory.families.get(version) or version.plan_hash)
 
     # -- agreement
 
-    def _agree(self, experts: Mapping[str, int]) -> dict[str, Origin] | None:
+    def _agree(self, experts: Mapping[str, int]) -> dict[str, Source] | None:
         """The newest whole copy of every expert of the model; `None` if one has none, and must."""
         while True:
             offered, sizes = self._offered(experts)
@@ -258,17 +299,17 @@ class Mosaic:
             self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts: {told}{more}")
             return None
 
-    def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Origin]], dict[str, int]]:
+    def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Source]], dict[str, int]]:
         """Elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
-        own = {name: list(self._supply.offered(name)) for name in experts}
-        origins = sorted({origin for rows in own.values() for origin, _ in rows})
-        table = [plain_version(Version(each.generation, each.plan)) for each in origins]
-        rows = [[name, size, [[origins.index(o), n] for o, n in own[name]]] for name, size in experts.items()]
-        offered: dict[str, Counter[Origin]] = {}
+        own = self._index.offered(experts)
+        sources = sorted({source for rows in own.values() for source, _ in rows})
+        table = [plain_version(Version(each.generation, each.plan)) for each in sources]
+        rows = [[name, size, [[sources.index(o), n] for o, n in own[name]]] for name, size in experts.items()]
+        offered: dict[str, Counter[Source]] = {}
         sizes: dict[str, int] = {}
         for said in self._transport.gather_values([table, rows]):
             assert isinstance(said, list)
-            theirs = [Origin(each.generation, each.plan_hash) for each in map(version_of, said[0])]
+            theirs = [Source(each.generation, each.plan_hash) for each in map(version_of, said[0])]
             for name, size, pairs in said[1]:
                 sizes[name] = size
                 counts = offered.setdefault(name, Counter())
@@ -276,34 +317,34 @@ class Mosaic:
                     counts[theirs[index]] += numel
         return offered, dict(sorted(sizes.items()))
 
-    def _describe(self, origins: Mapping[str, Origin], experts: Collection[str]) -> Chosen:
+    def _describe(self, sources: Mapping[str, Source], experts: Collection[str]) -> Chosen:
         """What all ranks have of the copies that were chosen."""
         own: list[object] = []
-        for name in (each for each in experts if each in origins):
-            records = self._supply.expert(name, origins[name])
+        for name in (each for each in experts if each in sources):
+            records = self._index.operator(name, sources[name])
             tiles = [held.record for held in records.values() if held.record.state_key == PARAM]
             rows = [[each.fqn, each.global_start, each.numel] for each in tiles]
             own.append([name, rows, [int(self._all_at(records.values(), level)) for level in _LEVELS]])
-        tiles_of: dict[str, list[Tile]] = {name: [] for name in origins}
-        levels = {name: set(_LEVELS) for name in origins}
+        tiles_of: dict[str, list[Tile]] = {name: [] for name in sources}
+        levels = {name: set(_LEVELS) for name in sources}
         for writer, said in enumerate(self._transport.gather_values(own)):
             assert isinstance(said, list)
             for name, rows, there in said:
                 tiles_of[name] += [Tile(fqn, start, numel, writer) for fqn, start, numel in rows]
                 levels[name] -= {level for level, held in zip(_LEVELS, there, strict=True) if not held}
-        generations = {name: origin.generation for name, origin in origins.items()}
+        generations = {name: source.generation for name, source in sources.items()}
         held = {name: frozenset(each) for name, each in levels.items()}
         bad = {name: dict(each) for name, each in self._bad.items()}
         return Chosen(generations=generations, tiles=tiles_of, levels=held, bad=bad, missing=dict(self.missing))
 
-    def _all_at(self, records: Collection[Held], level: str) -> bool:
+    def _all_at(self, records: Collection[Replicas], level: str) -> bool:
         return all(any(self._place_level(place) == level for place in each.places) for each in records)
 
     # -- bytes
 
-    def _local(self, generation: GenerationId, name: str) -> tuple[Held, Place] | None:
+    def _local(self, generation: GenerationId, name: str) -> tuple[Replicas, Place] | None:
         """A record of this rank's part of a generation, but for experts, and a copy that it reads itself."""
-        for held in self._supply.of_generation(generation, name):
+        for held in self._index.named(generation, name):
             for place in held.places:
                 if place.copy.source != "peer":
                     return held, place
@@ -327,47 +368,58 @@ class Mosaic:
             return None
 
     def _assemblies(
-        self, layout: SegmentLayout, buffer: torch.Tensor, origins: Mapping[str, Origin]
+        self,
+        steps: Sequence[int],
+        layouts: Sequence[SegmentLayout],
+        buffers: Sequence[torch.Tensor],
+        sources: Mapping[str, Source],
     ) -> tuple[dict[str, Assembly], str]:
-        """What is to be brought, by expert, and everything else; and why it cannot fit, if it cannot."""
-        base = self._supply.origin(self.offer.versions[0])
-        held = {name: ("", each) for name, each in self._supply.rest(base).items()}
-        for expert, origin in origins.items():
-            held |= {name: (expert, each) for name, each in self._supply.expert(expert, origin).items()}
-        wanted: dict[str, list[Wanted]] = {"": [], **{expert: [] for expert in origins}}
-        for name, span in layout.spans.items():
-            expert, record = held.get(name, ("", None))
-            if record is None or record.record.nbytes != span.nbytes:
-                return {}, f"its records are not those of this model, optimizer and world, first {name}"
-            wanted[expert].append(Wanted(name, span.offset, span.nbytes, record.record.digest, record.places))
-        generation = self.offer.generation
-        return {
-            expert: Assembly(
-                f"{expert or 'the dense part'} of {origins[expert].generation if expert else generation}",
-                buffer,
-                records,
-                may_be_lost=bool(expert),
-            )
-            for expert, records in wanted.items()
-        }, ""
+        """What is to be brought: each expert by itself, and everything else by step; and why it cannot fit, if it cannot."""
+        base, generation = self._source(self.offer.versions[0]), self.offer.generation
+        experts = {expert: self._index.operator(expert, source) for expert, source in sources.items()}
+        expert_of = {name: expert for expert, records in experts.items() for name in records}
+        parts: dict[str, Assembly] = {}
+        for step, layout, buffer in zip(steps, layouts, buffers, strict=True):
+            layout.write_header(buffer)
+            held = {
+                **self._index.step(base, step),
+                **{n: r for records in experts.values() for n, r in records.items()},
+            }
+            wanted: dict[str, list[Wanted]] = {"": [], **{expert: [] for expert in experts}}
+            for name, span in layout.spans.items():
+                if (replicas := held.get(name)) is None or not _fits(replicas, span):
+                    return {}, f"its records are not those of this model, optimizer and world, first {name}"
+                record = Wanted(name, span.offset, span.nbytes, replicas.record.digest, replicas.places)
+                wanted[expert_of.get(name, "")].append(record)
+            what = f"the dense part of {generation}" if experts else f"records of step {step}"
+            parts[f"step {step}"] = Assembly(what, buffer, wanted.pop(""), may_be_lost=False)
+            for expert, records in wanted.items():
+                said = f"{expert} of {sources[expert].generation}"
+                parts[expert] = Assembly(said, buffer, records, may_be_lost=True)
+        return parts, "" if parts else "it has no segments"
 
-    def _exclude_lost(self, parts: Mapping[str, Assembly], origins: Mapping[str, Origin]) -> bool:
+    def _exclude_lost(self, parts: Mapping[str, Assembly], sources: Mapping[str, Source]) -> bool:
         """Note what turned out bad; whether anything did on any rank."""
         lost = {expert: part.lost for expert, part in parts.items() if part.lost}
         for expert, reason in lost.items():
-            self._supply.exclude(expert, origins[expert])
+            self._index.exclude(expert, sources[expert])
             log.error("%s; an older copy of the expert is used", reason)
         own = [
-            [e, reason, self._all_at(self._supply.expert(e, origins[e]).values(), STORAGE)]
+            [e, reason, self._all_at(self._index.operator(e, sources[e]).values(), STORAGE)]
             for e, reason in lost.items()
         ]
         told = self._transport.gather_values(own)
         for rank, rows in enumerate(told):
             for expert, reason, stored in _losses(rows):
                 self._reasons.setdefault(expert, []).append(f"rank {rank}: {reason}")
-                bad, generation = self._bad.setdefault(expert, {}), origins[expert].generation
+                bad, generation = self._bad.setdefault(expert, {}), sources[expert].generation
                 bad[generation] = stored or bad.get(generation, False)  # ranks know of different copies
         return any(told)
+
+
+def _fits(replicas: Replicas, span: Span) -> bool:
+    record = replicas.record
+    return (dtype_of(record.dtype), record.nbytes) == (span.dtype, span.nbytes)
 
 
 def _losses(rows: object) -> list[tuple[str, str, bool]]:

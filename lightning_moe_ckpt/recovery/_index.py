@@ -1,0 +1,122 @@
+"""Where every record of one rank is: by operator, by the step that it is of, and by kind, in whatever tier.
+
+How an operator is cut among the ranks that hold it may differ between generations, so nothing here assumes that it is cut
+alike: a generation supplies an operator if the pieces that all ranks have of it add up to the whole operator.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lightning_moe_ckpt.recovery._assembly import Place
+from lightning_moe_ckpt.recovery._inventory import Copy
+from lightning_moe_ckpt.storage import GenerationId, RecordEntry, SegmentEntry
+
+FULL, PARAM = "full", "param"
+"""Kind and state key in markers: of whole states, and of the parameter itself."""
+
+_CHEAPEST = ("host", "peer", "storage")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Source:
+    """A generation, under one plan, that records may come from."""
+
+    generation: GenerationId
+    plan: str
+    """Family of a lossy generation, else the hash of its plan."""
+
+
+@dataclass(slots=True)
+class Replicas:
+    """One record, and where it may come from, cheapest first."""
+
+    record: RecordEntry
+    places: list[Place] = field(default_factory=list)
+
+
+Records = dict[str, Replicas]
+"""By name."""
+
+
+class RecordIndex:
+    """What one rank can be given. Of what two files contradict each other in, the one that was added first is right."""
+
+    def __init__(self) -> None:
+        self._full: dict[tuple[str, Source], dict[int, Records]] = defaultdict(dict)
+        """Full states, by operator."""
+        self._others: dict[Source, dict[int, Records]] = defaultdict(dict)
+        """Buffers, journals, and what only forward and backward need."""
+        self._excluded: set[tuple[str, Source]] = set()
+
+    def add(self, source: Source, entry: SegmentEntry, copies: Collection[Copy]) -> None:
+        """Add the records of a file.
+
+        Args:
+            source: that the records are of.
+            entry: the file; it may be one of several of its step.
+            copies: that have the file.
+        """
+        known: dict[int, bool] = {}
+        for record in entry.records:
+            steps = self._full[record.operator, source] if record.kind == FULL else self._others[source]
+            records = steps.setdefault(entry.step, {})
+            if known.setdefault(id(records), bool(records)) and record.name not in records:
+                continue  # cut otherwise than what is known already
+            replicas = records.setdefault(record.name, Replicas(record))
+            if (replicas.record.digest, replicas.record.nbytes) == (record.digest, record.nbytes):
+                replicas.places += [Place(copy, entry, record.offset) for copy in copies]
+                replicas.places.sort(key=lambda place: _CHEAPEST.index(place.copy.source))
+
+    def exclude(self, operator: str, source: Source) -> None:
+        """Offer an operator from there no more: it turned out bad."""
+        self._excluded.add((operator, source))
+
+    def operator(self, operator: str, source: Source) -> Records:
+        """The full state of an operator as of the last step of a generation."""
+        return self._full.get((operator, source), {}).get(source.generation.step, {})
+
+    def step(self, source: Source, step: int) -> Records:
+        """All records of one step of a generation, of whatever kind."""
+        tables = [self._others.get(source, {}), *(each for (_, of), each in self._full.items() if of == source)]
+        return {name: replicas for table in tables for name, replicas in table.get(step, {}).items()}
+
+    def named(self, generation: GenerationId, name: str) -> Iterator[Replicas]:
+        """A record of that name, of no operator, in whatever there is of a generation."""
+        for source in sorted(each for each in self._others if each.generation == generation):
+            if (replicas := self._others[source].get(generation.step, {}).get(name)) is not None:
+                yield replicas
+
+    def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Source, int]]]:
+        """Sources that have something of operators, each with its number of elements."""
+        found: dict[str, list[tuple[Source, int]]] = {name: [] for name in operators}
+        for operator, source in self._full.keys() - self._excluded:
+            if operator in found:
+                held = self.operator(operator, source).values()
+                numel = sum(each.record.numel for each in held if each.record.state_key == PARAM)
+                found[operator].append((source, numel))
+        return found
+
+
+def newest_whole(
+    offered: Mapping[str, Mapping[Source, int]], sizes: Mapping[str, int]
+) -> tuple[dict[str, Source], list[str]]:
+    """From which generation every operator comes.
+
+    Args:
+        offered: elements that all ranks together can be given, by operator and generation.
+        sizes: elements of every operator.
+
+    Returns:
+        The newest generation that supplies all of it, by operator; and the operators that none does.
+    """
+    chosen, missing = {}, []
+    for name, size in sizes.items():
+        whole = [source for source, numel in offered.get(name, {}).items() if numel == size]
+        if whole:
+            chosen[name] = max(whole)
+        else:
+            missing.append(name)
+    return chosen, missing
