@@ -44,64 +44,50 @@ class _Owner:
     """Found once. Finding it again would hold up training: that counts what is frozen, a tenth of a second per million."""
 
 
-def _free_to_freeze() -> bool:
-    if not gc.isenabled() or _Owner.ours or _Owner.others:
-        return False
-    _Owner.others = gc.get_freeze_count() > 0
-    return not _Owner.others
-
-
-def _thaw() -> None:
-    _Owner.ours = False
-    gc.unfreeze()
-
-
 class FrozenHeap:
     """Objects alive at `freeze` are left out of collections until `thaw`.
+
+    Nothing happens where collections are switched off or objects are frozen already: their owner has other plans.
 
     Args:
         wanted: `False` makes both do nothing.
     """
 
     def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
-        self._frozen = self._spared = False
+        self._wanted, self._holds = wanted, False
 
     def spare(self) -> None:
-        """Leave out what is alive now, garbage too, until `unspare`, `freeze` or `thaw`; no object is looked at for it.
-
-        Nothing happens where `freeze` would do nothing.
-        """
-        if self._wanted and _free_to_freeze():
-            _Owner.ours = True
-            gc.freeze()
-            self._spared = True
-
-    def freeze(self) -> None:
-        """Collect, then freeze; the first call counts.
-
-        Nothing happens where collections are switched off or objects are frozen already: their owner has other plans.
-        """
-        if not self._wanted:
-            return
-        self._wanted = False
-        self.unspare()
-        if _free_to_freeze():
-            gc.collect()  # garbage that is frozen would stay
-            _Owner.ours = True
-            gc.freeze()
-            self._frozen = True
+        """Leave out what is alive now, garbage too, until `unspare`, `freeze` or `thaw`; no object is looked at for it."""
+        if self._wanted:
+            self._hold(collect=False)
 
     def unspare(self) -> None:
         """Undo `spare`, if it did anything."""
-        if self._spared:
-            self._spared = False
-            _thaw()
+        if self._wanted:
+            self._release()
+
+    def freeze(self) -> None:
+        """Collect, then freeze; the first call counts."""
+        if self._wanted:
+            self.thaw()
+            self._hold(collect=True)
 
     def thaw(self) -> None:
         """Let collections see everything again, if `spare` or `freeze` took it from them. Repeating this is allowed."""
         self._wanted = False
-        self.unspare()
-        if self._frozen:
-            self._frozen = False
-            _thaw()
+        self._release()
+
+    def _hold(self, *, collect: bool) -> None:
+        if not gc.isenabled() or _Owner.ours or _Owner.others:
+            return
+        _Owner.others = gc.get_freeze_count() > 0
+        if not _Owner.others:
+            if collect:
+                gc.collect()  # garbage that is frozen would stay
+            gc.freeze()
+            _Owner.ours = self._holds = True
+
+    def _release(self) -> None:
+        if self._holds:
+            _Owner.ours = self._holds = False
+            gc.unfreeze()

@@ -58,10 +58,10 @@ def survival_probability(placement: Placement, lost: int, *, level: Level = "nod
     if not 0 <= lost <= len(names):
         raise ValueError(f"`survival_probability(lost={lost})`: there are {len(names)} {level}s to lose.")
     number = {name: index for index, name in enumerate(names)}
-    fatal = _minimal(
+    fatal = {
         frozenset(number[_name(placement.domains[rank], level)] for rank in (owner, *holders))
         for owner, holders in enumerate(placement.holders)
-    )
+    }
     groups = _connected(fatal)
     if sum(math.comb(len(nodes), j) for nodes, _ in groups for j in range(min(lost, len(nodes)) + 1)) <= _EXACT_CHOICES:
         probability, error = _exact(groups, len(names), lost), 0.0
@@ -95,19 +95,7 @@ def _name(domain: FailureDomain, level: Level) -> str:
     return domain.node if level == "node" else domain.rack
 
 
-def _minimal(sets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
-    """Without those that contain another, in a fixed order."""
-    found: list[frozenset[int]] = []
-    holding: dict[int, list[frozenset[int]]] = {}
-    for each in sorted(set(sets), key=lambda each: (len(each), sorted(each))):
-        if not any(smaller <= each for member in each for smaller in holding.get(member, ())):
-            found.append(each)
-            for member in each:
-                holding.setdefault(member, []).append(each)
-    return found
-
-
-def _connected(fatal: Sequence[frozenset[int]]) -> list[tuple[list[int], list[frozenset[int]]]]:
+def _connected(fatal: Iterable[frozenset[int]]) -> list[tuple[list[int], list[frozenset[int]]]]:
     """Fatal sets by connection: the nodes of each part, and its sets."""
     parts: list[tuple[set[int], list[frozenset[int]]]] = []
     for each in fatal:
@@ -135,7 +123,7 @@ def _survivors(nodes: Sequence[int], sets: Sequence[frozenset[int]], lost: int) 
     return sum(not any(each <= choice for each in sets) for choice in map(frozenset, combinations(nodes, lost)))
 
 
-def _estimate(fatal: Sequence[frozenset[int]], num_names: int, lost: int) -> tuple[float, float]:
+def _estimate(fatal: Iterable[frozenset[int]], num_names: int, lost: int) -> tuple[float, float]:
     """Share of random choices that contain none of `fatal`, and its standard error."""
     first: dict[int, list[frozenset[int]]] = {}
     for each in fatal:
