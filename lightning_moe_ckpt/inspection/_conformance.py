@@ -282,6 +282,7 @@ def _leftovers(place: _Place) -> Tried:
     uploads = _uploads(place)
     if uploads is None or not isinstance(place.raw, ObjectBackend):
         return "weaker", "uploads of killed processes cannot be listed: give the bucket a lifecycle rule"
+    uploads.list(place.raw.full_key(place.prefix))  # finds out whether it can
     if uploads.why_useless is not None:
         return "weaker", f"uploads of killed processes stay ({uploads.why_useless}): give the bucket a lifecycle rule"
     upload = uploads.begin(place.raw.full_key(place.key("left")))

@@ -24,12 +24,13 @@ from obstore.exceptions import (
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
+    UnknownConfigurationKeyError,
 )
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, expect_readable, probe_create
-from lightning_moe_ckpt.storage._object_options import environment_s3, split_url, translate
+from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
 from lightning_moe_ckpt.storage._pace import Pace
 from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
@@ -93,13 +94,22 @@ class ObjectBackend:
                 prefix=prefix or None,
                 config=options.config or None,
                 client_options=client | options.client,
-                retry_config=retry | options.retry,
+                retry_config=retry,
             )
+        except UnknownConfigurationKeyError as error:
+            raise Unmapped(f"an option ({_first_line(error)})") from error
         except (BaseError, ValueError, TypeError) as error:
             raise ConfigurationError(f"`{url}` cannot be opened: {_first_line(error)}") from error
         if kind == "s3":
-            found = {**environment_s3(), **options.config, **self._store.config}
-            self.unfinished = UnfinishedUploads(bucket, found, options.client, timeout=timeout.total_seconds())
+            # obstore does not tell these two, and botocore reads them from other variables.
+            found = {"endpoint": os.environ.get("AWS_ENDPOINT"), "region": os.environ.get("AWS_REGION")}
+            self.unfinished = UnfinishedUploads(
+                bucket,
+                {**found, **options.config, **self._store.config},
+                options.client,
+                certificates=options.certificates,
+                timeout=timeout.total_seconds(),
+            )
 
     @property
     def url(self) -> str:
