@@ -1,4 +1,4 @@
-"""What a benchmark is to the command line: options, a measurement, and the figures as a table.
+"""What benchmarks share. Each is a module with `measure`, which gives figures: dataclasses of JSON values, and `table`.
 
 Variants are measured side by side in one run and take turns, because what else the machine does hits all alike.
 Medians and ratios of such figures say something about another machine; absolute seconds say something about this one.
@@ -8,38 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
 import statistics
-from abc import ABC, abstractmethod
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import lightning
 import torch
 from rich.table import Table
 
 from lightning_moe_ckpt.errors import ConfigurationError
 
+_CPU_INFO = Path("/proc/cpuinfo")
 T = TypeVar("T")
-Figure = TypeVar("Figure")
 Accelerator = Literal["cpu", "gpu"]
 Progress = Callable[[str, int, int], None]
 """Called with what begins, how many were done before it, and how many there are."""
-
-
-class Benchmark(ABC, Generic[Figure]):
-    """One measurement that `moe-ckpt bench` offers. Its figures are dataclasses of JSON values."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def measure(self, options: SimpleNamespace, progress: Progress) -> list[Figure]:
-        """Run it."""
-
-    @abstractmethod
-    def table(self, figures: Sequence[Figure]) -> Table:
-        """The figures for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +110,69 @@ def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], 
 
 def _decimals(value: float) -> int:
     return 0 if value >= 100 else 1 if value >= 10 else 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Hardware, versions and the time of a measurement: without them figures mean nothing a week later."""
+
+    date: str
+    """UTC, to the second, ISO 8601."""
+    system: str
+    cpu: str
+    num_cores: int
+    """Cores this process may use."""
+    load: float
+    """Processes that were running or waiting for a core in the last minute, ours not included at start; -1 unknown."""
+    memory_nbytes: int
+    python: str
+    torch: str
+    lightning: str
+    devices: str
+    """Names and drivers of the GPUs, as `nvidia-smi` says; empty where there is none."""
+
+    @classmethod
+    def read(cls) -> Machine:
+        """This one, now."""
+        return cls(
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            system=platform.platform(terse=True),
+            cpu=_cpu_name(),
+            num_cores=_num_cores(),
+            load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else -1.0,
+            memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            python=platform.python_version(),
+            torch=torch.__version__,
+            lightning=lightning.__version__,
+            devices=_devices(),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.date}, {self.cpu}, {self.num_cores} cores at load {self.load}, "
+            f"{self.memory_nbytes / 2**30:.0f} GiB, {self.system}, "
+            f"Python {self.python}, torch {self.torch}, Lightning {self.lightning}{f', {self.devices}' if self.devices else ''}"
+        )
+
+
+def _cpu_name() -> str:
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _devices() -> str:
+    """The driver is not asked in this process, which may have to fork."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    command = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else ""
+
+
+def _num_cores() -> int:
+    # macOS cannot restrict a process to some cores.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,14 +30,13 @@ from typing import Any
 
 import torch
 
-from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress, accelerator_for, write_document
+from lightning_moe_ckpt.benchmarks import _overhead
+from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Machine, Progress, accelerator_for, write_document
 from lightning_moe_ckpt.benchmarks._fits import bench_folders, one_thread
-from lightning_moe_ckpt.benchmarks._machine import Machine
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._native_copies import DeviceCopies, Scale
 from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure, judge
 from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
-from lightning_moe_ckpt.benchmarks._overhead import OverheadBench
 from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
@@ -50,7 +49,6 @@ NO_DEVICE = "no CUDA device"
 _SAID = 8000  # characters of the end of the output
 _DUMP_SECONDS = 1.0
 """For a section that is over its limit to write the stacks of its threads."""
-_PACKAGES = ("setuptools", "torch", "lightning", "obstore", "pytest", "hypothesis", "nvidia-cuda-nvcc-cu12")
 _ATTRIBUTES = {
     "copy engines": 40,
     "page tables of the host": 100,
@@ -224,7 +222,8 @@ def section_main() -> None:
 
 
 def _environment(accelerator: Accelerator, keep: Keep) -> None:
-    found: dict[str, Any] = {"machine": Machine.read(), "packages": _versions()}
+    packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    found: dict[str, Any] = {"machine": Machine.read(), "packages": packages}
     found["devices"] = _say("nvidia-smi", "-q", "-d", "PCIE,MEMORY,CLOCK") if torch.cuda.is_available() else NO_DEVICE
     found["nvcc"] = _say("nvcc", "--version")
     found["shared memory"] = _say("df", "-h", "/dev/shm")  # noqa: S108  # looked at only
@@ -234,14 +233,6 @@ def _environment(accelerator: Accelerator, keep: Keep) -> None:
     keep(found)
     found["attributes"] = _attributes() if torch.cuda.is_available() else NO_DEVICE
     keep(found)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def _say(*command: str) -> str:
@@ -390,11 +381,11 @@ def _measured(measured: DeviceCopies | Kernels, keep: Keep) -> None:
         keep(found)
 
 
-def _overhead(accelerator: Accelerator, keep: Keep) -> None:
+def _trained(accelerator: Accelerator, keep: Keep) -> None:
     """Of a model that is worth a GPU, or on a CPU of one that only shows that it works."""
     arguments = [*(_BIG if accelerator == "gpu" else _SMALL), "--accelerator", accelerator]
     options = BENCH.commands["overhead"].make_context("overhead", arguments).params
-    keep(OverheadBench().measure(SimpleNamespace(**options), _note))
+    keep(_overhead.measure(SimpleNamespace(**options), _note))
 
 
 def _note(what: str, done: int, total: int) -> None:
@@ -424,7 +415,7 @@ SECTIONS = {
     "resume": Section(_resume, _seconds(120), needs_device=False),
     "copies": Section(_copies, _seconds(120)),
     "kernels": Section(_kernels, _seconds(60)),
-    "overhead": Section(_overhead, _seconds(120), needs_device=False),
+    "overhead": Section(_trained, _seconds(120), needs_device=False),
     "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
     "racecheck": Section(_sanitized("racecheck"), _seconds(60)),
 }

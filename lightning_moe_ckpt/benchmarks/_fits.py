@@ -1,18 +1,29 @@
-"""What all trainings that are measured have in common: a Trainer that says little, one thread, and folders of their own."""
+"""What all trainings that are measured have in common, and processes of which only the one whose turn it is runs.
+
+Two things that are measured one after the other meet different machines when others use it too. Taking turns of a few
+seconds they meet nearly the same one, and neither has to start anew for every turn.
+"""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import signal
 import tempfile
+import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from lightning.pytorch import Trainer
+from typing_extensions import Self
 
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.tiers import shared_directory
 
@@ -70,3 +81,86 @@ def bench_folders(parent: Path | None = None) -> Iterator[tuple[Path, Path]]:
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=shared_directory()) as memory,
     ):
         yield Path(folder), Path(memory)
+
+
+Result = TypeVar("Result")
+HandOver = Callable[[Result], None]
+"""Ends a turn with its result and returns when the next one begins; raises `EOFError` if there is none."""
+
+_FORK = multiprocessing.get_context("fork")
+_PATIENCE = timedelta(seconds=60)
+"""For a process to leave by itself, which removes its shared memory."""
+
+
+class TurnFailed(RuntimeError):
+    """The work raised, ended early or was too late; the message holds its traceback."""
+
+
+class TurnTaker(Generic[Result]):
+    """A process that does `work` in turns. Forked at once, so make it before anything has started threads.
+
+    Args:
+        work: gets what it calls at the end of every turn.
+        timeout: limit for one turn.
+    """
+
+    def __init__(self, work: Callable[[HandOver[Result]], None], timeout: timedelta = timedelta(minutes=10)) -> None:
+        self._timeout, self._patience = timeout, _PATIENCE
+        self._pipe, child = _FORK.Pipe()
+        self._process = _FORK.Process(target=_serve, args=(work, child, self._pipe), daemon=True)
+        self._process.start()
+        child.close()  # else the end of the process would not be seen as the end of the pipe
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """No more turns: wait for the process to clean up, then end it. The one made last goes first.
+
+        (Those made later have inherited this end of the pipe, and only when nobody has it open does the other end.)
+        """
+        self._pipe.close()
+        self._process.join(self._patience.total_seconds())
+        self.kill()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.join()
+
+    def take(self) -> Result:
+        """Let it have one turn.
+
+        Raises:
+            CheckpointError: the work did.
+            TurnFailed: the work raised something else, ended early or was too late.
+        """
+        try:
+            self._pipe.send_bytes(b"go")
+            if not self._pipe.poll(self._timeout.total_seconds()):
+                self._patience = timedelta(0)
+                raise TurnFailed(f"a turn is not over after {self._timeout}")
+            error, result = self._pipe.recv()
+        except (EOFError, BrokenPipeError) as ended:
+            raise TurnFailed("the process ended before its turn was over") from ended
+        if error is not None:
+            raise error
+        return cast("Result", result)
+
+
+def _serve(work: Callable[[HandOver[Result]], None], pipe: Connection, other_end: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    other_end.close()  # inherited: while it is open here, the parent closing its own goes unseen
+
+    def hand_over(result: Result) -> None:
+        pipe.send((None, result))
+        pipe.recv_bytes()
+
+    try:
+        with suppress(EOFError, BrokenPipeError):  # no more turns; the parent sees our end if it expected one
+            pipe.recv_bytes()
+            work(hand_over)
+    except CheckpointError as error:
+        pipe.send((CheckpointError(str(error)), None))
+    except BaseException:  # noqa: BLE001  # process entry: the parent reports it
+        pipe.send((TurnFailed(traceback.format_exc()), None))

@@ -19,12 +19,43 @@ from pathlib import Path
 import torch
 
 from lightning_moe_ckpt.benchmarks._benchmark import Goal
-from lightning_moe_ckpt.benchmarks._segments import made_up_layout, made_up_rows
-from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnTaker
+from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnTaker
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.storage import GenerationId, check_places, digest_of
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RecordEntry,
+    RecordRows,
+    SegmentLayout,
+    TensorSpec,
+    check_places,
+    digest_of,
+    dtype_code,
+)
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_directory, shared_name
+
+_NUM_RECORDS = 64
+"""Enough that digests of records are not for free."""
+
+
+def made_up_layout(name: str, nbytes: int) -> SegmentLayout:
+    """The layout of about `nbytes`; records begin with `name`."""
+    shape = (nbytes // (4 * _NUM_RECORDS),)
+    specs = [TensorSpec(f"{name}.{index}", torch.float32, shape) for index in range(_NUM_RECORDS)]
+    return SegmentLayout(specs, metadata={})
+
+
+def made_up_rows(layout: SegmentLayout) -> RecordRows:
+    """A record per tensor, each an operator of its own."""
+    entries = [
+        RecordEntry(
+            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
+            global_shape=span.shape, global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
+        )
+        for name, span in layout.spans.items()
+    ]  # fmt: skip
+    return RecordRows(entries)
+
 
 GOAL = Goal("host", "from a SIGKILL to 50 MB out of host memory", 100, "ms", at_least=False)
 _GENERATION = GenerationId(step=1, epoch=1)

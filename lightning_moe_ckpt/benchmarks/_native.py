@@ -17,11 +17,9 @@ from types import SimpleNamespace
 import torch
 import xxhash
 from rich.table import Table
-from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Benchmark, Progress, table_of, write_document
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, table_of, write_document
 from lightning_moe_ckpt.benchmarks._first_run import first_run
-from lightning_moe_ckpt.benchmarks._machine import Machine
 from lightning_moe_ckpt.benchmarks._native_copies import MIB, DeviceCopies, Scale
 from lightning_moe_ckpt.benchmarks._native_goals import Action, Measurement, NativeFigure, in_turns, judge, median
 from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
@@ -40,38 +38,34 @@ print(time.perf_counter() - start)
 """Timed inside one process: the difference of two processes would be noise of the seconds that torch takes."""
 
 
-class NativeBench(Benchmark[NativeFigure]):
-    """See the module."""
+def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
+    """Run the benchmark."""
+    if options.first_run:
+        return first_run(options, progress)
+    if options.quick:
+        options.elements = min(options.elements, _QUICK_NUMEL)
+        options.device_elements = min(options.device_elements, _QUICK_NUMEL)
+    parts: list[tuple[str, Callable[[SimpleNamespace], Iterator[NativeFigure]]]] = [
+        ("copies", _copies),
+        ("compression and replay", _kernels),
+        ("goals", _goals),
+    ]
+    figures = list[NativeFigure]()
+    for done, (what, part) in enumerate(parts):
+        progress(what, done, len(parts))
+        figures += part(options)
+        if options.out is not None:  # after every part: what ends the run early costs only the rest
+            write_figures(options.out, figures)
+    return figures
 
-    name = "native"
 
-    @override
-    def measure(self, options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
-        if options.first_run:
-            return first_run(options, progress)
-        if options.quick:
-            options.elements = min(options.elements, _QUICK_NUMEL)
-            options.device_elements = min(options.device_elements, _QUICK_NUMEL)
-        parts: list[tuple[str, Callable[[SimpleNamespace], Iterator[NativeFigure]]]] = [
-            ("copies", _copies),
-            ("compression and replay", _kernels),
-            ("goals", _goals),
-        ]
-        figures = list[NativeFigure]()
-        for done, (what, part) in enumerate(parts):
-            progress(what, done, len(parts))
-            figures += part(options)
-            if options.out is not None:  # after every part: what ends the run early costs only the rest
-                write_figures(options.out, figures)
-        return figures
-
-    @override
-    def table(self, figures: Sequence[NativeFigure]) -> Table:
-        rows = [
-            [each.what, each.how, "-" if each.value is None else f"{each.value:,.4g} {each.unit}", each.note]
-            for each in figures
-        ]
-        return table_of("Compiled code, medians of wall time", ["what", "how", "", ""], rows)
+def table(figures: Sequence[NativeFigure]) -> Table:
+    """Return the figures for people."""
+    rows = [
+        [each.what, each.how, "-" if each.value is None else f"{each.value:,.4g} {each.unit}", each.note]
+        for each in figures
+    ]
+    return table_of("Compiled code, medians of wall time", ["what", "how", "", ""], rows)
 
 
 def _copies(options: SimpleNamespace) -> Iterator[NativeFigure]:

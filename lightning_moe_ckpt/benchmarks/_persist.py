@@ -21,19 +21,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from rich.table import Table
-from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import (
-    Benchmark,
     Goal,
     Progress,
     accelerator_for,
     milliseconds,
     table_of,
 )
+from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnTaker
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._persist_runs import Cost, Pair, StepsMeanwhile, take_pairs, time_steps
-from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnTaker
 
 LOCAL = Goal("local", "time until durable on local disk, of a raw write and fsync", 1.2, "times", at_least=False)
 OBJECT = Goal("object", "time until durable in object storage, of a bare obstore put", 1.25, "times", at_least=False)
@@ -59,26 +57,22 @@ class PersistFigure:
     outcome: str
 
 
-class PersistBench(Benchmark[PersistFigure]):
-    """See the module."""
+def measure(options: SimpleNamespace, progress: Progress) -> list[PersistFigure]:
+    """Run the benchmark."""
+    with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=options.persist_folder) as folder:
+        url = Path(folder).as_uri()
+        local = _pairs(options, url, None, progress, "local disk")
+        stored = _pairs(options, options.object_url, options.object_options, progress, "object storage")
+        progress("training with sparse checkpoints", 0, 1)
+        steps = _steps(options, f"{url}/fit")
+    unnamed = "not run: name a bucket with --object-url"
+    return [_ratio(LOCAL, local, ""), _ratio(OBJECT, stored, unnamed), _cpu(stored, unnamed), _p99(steps)]
 
-    name = "persist"
 
-    @override
-    def measure(self, options: SimpleNamespace, progress: Progress) -> list[PersistFigure]:
-        with tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=options.persist_folder) as folder:
-            url = Path(folder).as_uri()
-            local = _pairs(options, url, None, progress, "local disk")
-            stored = _pairs(options, options.object_url, options.object_options, progress, "object storage")
-            progress("training with sparse checkpoints", 0, 1)
-            steps = _steps(options, f"{url}/fit")
-        unnamed = "not run: name a bucket with --object-url"
-        return [_ratio(LOCAL, local, ""), _ratio(OBJECT, stored, unnamed), _cpu(stored, unnamed), _p99(steps)]
-
-    @override
-    def table(self, figures: Sequence[PersistFigure]) -> Table:
-        columns = ("goal", "measured", "range", "baseline", "ours", "wanted", "outcome")
-        return table_of("What persisting costs", columns, [_row(figure) for figure in figures])
+def table(figures: Sequence[PersistFigure]) -> Table:
+    """Return the figures for people."""
+    columns = ("goal", "measured", "range", "baseline", "ours", "wanted", "outcome")
+    return table_of("What persisting costs", columns, [_row(figure) for figure in figures])
 
 
 def _pairs(

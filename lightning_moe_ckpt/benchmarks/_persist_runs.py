@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -20,10 +20,9 @@ from obstore.store import S3Store
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import at_level, bench_trainer, one_thread, quiet_lightning
+from lightning_moe_ckpt.benchmarks._fits import HandOver, at_level, bench_trainer, one_thread, quiet_lightning
+from lightning_moe_ckpt.benchmarks._host_restore import made_up_layout, made_up_rows
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
-from lightning_moe_ckpt.benchmarks._segments import made_up_layout, made_up_rows
-from lightning_moe_ckpt.benchmarks._turns import HandOver
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.session._persist import PersistWorker
@@ -73,7 +72,8 @@ def take_pairs(
     store.candidates()
     if store.open_epoch(None) is None:
         raise CheckpointError(f"another process uses {url}. Name a place for this measurement alone.")
-    with _worker(store) as worker:
+    markers, kept = Markers(run_id=store.run_id, rank=0, world_size=1), Retention(last=_NEVER_DELETES)
+    with closing(PersistWorker(store, markers, retention=kept)) as worker:
         for turn in count():
             runs = {
                 "bare": lambda turn=turn: bare(f"bare-{turn}", views),
@@ -98,16 +98,6 @@ def _segment(number: int, nbytes: int) -> tuple[memoryview, RecordRows]:
     memory = torch.randint(256, (layout.nbytes,), dtype=torch.uint8)
     layout.write_header(memory)
     return memoryview(memory.numpy().data), made_up_rows(layout)
-
-
-@contextmanager
-def _worker(store: RunStore) -> Iterator[PersistWorker]:
-    markers = Markers(run_id=store.run_id, rank=0, world_size=1)
-    worker = PersistWorker(store, markers, retention=Retention(last=_NEVER_DELETES))
-    try:
-        yield worker
-    finally:
-        worker.close()
 
 
 def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memoryview, RecordRows]], step: int) -> None:

@@ -12,23 +12,23 @@ Every policy is held against margins, see `_quality_runs`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 from rich.table import Table
-from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import (
-    Benchmark,
+    Machine,
     Progress,
     accelerator_for,
     table_of,
     write_document,
 )
-from lightning_moe_ckpt.benchmarks._machine import Machine
-from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Scale
-from lightning_moe_ckpt.benchmarks._quality_plot import draw
+from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Loss, Scale
 from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityFigure, QualityRun, judge, run_all
 
 _LOSSES = {"nothing": "", "process": "process", "node": "process, memory"}
@@ -46,48 +46,44 @@ verdict: on the median difference, in brackets the margin. Exact policies: equal
 routers: normalised HHI {skew:.3f}; {dropped:.1%} of tokens are dropped over capacity"""
 
 
-class QualityBench(Benchmark[QualityFigure]):
-    """See the module."""
+def measure(options: SimpleNamespace, progress: Progress) -> list[QualityFigure]:
+    """Run the benchmark."""
+    scale, machine, out = QUICK if options.quality_quick else Scale(), Machine.read(), options.quality_out
+    out.mkdir(parents=True, exist_ok=True)
+    runs = run_all(
+        [case for case in CASES if case.loss == "nothing" or case.system in options.quality_policies],
+        range(1, options.quality_seeds + 1),
+        scale,
+        jobs=options.quality_jobs,
+        folder=options.quality_folder,
+        accelerator=accelerator_for(options.accelerator),
+        progress=progress,
+    )
+    figures = judge(runs)
+    document = {"machine": machine, "scale": scale, "tolerance": TOLERANCE, "quality": figures}
+    write_document(out / "quality.json", document)
+    if find_spec("matplotlib") is not None:
+        draw(figures, out / "quality.png")
+    return figures
 
-    name = "quality"
 
-    @override
-    def measure(self, options: SimpleNamespace, progress: Progress) -> list[QualityFigure]:
-        scale, machine, out = QUICK if options.quality_quick else Scale(), Machine.read(), options.quality_out
-        out.mkdir(parents=True, exist_ok=True)
-        runs = run_all(
-            [case for case in CASES if case.loss == "nothing" or case.system in options.quality_policies],
-            range(1, options.quality_seeds + 1),
-            scale,
-            jobs=options.quality_jobs,
-            folder=options.quality_folder,
-            accelerator=accelerator_for(options.accelerator),
-            progress=progress,
-        )
-        figures = judge(runs)
-        document = {"machine": machine, "scale": scale, "tolerance": TOLERANCE, "quality": figures}
-        write_document(out / "quality.json", document)
-        if find_spec("matplotlib") is not None:
-            draw(figures, out / "quality.png")
-        return figures
-
-    @override
-    def table(self, figures: Sequence[QualityFigure]) -> Table:
-        clean, control = (next(each for each in figures if each.system == name) for name in ("none", "control"))
-        faults = max(len(run.killed_at) for figure in figures for run in figure.runs)
-        title = (
-            f"Final validation loss (bits per byte) after {clean.runs[0].curve[-1][0]} steps and {faults} faults, "
-            f"seeds {', '.join(str(run.seed) for run in clean.runs)}"
-        )
-        finals = [run.final for run in clean.runs]
-        caption = _CAPTION.format(
-            tolerance=TOLERANCE,
-            chaos=max(map(abs, control.difference)),
-            apart=max(finals) / min(finals) - 1,
-            skew=statistics.mean(run.skew for run in clean.runs),
-            dropped=statistics.mean(run.dropped for run in clean.runs),
-        )
-        return table_of(title, _COLUMNS, [_row(figure) for figure in figures], caption)
+def table(figures: Sequence[QualityFigure]) -> Table:
+    """Return the figures for people."""
+    clean, control = (next(each for each in figures if each.system == name) for name in ("none", "control"))
+    faults = max(len(run.killed_at) for figure in figures for run in figure.runs)
+    title = (
+        f"Final validation loss (bits per byte) after {clean.runs[0].curve[-1][0]} steps and {faults} faults, "
+        f"seeds {', '.join(str(run.seed) for run in clean.runs)}"
+    )
+    finals = [run.final for run in clean.runs]
+    caption = _CAPTION.format(
+        tolerance=TOLERANCE,
+        chaos=max(map(abs, control.difference)),
+        apart=max(finals) / min(finals) - 1,
+        skew=statistics.mean(run.skew for run in clean.runs),
+        dropped=statistics.mean(run.dropped for run in clean.runs),
+    )
+    return table_of(title, _COLUMNS, [_row(figure) for figure in figures], caption)
 
 
 def _row(figure: QualityFigure) -> list[str]:
@@ -130,3 +126,95 @@ def _boosts(figure: QualityFigure) -> str:
         return ""
     repaid, lost = (sum(getattr(run, name) for run in figure.runs) for name in ("repaid", "lost"))
     return f"{statistics.mean(run.boosted_steps for run in figure.runs):.0f}, {repaid / max(1, lost):.0%}"
+
+
+_PANELS: Mapping[Loss, str] = {"node": "faults take the memory of the node", "process": "memory survives"}
+_STYLES = {
+    "none": ("0.7", "-"),
+    "control": ("0.4", ":"),
+    "sparse": ("black", "--"),
+    "partial": ("tab:orange", "-"),
+    "dynamic": ("tab:blue", "-"),
+    "selective": ("tab:green", "-"),
+    "ablation": ("tab:red", "-"),
+}
+"""Color and line; with `CapacityBoost` the line is dashed."""
+_LIMIT = 3.0
+"""Of the axis of differences, in margins."""
+_LABELS = (
+    "validation loss, bits per byte",
+    "difference to the fault-free run of the same seed, %; triangles: right after a recovery",
+)
+
+
+def draw(figures: Sequence[QualityFigure], path: Path) -> None:
+    """Write the picture.
+
+    Args:
+        figures: the fault-free one and the control among them.
+        path: of a file; its ending says the format.
+
+    Raises:
+        ModuleNotFoundError: there is no matplotlib.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = [loss for loss in _PANELS if any(figure.loss == loss for figure in figures)]
+    size = (8 * len(columns), 10)
+    picture, rows = plt.subplots(2, len(columns), figsize=size, sharex=True, sharey="row", squeeze=False)
+    for column, loss in enumerate(columns):
+        shown = [figure for figure in figures if figure.loss in ("nothing", loss)]
+        rows[0][column].set_title(_PANELS[loss])
+        rows[1][column].set_xlabel("optimizer step (dotted: faults; each seed has steps of its own)")
+        _draw_losses(rows[0][column], shown)
+        _draw_differences(rows[1][column], shown)
+        for step in {step for figure in shown for run in figure.runs for step in run.killed_at}:
+            rows[0][column].axvline(step, color="0.7", linestyle=":", linewidth=0.8)
+            rows[1][column].axvline(step, color="0.7", linestyle=":", linewidth=0.8)
+    for row, label in zip(rows, _LABELS, strict=True):
+        row[0].set_ylabel(label)
+    picture.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(picture)
+
+
+def _draw_losses(axes: Any, shown: Sequence[QualityFigure]) -> None:
+    for figure in shown:
+        curves = [dict(run.curve) for run in figure.runs]
+        _band(axes, figure, {step: [curve[step] for curve in curves] for step in curves[0]})
+    # What is learned in the first steps would leave no room for the rest.
+    late = [loss for figure in shown for run in figure.runs for _, loss in run.curve[len(run.curve) // 4 :]]
+    axes.set_ylim(0.99 * min(late), 1.01 * max(late))
+    axes.legend()
+
+
+def _draw_differences(axes: Any, shown: Sequence[QualityFigure]) -> None:
+    clean = {run.seed: dict([*run.curve, *run.resumed]) for run in shown[0].runs}
+    margin = 100 * max(figure.margin for figure in shown)
+    for figure in shown[1:]:
+        pairs = [(dict(run.curve), clean[run.seed]) for run in figure.runs]
+        _band(
+            axes, figure, {step: [100 * (own[step] / there[step] - 1) for own, there in pairs] for step in pairs[0][0]}
+        )
+        for run in figure.runs:
+            steps = sorted(clean[run.seed])
+            for step, loss in run.resumed:  # between validations of the fault-free run a straight line
+                there = float(np.interp(step, steps, [clean[run.seed][each] for each in steps]))
+                axes.plot(step, 100 * (loss / there - 1), "^", color=_STYLES[figure.system][0], markersize=5)
+    axes.axhline(0, color="0.7", linewidth=0.8)
+    axes.axhline(margin, color="black", linewidth=0.8, label=f"margin of the median at the end, {margin:.2f} %")
+    axes.set_ylim(-_LIMIT * margin, 2 * _LIMIT * margin)
+    axes.legend(loc="lower right")
+
+
+def _band(axes: Any, figure: QualityFigure, points: Mapping[int, Sequence[float]]) -> None:
+    """Median and range."""
+    color, line = _STYLES[figure.system]
+    style = "--" if figure.boosted else line
+    medians = [statistics.median(values) for values in points.values()]
+    axes.plot([*points], medians, style, color=color, linewidth=1.5, label=figure.name)
+    axes.fill_between(
+        [*points], *zip(*((min(v), max(v)) for v in points.values()), strict=True), color=color, alpha=0.12
+    )

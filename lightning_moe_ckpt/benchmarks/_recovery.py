@@ -19,10 +19,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 from rich.table import Table
-from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import (
-    Benchmark,
     Progress,
     accelerator_for,
     medians,
@@ -113,33 +111,29 @@ class RecoveryFigure(Recovery):
 _MEDIANS = [name for name in Recovery.__annotations__ if name != "restored_from"]
 
 
-class RecoveryBench(Benchmark[RecoveryFigure | HostRestoreFigure]):
-    """See the module."""
+def measure(options: SimpleNamespace, progress: Progress) -> list[RecoveryFigure | HostRestoreFigure]:
+    """Run the benchmark."""
+    cases = [case for case in CASES if case[0] in options.systems]
+    found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in cases}
+    for done, (turn, case) in enumerate(rounds_of(options.kills, cases)):
+        progress(f"killed and resumed: {case[0]}, {case[1]}", done, options.kills * len(cases))
+        step = _CYCLES * options.every + 1 + turn * options.every // options.kills
+        found[case].append(_recover(case, step, options))
+    host = _restore_from_host(options, progress)
+    return [*(_figure(case, options, rounds) for case, rounds in found.items()), host]
 
-    name = "recovery"
 
-    @override
-    def measure(self, options: SimpleNamespace, progress: Progress) -> list[RecoveryFigure | HostRestoreFigure]:
-        cases = [case for case in CASES if case[0] in options.systems]
-        found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in cases}
-        for done, (turn, case) in enumerate(rounds_of(options.kills, cases)):
-            progress(f"killed and resumed: {case[0]}, {case[1]}", done, options.kills * len(cases))
-            step = _CYCLES * options.every + 1 + turn * options.every // options.kills
-            found[case].append(_recover(case, step, options))
-        host = _restore_from_host(options, progress)
-        return [*(_figure(case, options, rounds) for case, rounds in found.items()), host]
-
-    @override
-    def table(self, figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> Table:
-        killed = [figure for figure in figures if isinstance(figure, RecoveryFigure)]
-        first = killed[0]
-        title = (
-            f"From a SIGKILL to the first new step: {first.num_params / 1e6:.1f}M parameters on {first.num_ranks} nodes of "
-            f"one process, a checkpoint every {first.every} steps, medians of {len(first.rounds)} kills"
-        )
-        alone = [_host_line(figure) for figure in figures if isinstance(figure, HostRestoreFigure)]
-        caption = "\n".join([_NOTE, *_from_host(killed), *alone])
-        return table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
+def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> Table:
+    """Return the figures for people."""
+    killed = [figure for figure in figures if isinstance(figure, RecoveryFigure)]
+    first = killed[0]
+    title = (
+        f"From a SIGKILL to the first new step: {first.num_params / 1e6:.1f}M parameters on {first.num_ranks} nodes of "
+        f"one process, a checkpoint every {first.every} steps, medians of {len(first.rounds)} kills"
+    )
+    alone = [_host_line(figure) for figure in figures if isinstance(figure, HostRestoreFigure)]
+    caption = "\n".join([_NOTE, *_from_host(killed), *alone])
+    return table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
 
 
 def _recover(case: tuple[System, Loss], step: int, options: SimpleNamespace) -> Recovery:

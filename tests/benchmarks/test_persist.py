@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_moe_ckpt.benchmarks import PersistBench
+from lightning_moe_ckpt.benchmarks import _persist
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, PersistFigure, _cpu, _p99, _ratio
 from lightning_moe_ckpt.benchmarks._persist_runs import (
@@ -129,7 +129,7 @@ def test_steps_are_told_apart(tmp_path: Path, num_steps: int) -> None:
 
 def _shown(figures: list[PersistFigure]) -> str:
     console = Console(width=250, file=io.StringIO(), record=True)
-    console.print(PersistBench().table(figures))
+    console.print(_persist.table(figures))
     return console.export_text()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_moe_ckpt.benchmarks import QualityBench
+from lightning_moe_ckpt.benchmarks import _quality
 from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Case, Loss, Scale, System
 from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, Verdict, judge, run_all
 from lightning_moe_ckpt.cli import main
@@ -105,7 +105,7 @@ def test_the_median_seed_decides_and_chaos_widens_the_margin() -> None:
     assert judge([*clean, *calm, *lossy])[2].margin == TOLERANCE
     assert judge([*clean, *wild, *lossy])[2].margin == pytest.approx(0.01)
     shown = Console(width=220, file=io.StringIO(), record=True)
-    shown.print(QualityBench().table(judge([*clean, *wild, *lossy])))
+    shown.print(_quality.table(judge([*clean, *wild, *lossy])))
     assert "pass (1.00%)" in shown.export_text()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_moe_ckpt.benchmarks._turns import HandOver, TurnFailed, TurnTaker
+from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnFailed, TurnTaker
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 
 
