@@ -41,9 +41,9 @@ PUBLIC: dict[str, str] = {
         register_adapter register_optimizer split stacked_slices unregister_adapter whole_slice
     """,
     "lightning_moe_ckpt.policies": """
-        Accounting Debts Decision DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable LEVELS
-        MAX_GENERATIONS MEMORY NEVER Order PEER PartialPolicy Pending Plan PlanItem Policy Popularity RecordPiece STORAGE Selection SelectivePolicy SparsePolicy
-        TierBook WindowPlan WrittenPart assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts
+        AUDIENCES Accounting Audience Debts DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable Experts LEVELS
+        MAX_GENERATIONS MEMORY NEVER Order PEER PartialPolicy Pending Plan PlanItem Popularity RecordPiece STORAGE Selection SelectivePolicy
+        TierBook WindowPlan WindowStep WrittenPart all_names assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts expert_names
         needs_split next_k order plan_for_window plan_window popularity_per_capacity
         positions should_reorder soft_popularity split_nbytes
     """,
@@ -55,7 +55,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.storage": """
         Backend BadCopies BorrowedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
-        JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine NestedLayout ObjectBackend OverflowEntry PERSISTED_HEADER
+        JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend OverflowEntry
         Pace
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
         RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward carry_spares check_header check_places

@@ -21,7 +21,7 @@ import torch
 from lightning_moe_ckpt.benchmarks._benchmark import Goal
 from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnTaker
 from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._sealed import Markers, SealedFile
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RecordEntry,
@@ -128,9 +128,9 @@ def _capture(path: Path, run_id: str, nbytes: int) -> SegmentRing:
     ring.seal(slot)
     ring.finish_window(_GENERATION)
     view = as_memoryview(slot.view)[: layout.nbytes]
-    segment = SealedSegment(generation=_GENERATION, rank=0, step=1, view=view, records=made_up_rows(layout))
+    file = SealedFile(generation=_GENERATION, rank=0, step=1, view=view, records=made_up_rows(layout))
     markers = Markers(run_id=run_id, rank=0, world_size=1)
-    ring.publish(_GENERATION, markers.of(_GENERATION, [segment.digested()], plan_hash="", plan_json="{}"))
+    ring.publish(_GENERATION, markers.of(_GENERATION, [file.digested()], plan_hash="", plan_json="{}"))
     return ring
 
 

@@ -26,7 +26,7 @@ from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_t
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.session._skips import Skips
 from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
@@ -105,8 +105,8 @@ def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memory
     generation = store.name(step)
     worker.begin(Announced(generation=generation, plan_hash="bench", plan_json="{}", num_segments=len(segments)))
     for index, (view, rows) in enumerate(segments):
-        sealed = SealedSegment(generation=generation, rank=0, step=step + index, view=view, records=rows)
-        worker.add(generation, sealed)
+        file = SealedFile(generation=generation, rank=0, step=step + index, view=view, records=rows)
+        worker.add(generation, SealedSegment.of_file(file))
     if not worker.drain(600) or not worker.holds(generation):
         raise CheckpointError(f"not stored: {'; '.join(map(str, worker.take_failures())) or 'not within 600 s'}")
 

@@ -114,8 +114,9 @@ def _plan(text: object, where: str) -> Row:
     config, dtypes = plan.get("config", {}), plan.get("compute_dtypes", {})
     if not isinstance(config, dict) or not isinstance(dtypes, dict):
         raise Corrupt(f"{where}: its plan is none of this format. Read it with the release that wrote it.")
-    known = ("order", "interval", "split_nbytes")
-    found = {key: plan[key] for key in known if key in plan}
+    window = plan.get("plan", {})
+    found = {"interval": window["interval_steps"]} if isinstance(window, dict) and "interval_steps" in window else {}
+    found |= {key: plan[key] for key in ("split_nbytes",) if key in plan}
     return {"config": config, **found, "compute_dtypes": sorted({str(dtype) for dtype in dtypes.values()})}
 
 

@@ -1,12 +1,8 @@
 """Pure decisions: which record to take of which operator, at which step, for which tier."""
 
 from lightning_moe_ckpt.policies._accounting import Accounting as Accounting
-from lightning_moe_ckpt.policies._base import Decision as Decision
-from lightning_moe_ckpt.policies._base import Plan as Plan
-from lightning_moe_ckpt.policies._base import Policy as Policy
 from lightning_moe_ckpt.policies._boost import Debts as Debts
 from lightning_moe_ckpt.policies._boost import boost_factors as boost_factors
-from lightning_moe_ckpt.policies._dense import DensePolicy as DensePolicy
 from lightning_moe_ckpt.policies._dynamic_k import DynamicK as DynamicK
 from lightning_moe_ckpt.policies._dynamic_k import next_k as next_k
 from lightning_moe_ckpt.policies._expert_tables import LEVELS as LEVELS
@@ -16,11 +12,17 @@ from lightning_moe_ckpt.policies._expert_tables import PEER as PEER
 from lightning_moe_ckpt.policies._expert_tables import STORAGE as STORAGE
 from lightning_moe_ckpt.policies._expert_tables import ExpertLayout as ExpertLayout
 from lightning_moe_ckpt.policies._expert_tables import ExpertPolicy as ExpertPolicy
+from lightning_moe_ckpt.policies._expert_tables import Experts as Experts
 from lightning_moe_ckpt.policies._expert_tables import ExpertTable as ExpertTable
 from lightning_moe_ckpt.policies._expert_tables import Selection as Selection
 from lightning_moe_ckpt.policies._expert_tables import expert_layouts as expert_layouts
+from lightning_moe_ckpt.policies._expert_tables import expert_names as expert_names
 from lightning_moe_ckpt.policies._partial import ExpertOrder as ExpertOrder
 from lightning_moe_ckpt.policies._partial import PartialPolicy as PartialPolicy
+from lightning_moe_ckpt.policies._plan import AUDIENCES as AUDIENCES
+from lightning_moe_ckpt.policies._plan import Audience as Audience
+from lightning_moe_ckpt.policies._plan import Plan as Plan
+from lightning_moe_ckpt.policies._plan import WindowStep as WindowStep
 from lightning_moe_ckpt.policies._planner import PlanItem as PlanItem
 from lightning_moe_ckpt.policies._planner import WindowPlan as WindowPlan
 from lightning_moe_ckpt.policies._planner import needs_split as needs_split
@@ -34,10 +36,10 @@ from lightning_moe_ckpt.policies._popularity import order as order
 from lightning_moe_ckpt.policies._popularity import popularity_per_capacity as popularity_per_capacity
 from lightning_moe_ckpt.policies._popularity import should_reorder as should_reorder
 from lightning_moe_ckpt.policies._popularity import soft_popularity as soft_popularity
+from lightning_moe_ckpt.policies._positions import all_names as all_names
 from lightning_moe_ckpt.policies._positions import assign_positions as assign_positions
 from lightning_moe_ckpt.policies._positions import positions as positions
 from lightning_moe_ckpt.policies._selective import SelectivePolicy as SelectivePolicy
-from lightning_moe_ckpt.policies._sparse import SparsePolicy as SparsePolicy
 from lightning_moe_ckpt.policies._tier_book import NEVER as NEVER
 from lightning_moe_ckpt.policies._tier_book import Pending as Pending
 from lightning_moe_ckpt.policies._tier_book import TierBook as TierBook

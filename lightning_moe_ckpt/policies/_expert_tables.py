@@ -19,8 +19,8 @@ from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.operators import OperatorSet
+from lightning_moe_ckpt.operators import MoELayerSpec, OperatorSet, RecordKind
+from lightning_moe_ckpt.policies._plan import Audience, Plan, WindowStep
 
 MEMORY, STORAGE = "memory", "storage"
 """The two levels of a selection: host memory with its copies on other nodes, and storage."""
@@ -93,13 +93,17 @@ class ExpertTable:
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
 
+Experts = tuple[tuple[int, ...], ...]
+"""Global indices of experts, ascending, by MoE layer in the order of the model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The experts of one generation: global indices by layer, ascending."""
 
-    memory: tuple[tuple[int, ...], ...]
+    memory: Experts
     """Taken to host memory, and to copies of it on other nodes."""
-    storage: tuple[tuple[int, ...], ...]
+    storage: Experts
     """Taken to storage as well: some of those of `memory`."""
 
     def __post_init__(self) -> None:
@@ -131,22 +135,32 @@ class Selection:
             start += each.num_experts
         return tuple(found)
 
-    def to_record(self) -> dict[str, list[list[int]]]:
-        """JSON values."""
-        return {level: [list(row) for row in self.of(level)] for level in LEVELS}
+    def plan(self, operators: OperatorSet) -> Plan:
+        """The plan that takes all of the dense part, and these experts."""
+        dense = [operator.name for operator in operators if operator.kind != "expert"]
+        durable = [*dense, *self._names(self.storage, operators)]
+        kept = set(durable)
+        node = [name for name in self._names(self.memory, operators) if name not in kept]
+        files: dict[Audience, dict[str, RecordKind]] = {"durable": dict.fromkeys(durable, RecordKind.FULL)}
+        if node:
+            files["node"] = dict.fromkeys(node, RecordKind.FULL)
+        return Plan((WindowStep(files),), partial=True)
 
     @classmethod
-    def from_record(cls, record: Mapping[str, object]) -> Selection:
-        """Read what `to_record` wrote; other keys are left alone.
+    def of_plan(cls, plan: Plan, operators: OperatorSet) -> Selection:
+        """The experts that a plan takes."""
+        (step,) = plan.steps
+        durable = set(step.files["durable"])
+        kept = durable | set(step.files.get("node", ()))
+        rows = [expert_names(layer) for layer in operators.layers]
+        memory, storage = (
+            tuple(tuple(i for i, name in enumerate(row) if name in names) for row in rows) for names in (kept, durable)
+        )
+        return cls(memory, storage)
 
-        Raises:
-            Corrupt: it is no selection.
-        """
-        try:
-            rows = [tuple(tuple(int(e) for e in row) for row in record[level]) for level in LEVELS]  # type: ignore[attr-defined]
-            return cls(*rows)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Corrupt(f"This is no selection of experts: {error}. Another copy may be whole.") from error
+    @staticmethod
+    def _names(rows: Sequence[Sequence[int]], operators: OperatorSet) -> list[str]:
+        return [expert_names(layer)[i] for layer, row in zip(operators.layers, rows, strict=True) for i in row]
 
 
 class ExpertPolicy(Protocol):
@@ -167,6 +181,11 @@ class ExpertPolicy(Protocol):
 
         Memory that keeps this many whole generations holds every expert; beside them there is the one being written.
         """
+
+
+def expert_names(layer: MoELayerSpec) -> list[str]:
+    """Names of the operators of all experts of a layer, on whatever ranks, by global index."""
+    return [f"{layer.prefix}/expert.{expert}" for expert in range(layer.num_experts)]
 
 
 def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[ExpertLayout, ...]:

@@ -17,15 +17,14 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_moe_ckpt.policies._base import Plan
 from lightning_moe_ckpt.policies._packing import (
     Ints,
-    Slots,
     excess,
     pack,
     pack_by_algorithm1,
     slot_nbytes,
 )
+from lightning_moe_ckpt.policies._plan import Plan
 
 Planner = Literal["packed", "algorithm1"]
 OverBudget = Literal["stall", "dense"]
@@ -61,9 +60,13 @@ class WindowPlan:
     """Bytes per step that were allowed."""
     slot_nbytes: tuple[int, ...]
     """Bytes each slot takes."""
-    interval_steps: int
-    """Steps from one window's first boundary to the next one's; more than the window has slots where everything is
-    captured at once, every so many steps."""
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps from one window's first boundary to the next one's; more than the window has slots where everything is
+        captured at once, every so many steps.
+        """
+        return self.plan.interval_steps
 
     @property
     def window(self) -> int:
@@ -119,11 +122,10 @@ def plan_window(
     if over_budget == "dense" and excess(slots, full_N, compute_N, budget_nbytes):
         slots, interval = [np.arange(len(items))], -(-int(full_N.sum()) // budget_nbytes)
     return WindowPlan(
-        plan=_plan(ordered, slots),
+        plan=Plan.of_slots([[ordered[i].name for i in slot.tolist()] for slot in slots], interval_steps=interval),
         planner=planner,
         budget_nbytes=budget_nbytes,
         slot_nbytes=tuple(slot_nbytes(slots, full_N, compute_N)),
-        interval_steps=interval,
     )
 
 
@@ -181,7 +183,3 @@ def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
             f"Operators {', '.join(large[:3])}{more} exceed the budget of {budget_nbytes} bytes per step alone. "
             "Split those that `needs_split` names before planning."
         )
-
-
-def _plan(ordered: Sequence[PlanItem], slots: Slots) -> Plan:
-    return Plan(tuple(tuple(ordered[i].name for i in slot.tolist()) for slot in slots))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet
-from lightning_moe_ckpt.policies._base import Plan
+from lightning_moe_ckpt.policies._plan import Plan, WindowStep
 from lightning_moe_ckpt.policies._planner import PlanItem
 from lightning_moe_ckpt.policies._popularity import Order
 
@@ -47,7 +47,7 @@ def positions(
 
 
 def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: Order = "popularity") -> Plan:
-    """The plan over operators of this rank, from the plan over positions.
+    """The plan over operators of all ranks, from the plan over positions; equal on all ranks.
 
     Args:
         plan: made of the positions of these operators.
@@ -58,10 +58,23 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
     Raises:
         ValueError: the plan does not name exactly the positions of these operators.
     """
-    assigned = {position.name: op.name for position, op in _assign(operators, _layers(operators, counts, by))}
-    if set(plan.names) != set(assigned):
+    layers = _layers(operators, counts, by)
+    holders = {position.name: _holders(position, op, layers) for position, op in _assign(operators, layers)}
+    if set(plan.names) != set(holders):
         raise ValueError("The plan does not belong to these operators: it names other positions.")
-    return Plan(tuple(tuple(assigned[position] for position in slot) for slot in plan.slots))
+    steps = tuple(
+        WindowStep(
+            {"durable": {name: kind for position, kind in step.files["durable"].items() for name in holders[position]}}
+        )
+        for step in plan.steps
+    )
+    return Plan(steps, plan.interval_steps, plan.partial)
+
+
+def all_names(operators: OperatorSet) -> list[str]:
+    """Names of the operators of all ranks, by what this rank knows: each rank holds as many experts, cut alike."""
+    layers = _layers(operators, [0.0] * operators.num_experts, "fixed")
+    return [name for position, op in _assign(operators, layers) for name in _holders(position, op, layers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +86,12 @@ class _Position:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    prefix: str
+    """Of the names of its operators."""
     ordered: list[int]
     """Local experts, least popular first."""
+    everywhere: list[list[int]]
+    """The same of every expert-parallel rank; one row if all ranks hold all experts."""
     keys: list[float]
     """Popularity of each position, summed over the expert-parallel ranks."""
 
@@ -91,6 +108,14 @@ def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tu
             expert = layers[op.layer].ordered[k]
             name = f"{op.layer}/position.{k}{_piece(op)}"
             yield _Position(name, op.layer, k), pieces[op.layer, expert, _piece(op)]
+
+
+def _holders(position: _Position, op: Operator, layers: Mapping[str, _Layer]) -> list[str]:
+    """The operators that take a position, one of each expert-parallel rank."""
+    if position.layer is None:
+        return [op.name]
+    layer = layers[position.layer]
+    return [f"{layer.prefix}/expert.{ordered[position.k]}{_piece(op)}" for ordered in layer.everywhere]
 
 
 def _piece(op: Operator) -> str:
@@ -118,8 +143,9 @@ def _layers(operators: OperatorSet, counts: Counts, by: Order) -> dict[str, _Lay
 
 
 def _layer(layer: MoELayerSpec, counts_E: list[float], ep_size: int) -> _Layer:
-    ordered = sorted(layer.local_expert_ids, key=lambda expert: (counts_E[expert], expert))
     parts = ep_size if layer.holders == "expert_data" else 1
     each = layer.num_experts // parts
-    columns = zip(*(sorted(counts_E[r * each : (r + 1) * each]) for r in range(parts)), strict=True)
-    return _Layer(ordered, [sum(column) for column in columns])
+    rows = [sorted(range(r * each, (r + 1) * each), key=lambda e: (counts_E[e], e)) for r in range(parts)]
+    local = sorted(layer.local_expert_ids, key=lambda e: (counts_E[e], e))
+    keys = [sum(counts_E[expert] for expert in column) for column in zip(*rows, strict=True)]
+    return _Layer(layer.prefix, local, rows, keys)

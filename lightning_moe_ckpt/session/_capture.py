@@ -22,7 +22,7 @@ from lightning_moe_ckpt.session._arrivals import Arrivals
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._gradients import GradientRecorder, RecordedStep
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
-from lightning_moe_ckpt.session._layout import SlotLayout, WindowLayout
+from lightning_moe_ckpt.session._layout import StepLayout, WindowLayout
 from lightning_moe_ckpt.session._reordering import Succession
 from lightning_moe_ckpt.session._skips import Misses
 from lightning_moe_ckpt.session._stall import StallMeter
@@ -126,17 +126,17 @@ class CaptureSession:
         assert self._window is None
         if self._ring is None:
             with self._exchange.together():
-                self._ring = self._make_ring(layout.slot_nbytes, len(layout.slots))
+                self._ring = self._make_ring(layout.slot_nbytes, len(layout.steps))
         elif self._layout is None and not self._fitted(layout):
             return False
-        elif not self._ring.fits(layout.slot_nbytes, len(layout.slots)):
+        elif not self._ring.fits(layout.slot_nbytes, len(layout.steps)):
             log.warning(
                 "a new plan needs %d segments of %d bytes, more than the ring has; the old plan stays in force",
-                *(len(layout.slots), layout.slot_nbytes),
+                *(len(layout.steps), layout.slot_nbytes),
             )
             return False
         self._layout = layout
-        self._tiers.planned(self._exchange, self._ring, len(layout.slots))
+        self._tiers.planned(self._exchange, self._ring, len(layout.steps))
         return True
 
     def forget_layout(self) -> None:
@@ -153,7 +153,7 @@ class CaptureSession:
             use: puts a plan in force, if it may change here.
         """
         assert self._layout is not None
-        if self._name(step + len(self._layout.slots) - 1) == self._given_up:
+        if self._name(step + len(self._layout.steps) - 1) == self._given_up:
             return False
         # In replay the plan stays, so looks at the order wait: else the next one would overtake a plan made before.
         reordering = self._reordering if use is not None else None
@@ -196,7 +196,7 @@ class CaptureSession:
                 self.hear(filling=window.generation)
         if window.spoiled:
             return
-        layout = window.layout.slots[step - window.first]
+        layout = window.layout.steps[step - window.first]
         try:
             slot = ring.acquire(window.generation, step)
         except RingFull as error:
@@ -207,7 +207,7 @@ class CaptureSession:
         pending = BoundaryCapture(writer, step, outcome, record)
         self._pending, self._slot, self._ticket = pending, slot, pending.ticket
         self.segments_captured += 1
-        self.nbytes_captured += layout.segment.nbytes
+        self.nbytes_captured += layout.files_nbytes
 
     def fence_gradients(self) -> None:
         """Wait until gradients may be overwritten, or let go of."""
@@ -280,7 +280,7 @@ class CaptureSession:
         window.segments.append(segment)
         self._tiers.add(window, segment)
 
-    def _record_step(self, window: Window, layout: SlotLayout, slot: Slot) -> RecordedStep | None:
+    def _record_step(self, window: Window, layout: StepLayout, slot: Slot) -> RecordedStep | None:
         """Begin to copy what led to the boundary, if a tier that gets it can use that."""
         if self._gradients is None:
             return None
@@ -314,8 +314,8 @@ class CaptureSession:
         """What this rank tells the others before a window: `_VOTES` integers."""
         assert self._layout is not None
         assert self._ring is not None
-        fits = following is None or self._ring.fits(following.slot_nbytes, len(following.slots))
-        window = max(len(self._layout.slots), len(following.slots) if following is not None and fits else 0)
+        fits = following is None or self._ring.fits(following.slot_nbytes, len(following.steps))
+        window = max(len(self._layout.steps), len(following.steps) if following is not None and fits else 0)
         room, named = self._ring.can_begin(window), self._ring.is_named
         return [int(room and named), self._journal_nbytes, int(self._spoiled_last), int(fits), int(not named)]
 
@@ -328,10 +328,10 @@ class CaptureSession:
     def _start(self, step: int) -> None:
         assert self._layout is not None
         assert self._ring is not None
-        generation = self._name(step + len(self._layout.slots) - 1)
+        generation = self._name(step + len(self._layout.steps) - 1)
         self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
         self._ring.begin_window(generation)
-        if self._layout.persisted is None:
+        if not self._layout.record.plan.partial:
             self._tiers.offer(self._complete)  # of lossy ones the next is newer and has what tiers lack most
         self._tiers.open(self._window)
 
@@ -380,14 +380,14 @@ class CaptureSession:
         """Recycling may have made room: ask again, once."""
         assert self._layout is not None
         assert self._ring is not None
-        return self._exchange.all_agree(self._ring.can_begin(len(self._layout.slots)))
+        return self._exchange.all_agree(self._ring.can_begin(len(self._layout.steps)))
 
     def _has_room_after_flush(self) -> bool:
         """A transfer that is late holds slots, its own and those of what it replaces: only then does training wait."""
         assert self._layout is not None
         assert self._ring is not None
         with self._stalls.measure("flush"):
-            if not self._ring.can_begin(len(self._layout.slots)):
+            if not self._ring.can_begin(len(self._layout.steps)):
                 self._tiers.flush(_FLUSH_TIMEOUT.total_seconds())
             self.hear()
             return self._has_room_now()
@@ -408,7 +408,7 @@ class CaptureSession:
         if not self._fitted(layout):
             return None, False
         self._layout = layout
-        self._tiers.planned(self._exchange, self._ring, len(layout.slots))
+        self._tiers.planned(self._exchange, self._ring, len(layout.steps))
         return following, True
 
     def _fitted(self, layout: WindowLayout) -> bool:
@@ -416,8 +416,8 @@ class CaptureSession:
         assert self._ring is not None
         # Storage may still read the old ring; its memory goes when the last segment of it does.
         return self._replace_ring(
-            lambda: self._make_ring(layout.slot_nbytes, len(layout.slots)),
-            wanted=not self._ring.fits(layout.slot_nbytes, len(layout.slots)),
+            lambda: self._make_ring(layout.slot_nbytes, len(layout.steps)),
+            wanted=not self._ring.fits(layout.slot_nbytes, len(layout.steps)),
         )
 
     def _restore_names(self) -> str | None:
@@ -481,7 +481,7 @@ class CaptureSession:
         self._window = self._pending = self._sealing = None
         window.ring.abort_window(window.generation)
 
-    def _writer(self, layout: SlotLayout, slot: Slot) -> SegmentWriter:
+    def _writer(self, layout: StepLayout, slot: Slot) -> SegmentWriter:
         """The writer that last filled this place, if it filled the same slot of the plan."""
         writer = self._writers.get(slot.index)
         if writer is None or writer.layout is not layout:

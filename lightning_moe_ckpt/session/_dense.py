@@ -130,15 +130,15 @@ class DenseCapture:
         journal = {"outcome": {"step": step, "losses": [], **self._journal.state()}, "start": start}
         # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
         layout = dense_layout(self._view, self._groups, max(2 * len(encode(journal)), self._journal.journal_nbytes))
-        slot = layout.slots[0]
-        writer = SegmentWriter(slot, _memory(slot.segment.nbytes), self._engine)
+        (written,) = layout.steps
+        writer = SegmentWriter(written, _memory(written.files_nbytes), self._engine)
         capture = BoundaryCapture(writer, step, journal["outcome"])
         capture.take_rest(start, disturbed=False)
         self._worker.begin(
             Announced(
                 generation=generation,
-                plan_hash=layout.plan_hash,
-                plan_json=layout.plan_json,
+                plan_hash=layout.record.plan_hash,
+                plan_json=layout.record.to_json(),
                 num_segments=1,
                 bad=self._journal.bad_copies,
             )

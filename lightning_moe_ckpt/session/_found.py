@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +14,7 @@ from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
 from lightning_moe_ckpt.recovery import Chosen, Restored, SourceName
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
 from lightning_moe_ckpt.session._layout import JOURNAL, SEGMENT_METADATA
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SegmentLayout, TensorSpec, dtype_of
 
 
@@ -106,12 +105,10 @@ class Found:
         return dict.fromkeys([*self.nbytes, *(["storage"] if self.committed else [])], self.generation.step)
 
     @property
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> PlanRecord:
         """The stored plan, see `lay_out`. Raises `Corrupt` if it is none."""
-        plan: dict[str, Any] = json.loads(self.policy["plan"])
         with understood(f"{self.generation}: its plan"):
-            plan["interval"] = index(plan["interval"]) if "interval" in plan else 1
-        return plan
+            return PlanRecord.from_json(self.policy["plan"])
 
     @property
     def first_step(self) -> int:

@@ -25,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Copy, CopyEngine, Ticket
 from lightning_moe_ckpt.operators import StateSchema
-from lightning_moe_ckpt.session._layout import SlotLayout, StateView
+from lightning_moe_ckpt.session._layout import StateView, StepLayout
 from lightning_moe_ckpt.session._writer import versions
 from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
@@ -61,7 +61,7 @@ class GradientRecorder:
         """The optimizer is about to step: from what the last segment has, unless somebody has edited weights since."""
         self._edited = self._edited or self._now() != self._versions
 
-    def start(self, layout: SlotLayout, slot_U8: Tensor) -> RecordedStep | None:
+    def start(self, layout: StepLayout, slot_U8: Tensor) -> RecordedStep | None:
         """Begin to copy what led to this boundary.
 
         Args:

@@ -184,7 +184,7 @@ class HostWorker(TierWorker):
         super().close()
 
     @override
-    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
+    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
         return segment.digested()
 
     @override

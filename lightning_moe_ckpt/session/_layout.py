@@ -8,28 +8,20 @@ take a whole region from a broadcast without a description of it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import RecordPiece, assign_writers
+from lightning_moe_ckpt.policies import Audience, all_names
 from lightning_moe_ckpt.session._averages import Averages
-from lightning_moe_ckpt.storage import (
-    PERSISTED_HEADER,
-    NestedLayout,
-    RecordEntry,
-    SegmentLayout,
-    TensorSpec,
-    dtype_code,
-)
+from lightning_moe_ckpt.session._plan_record import PlanRecord
+from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, TensorSpec, dtype_code
 from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
 
 REGIONS = ("world", "expert_data")
@@ -208,36 +200,16 @@ class StateView:
         return param.element_size() + state + sum(each.element_size() for each in self.averages.of(fqn).values())
 
 
-def region_parts(
-    operators: Iterable[tuple[Operator, RecordKind]], region: str, view: StateView, groups: ParallelGroups
-) -> list[Part]:
-    """All parts of one region over all its writers, in the order in which they are stored."""
-    ranks = groups.ranks("expert_data") if region == "expert_data" else groups.ranks("world")
-    pieces: list[RecordPiece[tuple[str, RecordKind]]] = [
-        RecordPiece(record=(op.name, kind), piece=piece, nbytes_per_element=view.bytes_per_element(piece.fqn, kind))
-        for op, kind in operators
-        if op.holders == region
-        for piece in op.slices
-    ]
-    return [
-        Part(operator=p.record[0], kind=p.record[1], piece=p.piece, writer=p.writer)
-        for p in assign_writers(pieces, ranks)
-    ]
-
-
-class SlotLayout:
-    """Layout of one slot of a plan: every writer's regions, and this rank's whole segment.
-
-    A slot of two levels begins with all that goes to storage, and that part is a whole file of its own: the first
-    tensor, `persisted_header`, is its header, and what follows has the same order and alignment. So storage is given
-    a part of the memory, without a copy.
+class FileLayout:
+    """One file of one boundary: every writer's regions, and where this rank's tensors lie.
 
     Args:
         parts: of every region over all its writers, in the order in which they are stored.
         view: live state.
         groups: who holds what.
-        journal_nbytes: capacity of the journal record.
-        persisted: the slot as storage has it, without `parts`, which lie behind it.
+        journal_nbytes: capacity of the journal record; `None` for a file without what is this rank's alone.
+        audience: who takes it.
+        start: first byte of the file in the memory of its step.
     """
 
     def __init__(
@@ -245,73 +217,27 @@ class SlotLayout:
         parts: Mapping[str, Sequence[Part]],
         view: StateView,
         groups: ParallelGroups,
-        journal_nbytes: int,
+        journal_nbytes: int | None,
         *,
-        persisted: SlotLayout | None = None,
+        audience: Audience = "durable",
+        start: int = 0,
     ) -> None:
-        self.view, self.groups, self.persisted = view, groups, persisted
-        rank = groups.rank
-        self._fields = {(region, rank): self._fields_of(parts[region], rank) for region in REGIONS}
-        self.own = [field for region in REGIONS for field in self._fields[region, rank]]
-        local = self._local_specs(journal_nbytes)
+        self.view, self.groups, self.audience, self.start = view, groups, audience, start
+        self.parts = {region: list(parts[region]) for region in REGIONS}
+        self._fields: dict[tuple[str, int], list[Field]] = {}
+        self.own = [field for region in REGIONS for field in self.fields(region, groups.rank)]
+        local = [] if journal_nbytes is None else self._local_specs(journal_nbytes)
         self._local = [spec.name for spec in local]
-        self._specs = [field.spec for field in self.own]
-        self._nested: NestedLayout | None = None
-        if persisted is None:
-            self.parts = {region: list(parts[region]) for region in REGIONS}
-            self._specs += local
-            self.segment = SegmentLayout(self._specs, metadata=SEGMENT_METADATA)
-        else:
-            self.parts = {region: [*persisted.parts[region], *parts[region]] for region in REGIONS}
-            self.own = persisted.own + self.own
-            self._fields = {key: persisted._fields[key] + fields for key, fields in self._fields.items()}
-            self._local.insert(0, PERSISTED_HEADER)
-            self._nested = NestedLayout(persisted._specs, self._specs, metadata=SEGMENT_METADATA)  # noqa: SLF001  # same class
-            self.segment = self._nested.outer
-        self.gradients: list[GradientPlace] = self._places_of_gradients() if persisted is None else persisted.gradients
-        """Of the experts that leave the node; behind the segment."""
-
-    @classmethod
-    def of_records(
-        cls, full: Sequence[str], compute: Sequence[str], view: StateView, groups: ParallelGroups, journal_nbytes: int
-    ) -> SlotLayout:
-        """The slot that takes these records, balanced over their writers by bytes.
-
-        Args:
-            full: names of the operators whose FULL record it takes.
-            compute: names of those of which it takes COMPUTE.
-            view: live state.
-            groups: who holds what.
-            journal_nbytes: capacity of the journal record.
-        """
-        chosen = [(view.operators[n], RecordKind.FULL) for n in full]
-        chosen += [(view.operators[n], RecordKind.COMPUTE) for n in compute]
-        parts = {region: region_parts(chosen, region, view, groups) for region in REGIONS}
-        return cls(parts, view, groups, journal_nbytes)
+        self.segment = SegmentLayout([*(field.spec for field in self.own), *local], metadata=SEGMENT_METADATA)
 
     @property
-    def gradients_at(self) -> int:
-        """Offset of what lies behind the segment."""
-        return aligned_gradient(self.segment.nbytes)
+    def stop(self) -> int:
+        """Behind its last byte, in the memory of its step."""
+        return self.start + self.segment.nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """Of the segment and what lies behind it."""
-        if not self.gradients:
-            return self.segment.nbytes
-        last = self.gradients[-1]
-        assert self.view.gradient_dtype is not None
-        return self.gradients_at + last.offset + gradient_nbytes(last.part.piece.numel, self.view.gradient_dtype)
-
-    def write_headers(self, buffer: Tensor) -> None:
-        """Write what stays the same from step to step into `buffer` (uint8, 1-D, at least the segment's bytes)."""
-        layout = self.segment if self._nested is None else self._nested
-        layout.write_header(buffer)
-
-    def persisted_bytes(self, buffer: Tensor) -> Tensor:
-        """The file within a segment that goes to storage."""
-        assert self._nested is not None
-        return self._nested.persisted(buffer)
+    def bytes_in(self, slot_U8: Tensor) -> Tensor:
+        """The file in the memory of its step, without a copy."""
+        return slot_U8[self.start : self.stop]
 
     def _local_specs(self, journal_nbytes: int) -> list[TensorSpec]:
         """Of what is this rank's alone."""
@@ -334,7 +260,7 @@ class SlotLayout:
         return spans, sum(places[-1]) if places else 0
 
     def entries(self, buffer: Tensor) -> list[RecordEntry]:
-        """What the marker says of the records in `buffer`; digests are filled in when the bytes are final."""
+        """What the marker says of the records of the file in `buffer`; digests are filled in when the bytes are final."""
         segment, is_state = self.segment, self.view.is_state
         present = {
             field.part.prefix: bool(segment.view(buffer, field.name).item())
@@ -343,19 +269,6 @@ class SlotLayout:
         }
         found = [self._entry(each, present=not is_state(each) or present[each.part.prefix]) for each in self.own]
         return found + [self._local_entry(name) for name in self._local]
-
-    def _places_of_gradients(self) -> list[GradientPlace]:
-        dtype, view = self.view.gradient_dtype, self.view
-        places: list[GradientPlace] = []
-        if dtype is None:
-            return places
-        offset = 0
-        for part in dict.fromkeys(each.part for each in self.own):
-            full = part.kind is RecordKind.FULL and view.operators[part.operator].kind == "expert"
-            if full and view.keeps_gradient(part.piece.fqn):
-                places.append(GradientPlace(part, offset))
-                offset += gradient_nbytes(part.piece.numel, dtype)
-        return places
 
     def _fields_of(self, parts: Iterable[Part], writer: int) -> list[Field]:
         return [field for part in parts if part.writer == writer for field in self.view.fields(part)]
@@ -397,60 +310,79 @@ class SlotLayout:
         )
 
 
-@dataclass(kw_only=True)
-class WindowLayout:
-    """A plan made concrete: where every byte of every slot lies."""
+class StepLayout:
+    """What one boundary writes on this rank: its files, one behind the other, then gradients of experts.
 
-    plan_hash: str
-    """Equal on all ranks."""
-    record: dict[str, Any]
-    """What a later life needs to lay the window out again; JSON values, equal on all ranks."""
-    slots: list[SlotLayout]
-    persisted: WindowLayout | None = None
-    """The same plan as storage has it, where that differs."""
-    peers: WindowLayout | None = None
-    """The same plan as copies on other nodes have it, if they take what storage takes."""
-    lacking: frozenset[str] = frozenset()
-    """Names of operators on this rank that storage gets from older generations."""
-    borrows: bool = False
-    """Whether storage gets operators of any rank from older generations; equal on all ranks."""
-    reserve_nbytes: int = 0
-    """Bytes of the largest segment that plans after this one may have, where they differ."""
+    Args:
+        files: the durable one first.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        record: dict[str, Any],
-        *slots: SlotLayout,
-        persisted: WindowLayout | None = None,
-        peers: WindowLayout | None = None,
-    ) -> WindowLayout:
-        """The layout of a plan."""
-        return cls(plan_hash=hash_of_plan(record), record=record, slots=list(slots), persisted=persisted, peers=peers)
-
-    def at(self, level: str) -> WindowLayout:
-        """The same plan as a tier of that level has it."""
-        return {"storage": self.persisted, "peer": self.peers}.get(level) or self
+    def __init__(self, *files: FileLayout) -> None:
+        self.files = list(files)
+        self.durable, self.view, self.groups = files[0], files[0].view, files[0].groups
+        self.gradients = self._places_of_gradients()
+        """Of the experts that leave the node."""
 
     @property
-    def plan_json(self) -> str:
-        """`record` as canonical text."""
-        return plan_text(self.record)
+    def files_nbytes(self) -> int:
+        """Of all files."""
+        return self.files[-1].stop
+
+    @property
+    def gradients_at(self) -> int:
+        """Offset of what lies behind the files."""
+        return aligned_gradient(self.files_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the files and what lies behind them."""
+        if not self.gradients:
+            return self.files_nbytes
+        last = self.gradients[-1]
+        assert self.view.gradient_dtype is not None
+        return self.gradients_at + last.offset + gradient_nbytes(last.part.piece.numel, self.view.gradient_dtype)
+
+    def _places_of_gradients(self) -> list[GradientPlace]:
+        dtype, view = self.view.gradient_dtype, self.view
+        places: list[GradientPlace] = []
+        if dtype is None:
+            return places
+        offset = 0
+        for part in dict.fromkeys(each.part for each in self.durable.own):
+            full = part.kind is RecordKind.FULL and view.operators[part.operator].kind == "expert"
+            if full and view.keeps_gradient(part.piece.fqn):
+                places.append(GradientPlace(part, offset))
+                offset += gradient_nbytes(part.piece.numel, dtype)
+        return places
+
+
+@dataclass(kw_only=True)
+class WindowLayout:
+    """A plan made concrete: where every byte of every step lies."""
+
+    record: PlanRecord
+    steps: list[StepLayout]
+    reserve_nbytes: int = 0
+    """Bytes of the largest step that plans after this one may have, where they differ."""
+
+    @cached_property
+    def missing(self) -> frozenset[str]:
+        """Names of operators on this rank of which the durable files have nothing: storage takes them from older ones."""
+        return frozenset(self.steps[0].view.operators.names) - self._durable
+
+    @cached_property
+    def is_incomplete(self) -> bool:
+        """Whether there are such operators on any rank; equal on all ranks."""
+        return not self._durable.issuperset(all_names(self.steps[0].view.operators))
+
+    @cached_property
+    def _durable(self) -> frozenset[str]:
+        return frozenset(name for step in self.record.plan.steps for name in step.files["durable"])
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest segment and what lies behind it, of those still to come too."""
-        return max(self.reserve_nbytes, *(slot.nbytes for slot in self.slots))
-
-
-def plan_text(record: Mapping[str, Any]) -> str:
-    """A plan's record as canonical text."""
-    return json.dumps(record, sort_keys=True, separators=(",", ":"))
-
-
-def hash_of_plan(record: Mapping[str, Any]) -> str:
-    """What tells one plan from another."""
-    return xxh3_128_hexdigest(plan_text(record).encode())
+        """Bytes of the largest step and what lies behind it, of those still to come too."""
+        return max(self.reserve_nbytes, *(step.nbytes for step in self.steps))
 
 
 def as_memoryview(buffer_U8: Tensor) -> memoryview:

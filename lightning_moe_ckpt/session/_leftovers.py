@@ -9,14 +9,13 @@ that a later start has taken over only who writes. So a life that ends asks stor
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.session._lossy_plan import is_lossy
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore
 from lightning_moe_ckpt.tiers import RankMemory
 
@@ -62,7 +61,7 @@ def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> 
     """Whether memory has a newer copy of some operator than this rank's part of a generation, own or borrowed."""
     if marker is None:
         return True
-    if not is_lossy(json.loads(str(marker.policy["plan"]))):
+    if not PlanRecord.from_json(str(marker.policy["plan"])).plan.partial:
         return False
     newest = {record.operator: each.generation for each in marker.borrowed for record in each.segment.records}
     newest |= {record.operator: marker.generation for each in marker.segments for record in each.records}

@@ -35,7 +35,6 @@ from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._leftovers import is_superseded
 from lightning_moe_ckpt.session._loading import load_found
 from lightning_moe_ckpt.session._lossy_base import build_on_stored
-from lightning_moe_ckpt.session._lossy_plan import is_lossy
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._made import made
 from lightning_moe_ckpt.session._peers import join_peers
@@ -341,7 +340,7 @@ class Life:
         in_force = made(self._capture).layout
         if made(self._capture).use_layout(layout):
             self._planner.adopt(layout)
-            again = layout is in_force or (is_lossy(layout.record) and not layout.reserve_nbytes)
+            again = layout is in_force or (layout.record.plan.partial and not layout.reserve_nbytes)
             log_plan(layout, self._dense_nbytes, again=again)
 
     def _due(self, step: int) -> bool:

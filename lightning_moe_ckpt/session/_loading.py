@@ -17,9 +17,10 @@ from lightning_moe_ckpt.recovery import Chosen, Tile
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._found import Found, understood
 from lightning_moe_ckpt.session._journal import Journal
-from lightning_moe_ckpt.session._layout import REGIONS, Part, SlotLayout, StateView, WindowLayout
+from lightning_moe_ckpt.session._lay_out import lay_out
+from lightning_moe_ckpt.session._layout import REGIONS, FileLayout, Part, StateView, StepLayout, WindowLayout
 from lightning_moe_ckpt.session._lossy_restore import note_recovery
-from lightning_moe_ckpt.session._planning import PlanRecord, lay_out
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.session._replay import Replay
 
 
@@ -55,11 +56,11 @@ def load_found(
     with understood(f"{found.generation}: its plan"):
         layout = restored_window(found.plan, found.chosen, view, groups, found.journal_nbytes)
     with exchange.together(IdentityMismatch):  # each rank has records of its own
-        found.check_headers([slot.segment for slot in layout.slots])
+        found.check_headers([step.durable.segment for step in layout.steps])
     replay = Replay(
-        view=layout.slots[0].view,
+        view=layout.steps[0].view,
         groups=groups,
-        slots=layout.slots,
+        slots=[step.durable for step in layout.steps],
         segments=found.segments,
         first_step=found.first_step,
         may_skip=may_skip,
@@ -85,14 +86,16 @@ def restored_window(
     if not chosen.is_partial:
         return window
     parts = {
-        region: [part for part in window.slots[0].parts[region] if view.operators[part.operator].kind != "expert"]
+        region: [
+            part for part in window.steps[0].durable.parts[region] if view.operators[part.operator].kind != "expert"
+        ]
         for region in REGIONS
     }
     for name, tiles in chosen.tiles.items():
         if name in view.operators:  # else it is on other ranks
             operator = view.operators[name]
             parts[operator.holders] += [_part(operator, tile) for tile in tiles]
-    return WindowLayout.of(record, SlotLayout(parts, view, groups, journal_nbytes))
+    return WindowLayout(record=record, steps=[StepLayout(FileLayout(parts, view, groups, journal_nbytes))])
 
 
 def _part(operator: Operator, tile: Tile) -> Part:

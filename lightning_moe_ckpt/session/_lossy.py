@@ -14,7 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,16 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Accounting, Selection, expert_layouts
+from lightning_moe_ckpt.policies import (
+    AUDIENCES,
+    MEMORY,
+    PEER,
+    STORAGE,
+    Accounting,
+    Audience,
+    Selection,
+    expert_layouts,
+)
 from lightning_moe_ckpt.session._bad_copies import WIDTH as BAD_COPIES_WIDTH
 from lightning_moe_ckpt.session._bad_copies import BadCopyList
 from lightning_moe_ckpt.session._count_copies import CountCopies
@@ -32,15 +41,16 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._gradients import why_no_deltas
 from lightning_moe_ckpt.session._host import HOST
 from lightning_moe_ckpt.session._journal import JournalCapacity
+from lightning_moe_ckpt.session._lay_out import lay_out
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._lossy_layout import SlotMeasure, local_experts, lossy_layout
-from lightning_moe_ckpt.session._lossy_plan import lossy_record
+from lightning_moe_ckpt.session._lossy_budgets import SlotMeasure
 from lightning_moe_ckpt.session._lossy_restore import expert_names
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._peers import PEER as PEER_TIER
 from lightning_moe_ckpt.session._peers import PeerRoom
 from lightning_moe_ckpt.session._persist import STORAGE as STORAGE_TIER
 from lightning_moe_ckpt.session._persist import PersistWorker
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.session._popularity import sum_in_order
 from lightning_moe_ckpt.session._reordering import Background
 from lightning_moe_ckpt.session._report import LossFigures
@@ -126,9 +136,9 @@ class LossyPlanner:
         return self._choice.generations_kept(self.accounting)
 
     @property
-    def peer_level(self) -> Literal["memory", "peer"]:
-        """What copies on other nodes have of a generation: all that memory has, or what storage gets."""
-        return "memory" if self._policy.kind == "partial" else "peer"
+    def peer_audiences(self) -> frozenset[Audience]:
+        """Files that copies on other nodes have: all that memory has, or what storage gets."""
+        return frozenset(AUDIENCES) if self._policy.kind == "partial" else frozenset({"durable"})
 
     def peer_room(self) -> PeerRoom | None:
         """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
@@ -155,7 +165,7 @@ class LossyPlanner:
         remote = tiers.get(PEER_TIER) or storage
         self._choice.joined(lambda: remote.rate)
         self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER_TIER in tiers else None
-        if self.peer_level == "peer" and PEER_TIER in tiers:
+        if "node" not in self.peer_audiences and PEER_TIER in tiers:
             self._levels = {**LEVEL_OF_TIER, PEER_TIER: PEER}
             self.accounting = self.accounting.with_peers(kept=True)
 
@@ -217,7 +227,7 @@ class LossyPlanner:
         first = self.accounting.generations
         again = self._bad.again(self.accounting.saved[STORAGE])
         layouts = [self._plan(self.accounting, index, again) for index in range(first, first + turns)]
-        sizes = [self._nbytes_by_position(Selection.from_record(layout.record)) for layout in layouts]
+        sizes = [self._nbytes_by_position(self._selection(layout)) for layout in layouts]
         self._room = [max(column) for column in zip(*sizes, strict=True)]
         self._reserve_nbytes = max(self._choice.reserve_nbytes, *(layout.slot_nbytes for layout in layouts))
         layouts[0].reserve_nbytes = self._reserve_nbytes
@@ -236,8 +246,8 @@ class LossyPlanner:
         self._layouts.clear()
         following, self._next = self._next, None
         if following is not None:
-            self._next = Background(lambda: self._lay_out(Selection.from_record(following.result().record)))
-        larger = self._lay_out(Selection.from_record(layout.record))
+            self._next = Background(lambda: self._lay_out(self._selection(following.result())))
+        larger = self._lay_out(self._selection(layout))
         self._reserve_nbytes += max(0, larger.slot_nbytes - layout.slot_nbytes)
         larger.reserve_nbytes = self._reserve_nbytes
         return larger
@@ -325,7 +335,7 @@ class LossyPlanner:
 
     def started(self, step: int, layout: WindowLayout) -> None:
         """A window begins; the one after it is planned from what is known now."""
-        selection = Selection.from_record(layout.record)
+        selection = self._selection(layout)
         self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
         self.accounting = now = self.accounting.take(step, selection, levels=())  # what levels get, they are told of
         again = self._bad.again(now.saved[STORAGE])
@@ -337,7 +347,7 @@ class LossyPlanner:
         """A tier begins to take the generation of the boundary at hand."""
         level = self._levels.get(tier)
         if level is not None:
-            experts = Selection.from_record(layout.record).flat(level, self._experts)
+            experts = self._selection(layout).flat(level, self._experts)
             book = self.accounting.saved[level].take(
                 generation.step, experts, self.accounting.alive, kept=generations_kept
             )
@@ -395,23 +405,16 @@ class LossyPlanner:
         key = (selection, self._journal.nbytes)
         layout = self._layouts.get(key)
         if layout is None:
-            record = lossy_record(self._policy.config(), selection.memory, selection.storage)
-            layout = lossy_layout(record, self._view, self._groups, self._journal.nbytes)
-            layout.lacking = self._lacking(selection)
-            layout.borrows = selection.storage != Selection.everything(self._experts).storage
+            record = PlanRecord(plan=selection.plan(self._view.operators), config=self._policy.config())
+            layout = lay_out(record, self._view, self._groups, self._journal.nbytes)
             self._layouts[key] = layout
             while len(self._layouts) > _REMEMBERED_LAYOUTS:
                 self._layouts.popitem(last=False)
         return layout
 
-    def _lacking(self, selection: Selection) -> frozenset[str]:
-        """Names of the experts on this rank that storage does not get."""
-        stored = {
-            (layer.fqn, expert)
-            for layer, experts in zip(self._view.operators.layers, selection.storage, strict=True)
-            for expert in experts
-        }
-        return frozenset(op.name for key, op in local_experts(self._view).items() if key not in stored)
+    def _selection(self, layout: WindowLayout) -> Selection:
+        """The experts that a plan takes."""
+        return Selection.of_plan(layout.record.plan, self._view.operators)
 
     def _scalars(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state that is one value for several experts, as of now: no record of one of them can have it."""
@@ -428,7 +431,7 @@ class LossyPlanner:
     def _experts_of(self) -> dict[str, int]:
         """How many experts share each parameter."""
         numbers: dict[str, int] = {}
-        for op in local_experts(self._view).values():
+        for op in (each for each in self._view.operators if each.expert_idx is not None):
             for fqn in {piece.fqn for piece in op.slices}:
                 numbers[fqn] = numbers.get(fqn, 0) + 1
         return numbers

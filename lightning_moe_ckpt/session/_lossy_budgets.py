@@ -20,8 +20,13 @@ from typing import Literal
 import torch
 
 from lightning_moe_ckpt.native import measure_bandwidth
-from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, ExpertLayout
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, ExpertLayout, Experts, Selection
 from lightning_moe_ckpt.session._host import RING_HEADROOM
+from lightning_moe_ckpt.session._lay_out import lay_out
+from lightning_moe_ckpt.session._layout import StateView, StepLayout
+from lightning_moe_ckpt.session._plan_record import PlanRecord
+from lightning_moe_ckpt.storage import SegmentLayout
 
 log = logging.getLogger(__name__)
 
@@ -247,3 +252,40 @@ class Budgets:
                 "bytes more, or take generations less often",
                 *(_NAMES[level], budget, missing),
             )
+
+
+class SlotMeasure:
+    """`slot_sizes` of one rank, made once per capacity of the journal.
+
+    Args:
+        view: live state.
+        groups: this rank's place.
+    """
+
+    def __init__(self, view: StateView, groups: ParallelGroups) -> None:
+        self._view, self._groups = view, groups
+        self._known: tuple[int, dict[str, SlotSizes]] | None = None
+
+    def sizes(self, journal_nbytes: int) -> dict[str, SlotSizes]:
+        """With a journal record of that capacity."""
+        if self._known is None or self._known[0] != journal_nbytes:
+            self._known = journal_nbytes, slot_sizes(self._view, self._groups, journal_nbytes)
+        return self._known[1]
+
+
+def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
+    """What this rank's files come to at each level, without experts and with all of them."""
+    everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
+    nothing: Experts = tuple(() for _ in everything)
+
+    def step(memory: Experts, storage: Experts) -> StepLayout:
+        record = PlanRecord(plan=Selection(memory, storage).plan(view.operators), config={})
+        return lay_out(record, view, groups, journal_nbytes).steps[0]
+
+    bare, local, remote = step(nothing, nothing), step(everything, nothing), step(everything, everything)
+    gradients = remote.nbytes - remote.files_nbytes
+    second = SegmentLayout([], metadata={}).nbytes  # what a second file takes before it has any expert
+    return {
+        MEMORY: SlotSizes(bare=bare.files_nbytes + second, full=local.files_nbytes, gradients=gradients),
+        STORAGE: SlotSizes(bare=bare.files_nbytes, full=remote.files_nbytes, gradients=gradients),
+    }

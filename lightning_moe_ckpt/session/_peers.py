@@ -18,13 +18,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.session._config import LifeConfig
 from lightning_moe_ckpt.session._deltas import DeltaChain, DeltaFigures, Deltas
 from lightning_moe_ckpt.session._exchange import Exchange
@@ -74,8 +75,8 @@ class PeerPlan(Protocol):
         """Of every rank, as far as that is known before the first plan; the same on all ranks."""
 
     @property
-    def peer_level(self) -> Literal["memory", "peer"]:
-        """What copies have of generations that storage has less of than memory."""
+    def peer_audiences(self) -> frozenset[Audience]:
+        """Files that copies have."""
 
     def peer_room(self) -> PeerRoom | None:
         """What holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
@@ -189,7 +190,7 @@ class PeerWorker(TierWorker):
 
     @override
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
-        self._replication.pacer.expect(segment.view.nbytes, name=generation)
+        self._replication.pacer.expect(segment.of(self.audiences).view.nbytes, name=generation)
         super().add(generation, segment)
 
     @override
@@ -254,8 +255,8 @@ class PeerWorker(TierWorker):
         self._replication.stream.bye()
 
     @override
-    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
-        entry, stream = segment.digested(), self._replication.stream
+    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
+        entries, stream = segment.digested(), self._replication.stream
         if self._sending is None:
             self._sending, self._nbytes_before = job.generation, stream.nbytes_sent
             stream.begin(
@@ -268,7 +269,7 @@ class PeerWorker(TierWorker):
         view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
         if not (self._replication.ahead and self._send_delta(job, segment, view_U8)):
             stream.send(segment.step, view_U8, lambda: self._wanted(job))
-        return entry
+        return entries
 
     def _send_delta(self, job: Job, segment: SealedSegment, view_U8: Tensor) -> bool:
         """Send what leads to a segment; `False` if that cannot be done, and nothing was sent."""
@@ -366,7 +367,7 @@ def join_peers(
     replication.saw(claim.seen)
     keep, room = plan.generations_kept, plan.peer_room
     worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room, deltas=deltas)
-    worker.level = plan.peer_level
+    worker.audiences = plan.peer_audiences
     return [worker]
 
 

@@ -109,7 +109,7 @@ class PersistWorker(TierWorker):
     """
 
     borrows = True
-    level = "storage"
+    audiences = frozenset({"durable"})
 
     def __init__(
         self,
@@ -164,39 +164,40 @@ class PersistWorker(TierWorker):
         self._store.close()
 
     @override
-    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
-        segment.wait()
-        digests = threading.Thread(target=segment.digest, name="moe-ckpt-digest", daemon=True)
+    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
+        (file,) = segment.files
+        file.wait()
+        digests = threading.Thread(target=file.digest, name="moe-ckpt-digest", daemon=True)
         digests.start()  # beside the write, which takes as long or longer: neither holds the interpreter lock
         try:
-            self._store.put_segment(job.generation, self._rank, segment.step, segment.view)
+            self._store.put_segment(job.generation, self._rank, file.step, file.view)
         finally:
             digests.join()  # it reads the segment's memory, which is given back after this
         return segment.digested()
 
     @override
     def _references(self, job: Job) -> References:
-        base = job.announced.base or Base(generation=self._agreed, lacking=frozenset())
+        base = job.announced.base or Base(generation=self._agreed, missing=frozenset())
         marker = None if base.generation is None else self._bases.get(base.generation)
         if marker is None:
-            if base.lacking:
+            if base.missing:
                 self.lost_base = True
                 raise CheckpointError(
                     "it has only some experts, and storage has no whole generation of this run to take the others from."
                 )
             return References()
-        if len(marker.segments) != 1 or not (base.lacking or self._twofold):
+        if len(marker.steps) != 1 or not (base.missing or self._twofold):
             return References()  # of a window of several steps, which holds no states of one step
         bad = job.announced.bad
-        borrowed = carry_forward(marker, base.lacking, bad)
-        gone = {record.operator for _, record in full_records(marker)} & base.lacking
+        borrowed = carry_forward(marker, base.missing, bad)
+        gone = {record.operator for _, record in full_records(marker)} & base.missing
         gone -= {record.operator for each in borrowed for record in each.segment.records}
         if gone:
             self.lost_base = True
             raise CheckpointError(
                 f"storage has no good copy of {', '.join(sorted(gone))}, which it was to take from there."
             )
-        return References(borrowed, carry_spares(marker, base.lacking, self._twofold - base.lacking, bad))
+        return References(borrowed, carry_spares(marker, base.missing, self._twofold - base.missing, bad))
 
     @override
     def _finish(self, job: Job, marker: RankMarker) -> None:

@@ -2,8 +2,7 @@
 
 All inputs of a plan are agreed on first (the smallest budget, popularity over all ranks, the strictest compute
 precision), so every rank computes the same plan. The plan is over positions (`policies`), so that expert-parallel
-ranks may order their experts differently. What a later life needs to lay the same window out again is stored with
-each generation as a small JSON value.
+ranks may order their experts differently; each rank then names the operators that take them.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import measure_bandwidth
-from lightning_moe_ckpt.operators import ComputeDtypeProbe, Operator, OperatorSet, RecordKind, split
+from lightning_moe_ckpt.operators import ComputeDtypeProbe
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
+    AUDIENCES,
+    Audience,
     Order,
-    Plan,
     PlanItem,
-    WindowPlan,
     assign_positions,
     positions,
     split_nbytes,
@@ -31,9 +29,9 @@ from lightning_moe_ckpt.policies import (
 from lightning_moe_ckpt.session._count_proof import CountProof
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import JournalCapacity
-from lightning_moe_ckpt.session._layout import SlotLayout, StateView, WindowLayout
-from lightning_moe_ckpt.session._lossy_layout import lossy_layout
-from lightning_moe_ckpt.session._lossy_plan import is_lossy
+from lightning_moe_ckpt.session._lay_out import lay_out, record_nbytes, split_operators
+from lightning_moe_ckpt.session._layout import StateView, WindowLayout
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.session._popularity import PopularityMeter, sum_in_order
 from lightning_moe_ckpt.session._reordering import Reordering
 from lightning_moe_ckpt.session._windows import DenseWindows, PlannedWindows, SparseWindows
@@ -42,50 +40,13 @@ from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
 log = logging.getLogger(__name__)
 
-PlanRecord = dict[str, Any]
-"""JSON values, equal on all ranks: `config`, `order`, `plan`, `popularity`, `compute_dtypes`, `budget_nbytes`,
-`split_nbytes`, `averages_consumed`, `interval`."""
-
 MEASURED_STEPS = 3
 """Steps of a life before budgets and compute precisions are known."""
 
 BUDGET_SHARE = 0.8
 """Part of the measured bandwidth that a plan may use; the rest absorbs noise."""
 
-MAX_PIECES = 1024
-"""Into which one operator is cut at most."""
-
 _BANDWIDTH_NBYTES = 16 * 2**20
-
-
-def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
-    """Make a stored or fresh plan concrete on this rank.
-
-    Raises:
-        IdentityMismatch: the plan is for other operators.
-    """
-    if is_lossy(record):
-        return lossy_layout(record, view, groups, journal_nbytes)
-    dtypes = {fqn: getattr(torch, name) for fqn, name in record["compute_dtypes"].items()}
-    view = view.assuming(averages_consumed=record["averages_consumed"])
-    view = view.replanned(_split_operators(view, groups, record["split_nbytes"]), dtypes)
-    try:
-        positions_plan = Plan.from_json(record["plan"])
-        named = record["config"].get("schedule") is not None
-        plan = (
-            positions_plan
-            if named
-            else assign_positions(positions_plan, view.operators, record["popularity"], by=record["order"])
-        )
-    except ValueError as error:
-        raise IdentityMismatch(
-            f"The stored plan names operators that this model does not have ({error}). "
-            "Resume with the code that wrote it, or start anew with resume='never'."
-        ) from error
-    slots = [
-        SlotLayout.of_records(plan.full(j), plan.compute(j), view, groups, journal_nbytes) for j in range(plan.window)
-    ]
-    return WindowLayout.of(record, *slots)
 
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
@@ -93,14 +54,15 @@ def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -
     popularity = [0.0] * view.operators.num_experts
     items = _items(view, groups, popularity, "fixed")
     plan = DenseWindows(every_n_steps=1).plan(items, 0)
-    config = DenseWindows(every_n_steps=1).config()
-    record = _record(config, "fixed", plan, popularity=popularity, dtypes={}, budget=0, limit=0, averages=False)
+    record = PlanRecord(
+        plan=assign_positions(plan.plan, view.operators, popularity, by="fixed"), config={"kind": "dense"}
+    )
     return lay_out(record, view, groups, journal_nbytes)
 
 
 def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
     """Bytes that this rank would write of a snapshot of everything, without alignment and journal."""
-    return sum(full for full, _ in _sizes(view, groups).values())
+    return sum(full for full, _ in record_nbytes(view, groups).values())
 
 
 def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
@@ -114,8 +76,8 @@ def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
     log.log(
         logging.DEBUG if again else logging.INFO,
         "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
-        layout.plan_hash[:8],
-        len(layout.slots),
+        layout.record.plan_hash[:8],
+        len(layout.steps),
         layout.slot_nbytes / 2**20,
         dense_nbytes / 2**20,
     )
@@ -161,8 +123,8 @@ class Planner:
 
     generations_kept = 1
     """Generations that memory keeps."""
-    peer_level: Literal["memory", "peer"] = "memory"
-    """What copies on other nodes have of generations that storage has less of than memory."""
+    peer_audiences: frozenset[Audience] = frozenset(AUDIENCES)
+    """Files that copies on other nodes have."""
 
     def peer_room(self) -> None:
         """Holders of copies reserve slots as the ring has them."""
@@ -176,7 +138,7 @@ class Planner:
     @property
     def interval_steps(self) -> int:
         """Steps from one window's start to the next."""
-        return int(self._current.record["interval"]) if self._current is not None else 1
+        return self._current.record.plan.interval_steps if self._current is not None else 1
 
     def adopt(self, layout: WindowLayout) -> None:
         """`layout` is in force."""
@@ -206,12 +168,12 @@ class Planner:
         """Go on from the state of the boundary that this life starts from; call after `adopt`."""
         state = outcome.get("popularity")
         if self.reordering is not None and state is not None:
-            in_force = None if self._current is None else self._current.record["popularity"]
+            in_force = None if self._current is None else self._current.record.popularity
             self.reordering.restore(state, in_force)
 
     def accepts(self, layout: WindowLayout) -> bool:
         """Whether a restored plan is what this policy would go on with."""
-        return bool(layout.record["config"] == self._policy.config())
+        return bool(layout.record.config == self._policy.config())
 
     @property
     def journal_nbytes(self) -> int:
@@ -316,22 +278,26 @@ class Planner:
         """Makes the plan in force in another order; what was measured for it is not measured again."""
         assert self._current is not None
         record = self._current.record
-        dtypes = {fqn: getattr(torch, name) for fqn, name in record["compute_dtypes"].items()}
-        return lambda: self._make(popularity, dtypes, record["budget_nbytes"])
+        dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
+        return lambda: self._make(popularity, dtypes, record.budget_nbytes)
 
     def _make(self, popularity: Sequence[float], dtypes: dict[str, torch.dtype], budget: int) -> WindowLayout:
         order: Order = self._policy.order if isinstance(self._policy, SparseWindows) else "fixed"
         view, limit = self._view.replanned(self._view.operators, dtypes), 0
         if budget:
             limit = split_nbytes(_items(view, self._groups, popularity, order), budget)
-            view = view.replanned(_split_operators(view, self._groups, limit), dtypes)
+            view = view.replanned(split_operators(view, self._groups, limit), dtypes)
         named = isinstance(self._policy, SparseWindows) and self._policy.schedule is not None
         items = _named_items(view, self._groups) if named else _items(view, self._groups, popularity, order)
-        plan = self._policy.plan(items, budget)
-        names = {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()}
-        config, averages = self._policy.config(), self._view.averages.consumed
-        record = _record(
-            config, order, plan, popularity=popularity, dtypes=names, budget=budget, limit=limit, averages=averages
+        plan = self._policy.plan(items, budget).plan
+        record = PlanRecord(
+            plan=plan if named else assign_positions(plan, view.operators, popularity, by=order),
+            config=self._policy.config(),
+            popularity=tuple(popularity),
+            compute_dtypes={fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()},
+            averages_consumed=self._view.averages.consumed,
+            budget_nbytes=budget,
+            split_nbytes=limit,
         )
         return lay_out(record, self._view, self._groups, self._journal.nbytes)
 
@@ -387,65 +353,9 @@ class Probe:
         return {fqn for fqn, dtype in self._probe.verdict().items() if dtype == self.dtype}
 
 
-def _record(
-    config: Mapping[str, Any],
-    order: Order,
-    plan: WindowPlan,
-    *,
-    popularity: Sequence[float],
-    dtypes: Mapping[str, str],
-    budget: int,
-    limit: int,
-    averages: bool,
-) -> PlanRecord:
-    return {
-        "config": dict(config),
-        "order": order,
-        "plan": plan.plan.to_json(),
-        "popularity": list(popularity),
-        "compute_dtypes": dict(dtypes),
-        "budget_nbytes": budget,
-        "split_nbytes": limit,
-        "averages_consumed": averages,
-        "interval": plan.interval_steps,
-    }
-
-
-def _num_holders(operator: Operator, groups: ParallelGroups) -> int:
-    return groups.dp_size if operator.holders == "expert_data" else groups.world_size
-
-
-def _sizes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]]:
-    """Bytes this rank writes of each operator's FULL and COMPUTE record: its even share among the holders."""
-    return {
-        op.name: (
-            -(-view.record_nbytes(op, RecordKind.FULL) // _num_holders(op, groups)),
-            -(-view.record_nbytes(op, RecordKind.COMPUTE) // _num_holders(op, groups)),
-        )
-        for op in view.operators
-    }
-
-
 def _items(view: StateView, groups: ParallelGroups, popularity: Sequence[float], order: Order) -> list[PlanItem]:
-    return positions(view.operators, popularity, sizes=_sizes(view, groups), by=order)
+    return positions(view.operators, popularity, sizes=record_nbytes(view, groups), by=order)
 
 
 def _named_items(view: StateView, groups: ParallelGroups) -> list[PlanItem]:
-    return [PlanItem(name, *nbytes) for name, nbytes in _sizes(view, groups).items()]
-
-
-def _split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:
-    if limit == 0:
-        return view.operators
-    sizes = _sizes(view, groups)
-    cut: list[Operator] = []
-    for op in view.operators:
-        if sizes[op.name][0] <= limit:
-            cut.append(op)
-        else:
-            widths = {s.fqn: view.bytes_per_element(s.fqn, RecordKind.FULL) for s in op.slices}
-            holders = _num_holders(op, groups)
-            # However small the budget: no piece is less than an element, and there are not countless many.
-            nbytes = max(limit * holders, *widths.values(), -(-sizes[op.name][0] * holders // MAX_PIECES), 1)
-            cut += split(op, nbytes, lambda s, widths=widths: widths[s.fqn])  # type: ignore[misc]
-    return view.operators.with_operators(cut)
+    return [PlanItem(name, *nbytes) for name, nbytes in record_nbytes(view, groups).items()]

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.native import Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
-from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, REGIONS, Field, SlotLayout, StateView
+from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, REGIONS, Field, FileLayout, StateView
 from lightning_moe_ckpt.session._writer import versions
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Replay:
         *,
         view: StateView,
         groups: ParallelGroups,
-        slots: Sequence[SlotLayout],
+        slots: Sequence[FileLayout],
         segments: Sequence[Tensor],
         first_step: int,
         may_skip: bool,
@@ -180,7 +180,7 @@ class Replay:
 
     # -- private
 
-    def _newest_slot(self) -> tuple[SlotLayout, Tensor]:
+    def _newest_slot(self) -> tuple[FileLayout, Tensor]:
         segment = self._segments[self._newest]
         assert segment is not None
         return self._slots[self._newest], segment
@@ -223,7 +223,7 @@ class Replay:
                 live.copy_(value)
 
     def _load_region(
-        self, layout: SlotLayout, segment: Tensor, region: str, writer: int, shared: Collection[str]
+        self, layout: FileLayout, segment: Tensor, region: str, writer: int, shared: Collection[str]
     ) -> None:
         spans, nbytes = layout.spans(region, writer)
         if not spans:
@@ -265,7 +265,7 @@ class Replay:
         return not of_state or (present[field.part.prefix] and (field.per_element or not is_shared))
 
 
-def _region_bytes(layout: SlotLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:
+def _region_bytes(layout: FileLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:
     start = layout.segment.spans[first.name].offset
     return segment[start : start + nbytes]
 

@@ -143,7 +143,7 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
     """What has been taken; `None` before anything can be."""
     taken = capture.segments_captured if capture is not None else 0
     return {
-        "window": len(capture.layout.slots) if capture is not None and capture.layout is not None else 0,
+        "window": len(capture.layout.steps) if capture is not None and capture.layout is not None else 0,
         "window_position": capture.window_position if capture is not None else 0,
         "nbytes_per_step": capture.nbytes_captured / taken if capture is not None and taken else 0.0,
         "nbytes_captured": capture.nbytes_captured if capture is not None else 0,

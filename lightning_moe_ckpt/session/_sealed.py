@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
+from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.storage import (
     BorrowedEntry,
     GenerationId,
@@ -38,27 +39,6 @@ _REMEMBERED_TIMES = 1000
 """Generations that the slowest tier may be behind for that; later only the time differs, which no reader compares."""
 
 
-class RecordDigests:
-    """Digests of the records of one segment, computed when they are first wanted, on whatever thread.
-
-    Args:
-        records: of the segment.
-        view: all its bytes, which are final before `all` is called.
-    """
-
-    def __init__(self, records: RecordRows, view: memoryview) -> None:
-        self._records, self._view = records, view
-        self._lock = threading.Lock()
-        self._found: list[str] | None = None
-
-    def all(self) -> list[str]:
-        """In the order of the records."""
-        with self._lock:
-            if self._found is None:
-                self._found = self._records.digests(self._view)
-            return self._found
-
-
 class StepRecord(Protocol):
     """What the optimizer step that led to a segment has consumed."""
 
@@ -67,27 +47,20 @@ class StepRecord(Protocol):
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class SealedSegment:
-    """A segment whose bytes are final, or will be when its ticket is done."""
+class SealedFile:
+    """A file whose bytes are final, or will be when its ticket is done."""
 
     generation: GenerationId
     rank: int
     step: int
     view: memoryview
-    """All bytes of the file; not written to until the generation is released."""
+    """All its bytes; not written to until the generation is released."""
     records: RecordRows
     """What the marker says of its records, but for their digests."""
     ticket: Ticket | None = None
-    persisted: SealedSegment | None = None
-    """The file within it that goes to storage, where that is not all of it."""
-    step_record: StepRecord | None = None
-    """From which it can be rebuilt by who has the segment of the boundary before."""
+    audience: Audience = "durable"
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
-    shared: RecordDigests | None = None
-    """Where its records are digested once, together with those of the segment that it is within."""
-    places: Sequence[int] = ()
-    """Of its records there."""
 
     def wait(self) -> None:
         """Until its bytes are final. Raises `CheckpointError` if the copy failed."""
@@ -114,17 +87,51 @@ class SealedSegment:
         self.wait()
         return SegmentEntry(
             step=self.step,
-            key=segment_key(self.generation, self.rank, self.step),
+            key=segment_key(self.generation, self.rank, self.step, self.audience),
             nbytes=self.view.nbytes,
             digest=digest_of(self.view),
-            records=self.records.with_digests(self._record_digests()),
+            records=self.records.with_digests(self.records.digests(self.view)),
         )
 
-    def _record_digests(self) -> list[str]:
-        if self.shared is None:
-            return self.records.digests(self.view)
-        known = self.shared.all()
-        return [known[place] for place in self.places]
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class SealedSegment:
+    """What one boundary has written: files one behind the other, the durable one first."""
+
+    files: Sequence[SealedFile]
+    view: memoryview
+    """Their bytes, all together."""
+    step_record: StepRecord | None = None
+    """From which the durable file can be rebuilt by who has that of the boundary before."""
+
+    @classmethod
+    def of_file(cls, file: SealedFile) -> SealedSegment:
+        """A boundary that has written one file."""
+        return cls(files=[file], view=file.view)
+
+    @property
+    def generation(self) -> GenerationId:
+        """Whose it is."""
+        return self.files[0].generation
+
+    @property
+    def step(self) -> int:
+        """The boundary."""
+        return self.files[0].step
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """Of all copies."""
+        return self.files[0].ticket
+
+    def of(self, audiences: Collection[Audience]) -> SealedSegment:
+        """The part that a tier takes; the durable file, or all."""
+        files = [each for each in self.files if each.audience in audiences]
+        return replace(self, files=files, view=self.view[: sum(each.view.nbytes for each in files)])
+
+    def digested(self) -> list[SegmentEntry]:
+        """What the marker says of its files; see `SealedFile.digested`."""
+        return [each.digested() for each in self.files]
 
 
 class Markers:
@@ -177,7 +184,7 @@ class Markers:
             borrowed: what older generations hold of this rank's part.
             spares: what they hold besides, for what turns out bad.
         """
-        segments = tuple(sorted(entries, key=lambda entry: entry.step))
+        segments = tuple(sorted(entries, key=lambda entry: entry.step))  # files of one step stay as they lie
         with self._lock:
             known = self._made.get((generation, plan_hash))
             if known is not None and [e.digest for e in known.segments] == [e.digest for e in segments]:

@@ -7,7 +7,6 @@ model, optimizer or world wrote stops the search: it is the user's to say what s
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +44,7 @@ from lightning_moe_ckpt.session._identity import (
 from lightning_moe_ckpt.session._layout import JOURNAL, StateView
 from lightning_moe_ckpt.session._loading import restored_window
 from lightning_moe_ckpt.session._lossy_restore import tokens_behind
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore, SegmentLayout, lacking_memory
 from lightning_moe_ckpt.tiers import ObjectTier, Tier, shared_directory
 
@@ -86,7 +86,7 @@ class Job:
         numel = sum(tensor.numel() for tensor in self.view.params.values())
         buffers = sum(b.nbytes for name in self.view.buffer_names if (b := self.view.buffer(name)) is not None)
         most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * buffers
-        for segment in marker.segments:
+        for segment in {each.step: each for each in reversed(marker.segments)}.values():  # the durable files
             journals = [record.nbytes for record in segment.records if record.name == JOURNAL]
             if len(journals) != 1:
                 return f"{segment.key}: has {len(journals)} journals, 1 was expected"
@@ -247,10 +247,11 @@ class Search:
         """Where this rank wants its records: as they lie in files, unless experts are of other generations."""
         if not chosen.is_partial:
             return [stored_layout(each) for each in marker.segments]  # see `misfit`
-        plan, journal_nbytes = json.loads(str(marker.policy["plan"])), journal_capacity(marker)
+        journal_nbytes = journal_capacity(marker)
         with self._exchange.together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
+            plan = PlanRecord.from_json(str(marker.policy["plan"]))
             window = restored_window(plan, chosen, self._job.view, self._job.groups, journal_nbytes)
-        return [slot.segment for slot in window.slots]
+        return [step.durable.segment for step in window.steps]
 
     def _misfits(self, marker: RankMarker) -> list[str]:
         """What some rank would have to make room for and cannot be of this job; equal on all ranks. Collective."""

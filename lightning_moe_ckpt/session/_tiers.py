@@ -134,7 +134,7 @@ class _Lane:
 
     def cannot_take(self, layout: WindowLayout) -> bool:
         """Whether it would need a base, and has none."""
-        return self.worker.borrows and layout.borrows and self.base is None
+        return self.worker.borrows and layout.is_incomplete and self.base is None
 
     def attempt(self) -> bool:
         """Whether to try to get a whole generation now: in every second window while that fails."""
@@ -255,7 +255,7 @@ class Tiers:
             if lane.idle and lane.worker.name not in newest.tiers:
                 self._begin(lane, newest)
                 for segment in newest.segments:
-                    _add(lane.worker, segment)
+                    lane.worker.add(segment.generation, segment)
 
     def open(self, window: Window) -> None:
         """A window begins: tiers that take it get its segments as they are sealed."""
@@ -285,7 +285,7 @@ class Tiers:
     def add(self, window: Window, segment: SealedSegment) -> None:
         """Hand a sealed segment to every tier that takes its generation."""
         for worker in self._of(window):
-            _add(worker, segment)
+            worker.add(segment.generation, segment)
 
     def abandon(self, window: Window) -> None:
         """Tell every tier that took a generation that it will not be whole."""
@@ -376,17 +376,17 @@ class Tiers:
             self._watcher.given(worker.name, window.generation, layout, worker.generations_kept)
         lane.take(window.generation)
         window.ring.pin(window.generation)
-        plan, borrows = layout.at(worker.level), worker.level == "storage" and layout.borrows
+        (plan_hash, plan_json), borrows = layout.record.at(worker.level), worker.borrows and layout.is_incomplete
         bad, completes = (
             ({}, True) if self._watcher is None else (self._watcher.bad_copies, self._watcher.all_have_copies)
         )
-        base = Base(generation=lane.base if completes else None, lacking=layout.lacking) if borrows else None
+        base = Base(generation=lane.base if completes else None, missing=layout.missing) if borrows else None
         worker.begin(
             Announced(
                 generation=window.generation,
-                plan_hash=plan.plan_hash,
-                plan_json=plan.plan_json,
-                num_segments=len(plan.slots),
+                plan_hash=plan_hash,
+                plan_json=plan_json,
+                num_segments=len(layout.steps),
                 on_released=window.ring.unpin,
                 base=base,
                 bad=bad,
@@ -395,11 +395,6 @@ class Tiers:
 
     def _of(self, window: Window) -> list[TierWorker]:
         return [worker for worker in self.workers if worker.name in window.tiers]
-
-
-def _add(worker: TierWorker, segment: SealedSegment) -> None:
-    inner = segment.persisted if worker.level != "memory" else None
-    worker.add(segment.generation, segment if inner is None else inner)
 
 
 def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:

@@ -143,9 +143,8 @@ class SparseWindows:
         assert self.schedule is not None
         self.check([item.name for item in items])
         return WindowPlan(
-            plan=Plan(self.schedule),
+            plan=Plan.of_slots(self.schedule),
             planner=self.planner,
             budget_nbytes=0,
             slot_nbytes=tuple(0 for _ in self.schedule),
-            interval_steps=len(self.schedule),
         )

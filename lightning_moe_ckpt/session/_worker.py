@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lightning_moe_ckpt.errors import Fenced
+from lightning_moe_ckpt.policies import AUDIENCES, Audience
 from lightning_moe_ckpt.session._deltas import DeltaFigures
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._fork import guard_forks
@@ -63,7 +64,7 @@ class Base:
 
     generation: GenerationId | None
     """The newest one that is complete in the tier on all ranks; `None` if there is none, and this one cannot be whole."""
-    lacking: frozenset[str]
+    missing: frozenset[str]
     """Names of operators on this rank that are taken from it."""
 
 
@@ -103,7 +104,9 @@ class Job:
     """Still to be called."""
     abandoned: bool = False
     handed_over: int = 0
+    num_put: int = 0
     entries: list[SegmentEntry] = field(default_factory=list)
+    """Of the files of these."""
     seconds: float = 0.0
     """Spent by the worker on it so far."""
 
@@ -136,8 +139,13 @@ class TierWorker(ABC):
     """Whether what is under way goes on with the steps of training only."""
     borrows = False
     """Whether a generation with only some operators takes the others from an older one that is complete here."""
-    level: Literal["memory", "storage", "peer"] = "memory"
-    """What it gets of generations that storage has less of than memory; `peer`: as storage, under a plan of its own."""
+    audiences: frozenset[Audience] = frozenset(AUDIENCES)
+    """Files that it takes."""
+
+    @property
+    def level(self) -> str:
+        """What markers call that."""
+        return "memory" if "node" in self.audiences else "storage" if self.borrows else "peer"
 
     def __init__(
         self, name: str, markers: Markers, *, on_complete: Callable[[GenerationId, float, int], None] | None = None
@@ -209,13 +217,13 @@ class TierWorker(ABC):
         self._start_thread()
 
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
-        """Hand over a sealed segment. Ignored if the generation has failed or was abandoned meanwhile."""
+        """Hand over what is sealed, of which the tier takes its part. Ignored if the generation has failed or was abandoned."""
         with self._changed:
             job = self._jobs.get(generation)
             if job is not None:
                 job.handed_over += 1
         if job is not None:
-            self._queue.put((job, segment))
+            self._queue.put((job, segment.of(self.audiences)))
 
     def abandon(self, generation: GenerationId) -> None:
         """Drop a generation; it is released as soon as nothing reads it. Ignored if it has ended already."""
@@ -311,8 +319,8 @@ class TierWorker(ABC):
     # -- what a tier does, on the thread
 
     @abstractmethod
-    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
-        """Bring a segment into the tier; its entry in the marker."""
+    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
+        """Bring a segment into the tier; what the marker says of its files."""
 
     @abstractmethod
     def _finish(self, job: Job, marker: RankMarker) -> None:
@@ -355,11 +363,12 @@ class TierWorker(ABC):
         if self.fenced:
             raise Fenced("a later life of this run has begun. This process should stop.")
         started = time.perf_counter() - job.seconds
-        job.entries.append(self._put(job, segment))
+        job.entries += self._put(job, segment)
+        job.num_put += 1
         job.seconds = time.perf_counter() - started
         if not self._wanted(job):
             self._end(job)
-        elif len(job.entries) == job.announced.num_segments:
+        elif job.num_put == job.announced.num_segments:
             self._finish(job, self._marker(job, self._references(job)))
             self._completed(job, time.perf_counter() - started)
             self._end(job)

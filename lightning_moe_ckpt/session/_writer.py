@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from typing_extensions import override
 from lightning_moe_ckpt.native import Copy, CopyEngine, CopyList, Ticket
 from lightning_moe_ckpt.session._arrivals import Arrival, Arrivals, held
 from lightning_moe_ckpt.session._journal import Journal, encode_journal
-from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, SlotLayout, as_memoryview
-from lightning_moe_ckpt.session._sealed import RecordDigests, SealedSegment, StepRecord
+from lightning_moe_ckpt.session._layout import JOURNAL, PRESENT, StepLayout, as_memoryview
+from lightning_moe_ckpt.session._sealed import SealedFile, SealedSegment, StepRecord
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 
 
@@ -66,35 +65,34 @@ class LocalState:
 
 
 class SegmentWriter:
-    """Fills one piece of memory with one slot of a plan.
+    """Fills one piece of memory with one step of a plan.
 
     Args:
         layout: what lies where.
-        view_U8: memory of at least the segment's size; its header is written at once.
+        view_U8: memory of at least the size of its files; their headers are written at once.
         engine: copies device memory to it.
         arrivals: brings values of journals to the host.
     """
 
     def __init__(
-        self, layout: SlotLayout, view_U8: Tensor, engine: CopyEngine, arrivals: Arrivals | None = None
+        self, layout: StepLayout, view_U8: Tensor, engine: CopyEngine, arrivals: Arrivals | None = None
     ) -> None:
         self.layout, self.view, self._engine = layout, view_U8, engine
         self._arrivals = arrivals if arrivals is not None else Arrivals()
         self._may_wait = any(param.is_cuda for param in layout.view.params.values())
-        layout.write_headers(view_U8)
-        self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for f in layout.own))
+        self._views = [file.bytes_in(view_U8) for file in layout.files]
+        """Of each file."""
+        for file, each_U8 in zip(layout.files, self._views, strict=True):
+            file.segment.write_header(each_U8)
+        self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for file in layout.files for f in file.own))
         self._params = [layout.view.params[fqn] for fqn in self._fqns]
         self._bases: list[Tensor] = []
         self._addresses: list[int] = []
         self._owners: list[int] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._copies: CopyList | None = None
-        self._records: RecordRows | None = None
-        self._persisted: RecordRows | None = None
-        """Of the file within that goes to storage."""
-        self._num_records = 0
-        self._places: list[int] = []
-        """Of its records among all of them."""
+        self._records: list[RecordRows] = []
+        """Of each file."""
         self._versions: list[int] = []
 
     def start(self) -> Ticket:
@@ -137,7 +135,7 @@ class SegmentWriter:
         """
         on_device: list[Copy] = []
         for name in self.layout.view.buffer_names:
-            place, buffer = self.layout.segment.view(self.view, f"buffer/{name}"), self.layout.view.buffer(name)
+            place, buffer = self._local(f"buffer/{name}"), self.layout.view.buffer(name)
             if buffer is None or buffer.shape != place.shape or buffer.dtype != place.dtype:
                 found = "gone" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
                 raise BufferChanged(
@@ -161,7 +159,7 @@ class SegmentWriter:
             JournalOverflow: the record is too small.
             CodecError: a value in the journal cannot be stored exactly.
         """
-        place = self.layout.segment.view(self.view, JOURNAL)
+        place = self._local(JOURNAL)
         payload = encode_journal(local.journal, place.numel(), local.values.by_identity())
         place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
@@ -176,30 +174,24 @@ class SegmentWriter:
             ticket: what `start` returned.
             step_record: what led to the boundary, of the experts that leave the node.
         """
-        view = as_memoryview(self.view)[: self.layout.segment.nbytes]
-        assert self._records is not None
-        name: Any = {"generation": generation, "rank": self.layout.groups.rank, "step": step}
-        if self._persisted is None:
-            return SealedSegment(**name, view=view, records=self._records, ticket=ticket, step_record=step_record)
-        shared = RecordDigests(self._records, view)
-        inner = SealedSegment(
-            **name,
-            view=as_memoryview(self.layout.persisted_bytes(self.view)),
-            records=self._persisted,
-            ticket=ticket,
-            shared=shared,
-            places=self._places,
-            step_record=step_record,
-        )
-        return SealedSegment(
-            **name,
-            view=view,
-            records=self._records,
-            ticket=ticket,
-            shared=shared,
-            places=range(self._num_records),
-            persisted=inner,
-        )
+        files = [
+            SealedFile(
+                generation=generation,
+                rank=self.layout.groups.rank,
+                step=step,
+                audience=file.audience,
+                view=as_memoryview(view_U8),
+                records=records,
+                ticket=ticket,
+            )
+            for file, view_U8, records in zip(self.layout.files, self._views, self._records, strict=True)
+        ]
+        view = as_memoryview(self.view)[: self.layout.files_nbytes]
+        return SealedSegment(files=files, view=view, step_record=step_record)
+
+    def _local(self, name: str) -> Tensor:
+        """Where a buffer or the journal goes."""
+        return self.layout.durable.segment.view(self._views[0], name)
 
     def _refresh(self, under_way: Ticket | None = None) -> None:
         """Make the list of copies anew if it is out of date, once nothing writes to the segment any more."""
@@ -216,24 +208,21 @@ class SegmentWriter:
     def _rebuild(self) -> None:
         layout, index = self.layout, {id(base): i for i, base in enumerate(self._bases)}
         self._pairs, self._owners = [], []
-        for field in layout.own:
-            place = layout.segment.view(self.view, field.name)
-            if field.key == PRESENT:
-                place.fill_(int(layout.view.schema.has_state(layout.view.params[field.part.piece.fqn])))
-                continue
-            base = layout.view.base(field)
-            if base is not None:
-                self._pairs.append((layout.view.part_of(base, field), place))
-                self._owners.append(index[id(base)])
-            else:
-                place.zero_()  # else what lay here before would differ from what a copy on another node has here
+        for file, view_U8 in zip(layout.files, self._views, strict=True):
+            for field in file.own:
+                place = file.segment.view(view_U8, field.name)
+                if field.key == PRESENT:
+                    place.fill_(int(layout.view.schema.has_state(layout.view.params[field.part.piece.fqn])))
+                    continue
+                base = layout.view.base(field)
+                if base is not None:
+                    self._pairs.append((layout.view.part_of(base, field), place))
+                    self._owners.append(index[id(base)])
+                else:
+                    place.zero_()  # else what lay here before would differ from what a copy on another node has here
         self._copies = self._engine.prepare(self._pairs)
-        entries = layout.entries(self.view)
-        self._records, self._num_records = RecordRows(entries), len(entries)
-        if layout.persisted is not None:
-            inner = layout.persisted.entries(layout.persisted_bytes(self.view))
-            places = {entry.name: index for index, entry in enumerate(entries)}
-            self._persisted, self._places = RecordRows(inner), [places[entry.name] for entry in inner]
+        views = zip(layout.files, self._views, strict=True)
+        self._records = [RecordRows(file.entries(view_U8)) for file, view_U8 in views]
 
 
 class BoundaryCapture:

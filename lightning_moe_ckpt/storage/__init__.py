@@ -31,8 +31,6 @@ from lightning_moe_ckpt.storage._module import ModuleLine as ModuleLine
 from lightning_moe_ckpt.storage._names import MAX_MARKER_NBYTES as MAX_MARKER_NBYTES
 from lightning_moe_ckpt.storage._names import GenerationId as GenerationId
 from lightning_moe_ckpt.storage._names import segment_key as segment_key
-from lightning_moe_ckpt.storage._nested import PERSISTED_HEADER as PERSISTED_HEADER
-from lightning_moe_ckpt.storage._nested import NestedLayout as NestedLayout
 from lightning_moe_ckpt.storage._object import ObjectBackend as ObjectBackend
 from lightning_moe_ckpt.storage._open import open_backend as open_backend
 from lightning_moe_ckpt.storage._open import wrapping_backends as wrapping_backends

@@ -90,9 +90,9 @@ def full_records(marker: RankMarker) -> Iterator[tuple[SegmentEntry, RecordEntry
 
 def _newest(previous: RankMarker) -> list[BorrowedEntry]:
     """The newest copies that a marker names."""
-    if len(previous.segments) != 1:
+    if len(previous.steps) != 1:
         raise ValueError(
-            f"`carry_forward({previous.generation})`: it is a window of {len(previous.segments)} steps; only dense and "
+            f"`carry_forward({previous.generation})`: it is a window of {len(previous.steps)} steps; only dense and "
             "partial generations can be borrowed from. Store a dense one first."
         )
     own = BorrowedEntry(generation=previous.generation, segment=replace(previous.segments[0], side_file=None))

@@ -22,6 +22,8 @@ LOG_PREFIX = "_log/"
 SNAP_PREFIX = "snap/"
 PROBE_PREFIX = "_probe/"
 COMMITTED = "_COMMITTED"
+DURABLE, NODE = "durable", "node"
+"""Audiences of files: every tier, or memory only."""
 
 # No longer than 64 bits hold: with more digits a name is nobody's.
 _LOG = re.compile(r"_log/(00\d{18})\.json")
@@ -96,9 +98,10 @@ def log_block(index: int) -> str:
     return f"{LOG_PREFIX}{index:020d}"[:-3]
 
 
-def segment_key(generation: GenerationId, rank: int, step: int) -> str:
-    """Key of what `rank` captured at `step`."""
-    return f"{generation.prefix}rank{rank:05d}.{step:012d}.safetensors"
+def segment_key(generation: GenerationId, rank: int, step: int, audience: str = DURABLE) -> str:
+    """Key of what `rank` captured at `step`; files that are not for storage have one too, by which markers name them."""
+    told = "" if audience == DURABLE else f".{audience}"
+    return f"{generation.prefix}rank{rank:05d}.{step:012d}{told}.safetensors"
 
 
 def overflow_key(generation: GenerationId, rank: int, step: int) -> str:

@@ -44,7 +44,15 @@ from lightning_moe_ckpt.storage._json import (
 )
 from lightning_moe_ckpt.storage._lineage import Lineage
 from lightning_moe_ckpt.storage._module import ModuleLine
-from lightning_moe_ckpt.storage._names import MAX_MARKER_NBYTES, GenerationId, marker_key, overflow_key, segment_key
+from lightning_moe_ckpt.storage._names import (
+    DURABLE,
+    MAX_MARKER_NBYTES,
+    NODE,
+    GenerationId,
+    marker_key,
+    overflow_key,
+    segment_key,
+)
 from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
 
 _PLANS = 8
@@ -61,7 +69,7 @@ class RankMarker:
     generation: GenerationId
     plan_hash: str
     segments: tuple[SegmentEntry, ...]
-    """In step order."""
+    """In step order; of one step the durable file first."""
     policy: Mapping[str, object] = field(default_factory=dict)
     """What the session needs to understand the generation: JSON values with string keys, equal on all ranks."""
     module: ModuleLine | None = None
@@ -78,7 +86,12 @@ class RankMarker:
     @property
     def steps(self) -> tuple[int, ...]:
         """Steps of the segments."""
-        return tuple(segment.step for segment in self.segments)
+        return tuple(dict.fromkeys(segment.step for segment in self.segments))
+
+    def slot_offset(self, entry: SegmentEntry) -> int:
+        """Where a file begins in the memory of its step: files lie there one behind the other."""
+        files = [each for each in self.segments if each.step == entry.step]
+        return sum(each.nbytes for each in files[: [each.key for each in files].index(entry.key)])
 
     @property
     def needs(self) -> tuple[GenerationId, ...]:
@@ -332,11 +345,14 @@ def _expect_digest(body: Fields, where: str) -> None:
 
 def _expect_own_keys(marker: RankMarker, where: str) -> None:
     """Refuse a marker that points at another generation's or rank's files."""
+    steps: set[int] = set()
     for segment in marker.segments:
         side_key = segment.side_file.key if segment.side_file else None
         place = (marker.generation, marker.rank, segment.step)
-        if segment.key != segment_key(*place) or side_key not in {None, overflow_key(*place)}:
+        key = segment_key(*place, NODE if segment.step in steps else DURABLE)
+        if segment.key != key or side_key not in {None, overflow_key(*place)}:
             raise Corrupt(f"{where}: refers to {segment.key}, which is not a file of {marker_key(*place[:2])}.")
+        steps.add(segment.step)
 
 
 def _expect_older_files(marker: RankMarker, entries: Sequence[BorrowedEntry], where: str) -> None:

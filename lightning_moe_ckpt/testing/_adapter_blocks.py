@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ckpt.operators import MoELayerSpec, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session._layout import REGIONS, Field, StateView, region_parts
+from lightning_moe_ckpt.session._lay_out import region_parts
+from lightning_moe_ckpt.session._layout import REGIONS, Field, StateView
 
 _TRIES = 3
 """Other weights per expert: a unit that is off before and after would hide a token."""
@@ -94,7 +95,7 @@ class OperatorCopies:
             op.name: [
                 field
                 for region in REGIONS
-                for part in region_parts([(op, RecordKind.FULL)], region, self._view, groups)
+                for part in region_parts({op.name: RecordKind.FULL}, region, self._view, groups)
                 for field in self._view.fields(part)
                 if field.key != "present"
             ]

@@ -34,8 +34,8 @@ class _Place:
     marker: Path
     status: tuple[int, int, int]
     """Of the marker's file when it was parsed: which one, how long, and when it was written."""
-    slots: Mapping[int, int]
-    """By step, as the marker said then."""
+    starts: Mapping[str, int]
+    """First byte of each file behind the header, by key, as the marker said then."""
 
 
 class HostTier:
@@ -69,11 +69,10 @@ class HostTier:
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a segment from `offset` on, unverified. Raises `StorageError`, `KeyMissing`."""
-        place, slots = self._of(holding, lambda place: (place, _slots(place)))
-        if entry.step not in slots or offset < 0 or offset + out.nbytes > place.header.slot_nbytes:
+        place, starts = self._of(holding, lambda place: (place, _current_starts(place)))
+        if entry.key not in starts or offset < 0 or offset + out.nbytes > place.header.slot_nbytes:
             raise KeyMissing(f"{place.memory}: has no {out.nbytes} bytes at {offset} of {entry.key}.")
-        start = RING_HEADER_NBYTES + slots[entry.step] * place.header.slot_nbytes + offset
-        _read_fully(self._open(place.memory), start, out, place.memory)
+        _read_fully(self._open(place.memory), RING_HEADER_NBYTES + starts[entry.key] + offset, out, place.memory)
 
     def close(self) -> None:
         """Let go of what was opened for reading; nothing is deleted."""
@@ -95,7 +94,8 @@ class HostTier:
                 holding = _holding(marker, name)
             except (Corrupt, OSError):
                 continue  # torn, of an earlier ring, or gone meanwhile
-            place = _Place(memory=path, header=header, marker=file, status=status, slots=marker.slots)
+            starts = _starts(marker, header)
+            place = _Place(memory=path, header=header, marker=file, status=status, starts=starts)
             self._places.setdefault(holding, []).append(place)
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
@@ -129,11 +129,18 @@ def _status(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _slots(place: _Place) -> Mapping[int, int]:
-    """Where segments lie, parsed again only where the marker is another one than was listed."""
+def _current_starts(place: _Place) -> Mapping[str, int]:
+    """Where files lie, parsed again only where the marker is another one than was listed."""
     if _status(place.marker) == place.status:
-        return place.slots
-    return _read_marker(place.marker, place.header).slots
+        return place.starts
+    return _starts(_read_marker(place.marker, place.header), place.header)
+
+
+def _starts(file: MemoryMarker, header: RingHeader) -> dict[str, int]:
+    marker = file.marker
+    return {
+        entry.key: file.slots[entry.step] * header.slot_nbytes + marker.slot_offset(entry) for entry in marker.segments
+    }
 
 
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:

@@ -45,8 +45,8 @@ class _Incoming:
     num_segments: int
     base: GenerationId | None
     """What deltas are made of."""
-    segments: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Size and digest of those that have arrived, by step."""
+    segments: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    """Bytes of those that have arrived, and their digest, by step."""
     step: int = -1
     out: torch.Tensor | None = None
     """Memory of the segment under way."""
@@ -206,7 +206,7 @@ class ReplicaReceiver:
         if incoming.arrived(offset + nbytes, nbytes):
             assert incoming.out is not None
             # While the owner waits for its next step.
-            incoming.segments[incoming.step] = (incoming.out.numel(), digest_of(incoming.out.numpy().data))
+            incoming.segments[incoming.step] = (incoming.out, digest_of(incoming.out.numpy().data))
 
     def _finish(self, message: Message) -> None:
         nbytes, by_difference = message.numbers
@@ -229,9 +229,8 @@ class ReplicaReceiver:
         found = (marker.run_id, marker.rank, marker.generation)
         if found != (self._run_id, self.owner, incoming.generation):
             raise Corrupt(f"the marker is of run {found[0]}, rank {found[1]}, {found[2]}; {incoming.generation} came.")
-        if not incoming.segments or incoming.segments != {
-            entry.step: (entry.nbytes, entry.digest) for entry in marker.segments
-        }:
+        here = tuple(incoming.segments) == marker.steps
+        if not here or not all(_is_as_told(*incoming.segments[step], marker, step) for step in marker.steps):
             raise Corrupt(f"{incoming.generation}: segments did not arrive as their marker says. The next one may.")
 
     def _refuse(self, reason: str) -> None:
@@ -254,3 +253,14 @@ class ReplicaReceiver:
 
     def _unexpected(self, kind: Kind) -> PeerLost:
         return PeerLost(f"rank {self.owner} sent {kind.name} out of turn.")
+
+
+def _is_as_told(out_U8: torch.Tensor, digest: str, marker: RankMarker, step: int) -> bool:
+    """Whether the bytes of a step are the files that a marker says."""
+    files = [entry for entry in marker.segments if entry.step == step]
+    if out_U8.numel() != sum(entry.nbytes for entry in files):
+        return False
+    if len(files) == 1:
+        return digest == files[0].digest
+    parts = torch.split(out_U8, [entry.nbytes for entry in files])
+    return all(digest_of(part.numpy().data) == entry.digest for part, entry in zip(parts, files, strict=True))

@@ -444,7 +444,7 @@ class SegmentRing:
                 remove_shared(path)
 
     def _holds(self, marker: MemoryMarker) -> bool:
-        sizes = [segment.nbytes for segment in marker.marker.segments]
+        sizes = [marker.marker.slot_offset(segment) + segment.nbytes for segment in marker.marker.segments]
         indices = marker.slots.values()
         fits = all(nbytes <= self.slot_nbytes for nbytes in sizes) and all(index < self.num_slots for index in indices)
         return marker.ring == self._nonce and bool(sizes) and fits

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import SelectiveExpertCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.session import _life
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Job, TierWorker
@@ -51,9 +52,9 @@ class Mirror(TierWorker):
 
     seen: list[Seen] = field(default_factory=list)
 
-    def __init__(self, markers: Markers, level: Any) -> None:
+    def __init__(self, markers: Markers, audiences: frozenset[Audience]) -> None:
         super().__init__("peer", markers)
-        self.seen, self.level = [], level
+        self.seen, self.audiences = [], audiences
         self._before: tuple[int, Tensor] | None = None
 
     @property
@@ -67,7 +68,7 @@ class Mirror(TierWorker):
         return True
 
     @override
-    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
+    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
         entry = segment.digested()
         now = torch.frombuffer(bytearray(segment.view), dtype=torch.uint8)
         gradients = segment.step_record.gradients() if segment.step_record is not None else None
@@ -176,7 +177,7 @@ def fit(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: An
 
     def join(config: Any, claim: Any, markers: Markers, *args: Any, plan: Any, **more: Any) -> list[Mirror]:
         plan.deltas()
-        mirrors.append(Mirror(markers, plan.peer_level))
+        mirrors.append(Mirror(markers, plan.peer_audiences))
         return mirrors
 
     monkeypatch.setattr(_life, "join_peers", join)

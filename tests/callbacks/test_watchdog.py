@@ -367,7 +367,7 @@ def test_no_plan_of_before_new_parameters_holds_behind_them(tmp_path: Path) -> N
             if trainer.global_step == 9:
                 trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
             if capture is not None and capture.layout is not None:
-                names = {name for slot in capture.layout.slots for name in slot.segment.spans}
+                names = {name for step in capture.layout.steps for name in step.durable.segment.spans}
                 has_state.append("full/late/0+3/exp_avg" in names)
 
     fit(Adding(), checkpoint, net=Late())

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from campaign._campaign import checkpoints
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.policies import Audience
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
     GenerationId,
@@ -70,8 +72,8 @@ class _Held:
     @property
     def start(self) -> int:
         """Where its one segment begins in the file."""
-        (segment,) = self.file.marker.segments
-        return RING_HEADER_NBYTES + self.file.slots[segment.step] * self.header.slot_nbytes
+        (step,) = self.file.marker.steps
+        return RING_HEADER_NBYTES + self.file.slots[step] * self.header.slot_nbytes
 
 
 def list_memory(memory: Path, out: Path) -> None:
@@ -102,29 +104,29 @@ def damage(place: Damage, memories: Sequence[Path], workdir: Path) -> None:
     """Turn a bit in a record of an expert in the newest generation that a place has, and write down which."""
     if place == "storage":
         marker = max(stored_markers(workdir), key=lambda each: each.generation)
-        spoilt = _turn(place, marker, checkpoints(workdir) / marker.segments[0].key, 0, _experts(marker, "storage"))
+        spoilt = _turn(place, marker, checkpoints(workdir) / marker.segments[0].key, 0, _experts(marker, "durable"))
     else:
         there = [memory for memory in memories if memory.exists()]  # those of a new machine may not be yet
         held = [each for memory in there for each in _held(memory) if each.kind == place]
         newest = max(held, key=lambda each: each.file.marker.generation)
         marker = newest.file.marker
-        in_memory_alone = _experts(marker, "memory") - _experts(marker, "storage")
+        in_memory_alone = _experts(marker, "node")
         spoilt = _turn(place, marker, newest.path, newest.start, in_memory_alone)
     (workdir / "spoilt").write_text(json.dumps(asdict(spoilt)))
 
 
-def _experts(marker: RankMarker, level: str) -> set[str]:
-    """Operators of the experts that a level takes."""
-    plan: Mapping[str, Any] = json.loads(str(marker.policy["plan"]))
-    prefixes = sorted({r.operator.partition("/")[0] for r in marker.segments[0].records if "/expert." in r.operator})
-    assert len(prefixes) == len(plan[level]) == 1, "there is one layer"
-    return {f"{prefixes[0]}/expert.{expert}" for expert in plan[level][0]}
+def _experts(marker: RankMarker, audience: Audience) -> set[str]:
+    """Operators of the experts that the file of an audience has."""
+    (step,) = PlanRecord.from_json(str(marker.policy["plan"])).plan.steps
+    return {name for name in step.files.get(audience, ()) if "/expert." in name}
 
 
 def _turn(place: Damage, marker: RankMarker, path: Path, start: int, among: set[str]) -> Spoilt:
-    records = [r for r in marker.segments[0].records if r.operator in among and r.state_key == "param"]
-    record = max(records, key=lambda each: (each.operator, each.name))
-    at = start + record.offset + record.nbytes // 2
+    files = [
+        (r, file) for file in marker.segments for r in file.records if r.operator in among and r.state_key == "param"
+    ]
+    record, file = max(files, key=lambda each: (each[0].operator, each[0].name))
+    at = start + marker.slot_offset(file) + record.offset + record.nbytes // 2
     descriptor = os.open(path, os.O_RDWR)
     byte = os.pread(descriptor, 1, at)
     os.pwrite(descriptor, bytes([byte[0] ^ 16]), at)

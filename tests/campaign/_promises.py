@@ -133,10 +133,10 @@ class Restarts:
         owners = defaultdict[GenerationId, set[int]](set)
         pieces = defaultdict[tuple[str, GenerationId], set[tuple[int, str, int]]](set)
         for place, marker in found:
-            if not self.alive(marker.generation, life) or len(marker.segments) != 1:
+            if not self.alive(marker.generation, life) or len(marker.steps) != 1:
                 continue
             owners[marker.generation].add(marker.rank)
-            for record in marker.segments[0].records:
+            for record in (each for segment in marker.segments for each in segment.records):
                 is_good = damage is None or not damage.hits(place, marker, record.operator)
                 if is_good and record.operator in self.sizes and record.state_key == "param":
                     piece = (marker.rank, record.name, record.numel)

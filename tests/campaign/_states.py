@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +16,11 @@ from typing_extensions import override
 from campaign._training import Setup, quiet
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint, SelectiveExpertCheckpoint
 from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
+from lightning_moe_ckpt.policies import Plan
 from lightning_moe_ckpt.session import decode_journal
 from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.storage import Commit, RankMarker, RecordEntry, RunStore, open_backend
+from lightning_moe_ckpt.session._plan_record import PlanRecord
+from lightning_moe_ckpt.storage import Commit, RankMarker, RecordEntry, RunStore, SegmentEntry, open_backend
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.tiers import HostTier
 
@@ -34,7 +35,7 @@ class Taken:
     tier: str
     rank: int
     step: int
-    plan: dict[str, Any]
+    plan: Plan
     records: list[tuple[RecordEntry, Tensor]]
     """Whole states, with their bytes."""
     journal: dict[str, Any]
@@ -97,8 +98,9 @@ class StateRecorder(Callback):
         for holding in tier.holdings():
             if holding.owner == self._rank:
                 marker = tier.read_marker(holding)
-                buffer = torch.empty(marker.segments[0].nbytes, dtype=torch.uint8)
-                tier.read_into(holding, marker.segments[0], 0, as_memoryview(buffer))
+                buffer = torch.empty(sum(each.nbytes for each in marker.segments), dtype=torch.uint8)
+                for entry in marker.segments:
+                    tier.read_into(holding, entry, 0, as_memoryview(file_of(marker, entry, buffer)))
                 copies.append([marker.to_bytes(), buffer])
         torch.save(copies, self._folder / f"memory.{self._rank}")
         tier.close()
@@ -183,19 +185,26 @@ def in_storage(folder: Path) -> list[tuple[Commit, list[Taken]]]:
 
 
 def _taken(tier: str, marker: RankMarker, buffer: Tensor) -> Taken:
-    (segment,) = marker.segments
-    full = [record for record in segment.records if record.kind == "full"]
-    (journal,) = [record for record in segment.records if record.kind == "journal"]
+    records = [
+        (record, bytes_of(record, file_of(marker, each, buffer))) for each in marker.segments for record in each.records
+    ]
+    (journal,) = [value for record, value in records if record.kind == "journal"]
     return Taken(
         tier=tier,
         rank=marker.rank,
         step=marker.generation.step,
-        plan=json.loads(str(marker.policy["plan"])),
-        records=[(record, bytes_of(record, buffer)) for record in full],
-        journal=decode_journal(bytes_of(journal, buffer)),
+        plan=PlanRecord.from_json(str(marker.policy["plan"])).plan,
+        records=[(record, value) for record, value in records if record.kind == "full"],
+        journal=decode_journal(journal),
         marker=marker,
         file=buffer,
     )
+
+
+def file_of(marker: RankMarker, entry: SegmentEntry, buffer: Tensor) -> Tensor:
+    """One file of a boundary."""
+    start = marker.slot_offset(entry)
+    return buffer[start : start + entry.nbytes]
 
 
 def bytes_of(record: RecordEntry, buffer: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Late:
             flush(worker, timeout)
             self.flushed.set()
 
-    def put(self, worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
+    def put(self, worker: PersistWorker, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
         if self.storage and job.generation.step >= FIRST_UNSTORED:
             assert self.flushed.wait(PATIENCE), "nobody needed the memory of the copies"
         return put(worker, job, segment)

@@ -11,7 +11,7 @@ import torch
 from campaign._campaign import Campaigns
 from campaign._states import Taken, in_memory, in_storage, recorded, require_recorded, states, tokens
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.policies import AUDIENCES, Accounting, Audience
 
 ROWS = [
     (1, 1, 3, True),
@@ -72,7 +72,7 @@ def test_generations_hold_what_the_state_was(
         assert set(commit.needs) == {b.generation for part in parts for b in part.marker.borrowed}
         if 0 < commit.generation.step < setup.steps:
             assert everything - experts <= taken
-            assert {name for part in parts for name in part.experts} == named(parts[0], "storage")
+            assert {name for part in parts for name in part.experts} == named(parts[0], {"durable"})
             require_newest(parts, stored)
         is_last = commit.generation.step == setup.steps
         require_second_newest(parts, stored, experts, may_pass_one=is_last and not wait)
@@ -81,14 +81,14 @@ def test_generations_hold_what_the_state_was(
         assert {name for each in generations for name in each.experts} >= experts & {n for n, *_ in known[rank][0]}
         for each in generations:
             require_recorded(each, known[rank][each.step])
-            assert each.experts == named(each, "memory") & {name for name, *_ in known[rank][0]}
+            assert each.experts == named(each, AUDIENCES) & {name for name, *_ in known[rank][0]}
             require_file_within(each, [parts[rank] for _, parts in stored])
 
 
-def named(part: Taken, level: str) -> set[str]:
-    """Operators of the experts that a plan names."""
-    (layer,) = part.plan[level]
-    return {f"model.moe.layer/expert.{expert}" for expert in layer}
+def named(part: Taken, audiences: Collection[Audience]) -> set[str]:
+    """Operators of the experts that a plan names for these files."""
+    (step,) = part.plan.steps
+    return {name for each in audiences for name in step.files.get(each, ()) if "/expert." in name}
 
 
 def require_newest(parts: Sequence[Taken], stored: Sequence[tuple[object, Sequence[Taken]]]) -> None:
@@ -142,19 +142,18 @@ def second_newest(generations: Sequence[Sequence[Taken]], experts: Collection[st
 
 def require_file_within(held: Taken, stored: Sequence[Taken]) -> None:
     """The file in storage is a part of the memory of the same generation, or all of it, byte for byte."""
-    for file in [each.file for each in stored if each.step == held.step and "storage" in each.plan]:
-        headers = [record for record in held.marker.segments[0].records if record.kind == "persisted_header"]
-        start = headers[0].offset if headers else 0
-        assert bool(headers) == (held.plan["memory"] != held.plan["storage"])
-        assert torch.equal(held.file[start : start + file.numel()], file)
+    for file in [each.file for each in stored if each.step == held.step and each.plan.partial]:
+        assert (len(held.marker.segments) == 2) == ("node" in held.plan.steps[0].files)
+        assert torch.equal(held.file[: file.numel()], file)
 
 
 def test_without_skips_experts_come_in_turns(campaigns: Campaigns) -> None:
     """PEC's sequential schedule: K experts after the other, each ranks' own in turn."""
     folder = run(campaigns, partial_setup(3, 3))
-    chosen = [parts[0].plan["storage"][0] for _, parts in in_storage(folder)[1:-1]]
-    assert all(len(each) == 1 for each in chosen)
-    firsts = [each[0] for each in chosen[:NUM_EXPERTS]]
+    names = [named(parts[0], {"durable"}) for _, parts in in_storage(folder)[1:-1]]
+    assert all(len(each) == 1 for each in names)
+    chosen = [int(min(each).rpartition(".")[2]) for each in names]
+    firsts = chosen[:NUM_EXPERTS]
     assert sorted(firsts) == list(range(NUM_EXPERTS))
     assert chosen[NUM_EXPERTS:] == chosen[: len(chosen) - NUM_EXPERTS]
     ranks = [expert // 2 for expert in firsts]

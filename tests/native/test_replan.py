@@ -57,9 +57,10 @@ class Training:
         self.module = torch.nn.Linear(5, 3)
         self.optimizer = torch.optim.Adam(self.module.parameters())
         view = StateView(self.module, discover(self.module), StateSchema.of(self.optimizer), {})
-        self.slot = dense_layout(view, ParallelGroups(), 64).slots[0]
-        self.memory = torch.zeros(self.slot.segment.nbytes, dtype=torch.uint8)
-        self.writer = SegmentWriter(self.slot, self.memory, engine)
+        step = dense_layout(view, ParallelGroups(), 64).steps[0]
+        self.slot = step.durable
+        self.memory = torch.zeros(step.nbytes, dtype=torch.uint8)
+        self.writer = SegmentWriter(step, self.memory, engine)
 
     def capture(self) -> None:
         self.writer.start().wait()

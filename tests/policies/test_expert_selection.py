@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.policies import (
     LEVELS,
     MEMORY,
@@ -22,6 +21,7 @@ from lightning_moe_ckpt.policies import (
     Accounting,
     ExpertLayout,
     ExpertPolicy,
+    Experts,
     ExpertTable,
     PartialPolicy,
     Selection,
@@ -134,10 +134,9 @@ def test_an_expert_whose_copy_is_bad_is_taken_next(
 def test_every_rank_chooses_the_same(
     policy: PartialPolicy | SelectivePolicy, tables: list[ExpertTable], index: int, budgets: dict[str, int]
 ) -> None:
-    """There is no exchange: a selection is a pure function, and it survives its record."""
+    """There is no exchange: a selection is a pure function."""
     chosen = policy.select(index, tables, budgets)
     assert chosen == policy.select(index, [replace(each) for each in tables], dict(budgets))
-    assert Selection.from_record(chosen.to_record()) == chosen
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.data())
@@ -447,20 +446,11 @@ def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
         PartialPolicy(**wrong)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {},
-        {"memory": [[0]]},
-        {"memory": [[0]], "storage": [[1]]},
-        {"memory": [[1, 0]], "storage": [[]]},
-        {"memory": 3, "storage": [[]]},
-    ],
-)
-def test_a_record_that_is_no_selection_is_corrupt(record: dict[str, Any]) -> None:
-    """Storage takes a part of what memory takes, each expert once."""
-    with pytest.raises(Corrupt, match="no selection"):
-        Selection.from_record(record)
+@pytest.mark.parametrize("rows", [(((0,),), ((1,),)), (((1, 0),), ((),)), (((0, 0),), ((),))])
+def test_what_is_no_selection_is_refused(rows: tuple[Experts, Experts]) -> None:
+    """Storage takes a part of what memory takes, each expert once, in order."""
+    with pytest.raises(ValueError, match="Selection"):
+        Selection(*rows)
 
 
 def test_k_grows_for_both_levels() -> None:

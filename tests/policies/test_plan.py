@@ -1,52 +1,71 @@
-"""A plan says what each slot takes, survives JSON, and has a stable name."""
+"""A plan says what each step takes, survives JSON, and has a stable name."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.operators import Operator, RecordKind
-from lightning_moe_ckpt.policies import DensePolicy, Plan, Policy, SparsePolicy
+from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.policies import Plan, WindowStep
 
-PLAN = Plan((("a", "b"), ("c",), ("d",)))
-plans = st.lists(st.text(min_size=1), unique=True, min_size=1, max_size=8).flatmap(
-    lambda names: st.integers(1, len(names)).map(lambda w: Plan(tuple(tuple(names[i::w]) for i in range(w))))
+PLAN = Plan.of_slots([["a", "b"], ["c"], ["d"]])
+FULL, COMPUTE = RecordKind.FULL, RecordKind.COMPUTE
+names_of_operators = st.lists(st.text(min_size=1), unique=True, min_size=1, max_size=8)
+windows = names_of_operators.flatmap(
+    lambda names: st.integers(1, len(names)).map(
+        lambda w: Plan.of_slots([names[i::w] for i in range(w)], interval_steps=9)
+    )
 )
 
 
-def operators(*names: str) -> list[Operator]:
-    return [Operator(name=n, kind="dense", slices=()) for n in names]
+@st.composite
+def partial_plans(draw: st.DrawFn) -> Plan:
+    """Steps of any two files, in any order of kinds."""
+    names = draw(names_of_operators)
+    files = st.dictionaries(st.sampled_from(names), st.sampled_from([FULL, COMPUTE]))
+    steps = draw(st.lists(st.tuples(files, files), min_size=1, max_size=3))
+    return Plan(tuple(_step(durable, node) for durable, node in steps), partial=draw(st.booleans()))
+
+
+def _step(durable: dict[str, RecordKind], node: dict[str, RecordKind]) -> WindowStep:
+    ordered = [dict(sorted(each.items(), key=lambda item: item[1] is COMPUTE)) for each in (durable, node)]
+    return WindowStep({"durable": ordered[0], **({"node": ordered[1]} if node else {})})
 
 
 def test_compute_is_taken_of_what_is_still_frozen() -> None:
-    """Slot j: FULL of its own, COMPUTE of later ones, nothing of earlier ones."""
+    """Step j: FULL of its own, COMPUTE of later ones, nothing of earlier ones."""
     assert PLAN.window == 3
-    assert PLAN.records(0) == {
-        "a": RecordKind.FULL,
-        "b": RecordKind.FULL,
-        "c": RecordKind.COMPUTE,
-        "d": RecordKind.COMPUTE,
-    }
-    assert PLAN.records(1) == {"c": RecordKind.FULL, "d": RecordKind.COMPUTE}
-    assert PLAN.records(2) == {"d": RecordKind.FULL}
-    assert (PLAN.full(1), PLAN.compute(1), PLAN.slot_of("d")) == (("c",), ("d",), 2)
+    assert PLAN.steps[0].files == {"durable": {"a": FULL, "b": FULL, "c": COMPUTE, "d": COMPUTE}}
+    assert PLAN.steps[1].files == {"durable": {"c": FULL, "d": COMPUTE}}
+    assert PLAN.steps[2].files == {"durable": {"d": FULL}}
+    assert (PLAN.full(1), PLAN.compute(1), PLAN.names) == (("c",), ("d",), ("a", "b", "c", "d"))
+    assert PLAN.steps[0].audiences == ("durable",)
 
 
-@given(plans)
+@given(windows | partial_plans())
 def test_json_round_trip(plan: Plan) -> None:
     """Also with names in any script."""
     again = Plan.from_json(plan.to_json())
     assert again == plan
-    assert again.hash() == plan.hash()
+    assert (again.hash(), hash(again)) == (plan.hash(), hash(plan))
+    assert [{each: list(records.items()) for each, records in step.files.items()} for step in again.steps] == [
+        {each: list(records.items()) for each, records in step.files.items()} for step in plan.steps
+    ]
 
 
 def test_the_hash_is_stable_and_sees_order() -> None:
     """It is stored, so it must not change between versions."""
-    assert PLAN.hash() == "03513facc0bfdc17f896e20dbda431f7"
-    others = [Plan((("b", "a"), ("c",), ("d",))), Plan((("a",), ("b", "c"), ("d",))), Plan((("a", "b", "c", "d"),))]
-    assert len({p.hash() for p in [PLAN, *others]}) == 4
+    assert PLAN.hash() == "1d0996957309f9580dc4d177c78caf91"
+    slots = [[["b", "a"], ["c"], ["d"]], [["a"], ["b", "c"], ["d"]], [["a", "b", "c", "d"]]]
+    others = [*map(Plan.of_slots, slots), replace(PLAN, partial=True), replace(PLAN, interval_steps=4)]
+    assert len({p.hash() for p in [PLAN, *others]}) == 6
+
+
+ONE = '{"operators":["a"],"steps":[{"durable":{"full":[[0,1]]}}],"interval_steps":1,"partial":false}'
 
 
 @pytest.mark.parametrize(
@@ -56,11 +75,20 @@ def test_the_hash_is_stable_and_sees_order() -> None:
         "{}",
         "[]",
         "7",
-        '{"slots":7}',
-        '{"slots":[]}',
-        '{"slots":[["a"],["a"]]}',
-        '{"slots": [["a"]]}',
-        '{"slots":[[7]]}',
+        ONE.replace(":", ": "),
+        ONE.replace('["a"]', "7"),
+        ONE.replace('["a"]', "[7]"),
+        ONE.replace('["a"]', '["a","a"]'),
+        ONE.replace('["a"]', '["a","b"]'),
+        ONE.replace("[0,1]", "[0,2]"),
+        ONE.replace("[0,1]", "[0,0]"),
+        ONE.replace("[0,1]", "[0]"),
+        ONE.replace("full", "delta-less"),
+        ONE.replace("durable", "peer"),
+        ONE.replace('steps":[', 'steps":7,"x":['),
+        ONE.replace('"interval_steps":1', '"interval_steps":"1"'),
+        ONE.replace('"interval_steps":1', '"interval_steps":0'),
+        ONE.replace("false", "0"),
     ],
 )
 def test_what_is_no_plan_is_corrupt(text: str) -> None:
@@ -69,41 +97,13 @@ def test_what_is_no_plan_is_corrupt(text: str) -> None:
         Plan.from_json(text)
 
 
+def test_the_texts_above_are_changes_of_a_good_one() -> None:
+    """Else they would be refused for another reason."""
+    assert Plan.from_json(ONE) == Plan.of_slots([["a"]])
+
+
 @pytest.mark.parametrize("slots", [(), (("a",), ("a",)), (("a", "a"),)])
 def test_a_plan_names_every_operator_once(slots: tuple[tuple[str, ...], ...]) -> None:
-    """And has a slot."""
+    """And has a step."""
     with pytest.raises(ValueError, match="Plan"):
-        Plan(slots)
-
-
-def test_dense_takes_everything_every_so_many_steps() -> None:
-    """For each tier there is."""
-    policy: Policy = DensePolicy(every_n_steps=3, first_step=1)
-    taken = [s for s in range(9) if policy.decide(s, operators("a", "b"), {}, {"host": 1})]
-    assert taken == [1, 4, 7]
-    assert policy.decide(4, operators("a", "b"), {}, {"host": 1, "object": 1}) == {
-        (name, tier): RecordKind.FULL for name in "ab" for tier in ("host", "object")
-    }
-    with pytest.raises(ValueError, match="every_n_steps=0"):
-        DensePolicy(every_n_steps=0)
-
-
-@pytest.mark.parametrize(("every", "slots"), [(None, [0, 1, 2, 0, 1, 2, 0]), (5, [0, 1, 2, None, None, 0, 1])])
-def test_sparse_takes_one_slot_per_step(every: int | None, slots: list[int | None]) -> None:
-    """Back to back, or windows that lie apart."""
-    policy = SparsePolicy(plan=PLAN, first_step=4, every_n_steps=every)
-    assert [policy.slot(step) for step in range(4)] == [None] * 4
-    assert [policy.slot(step) for step in range(4, 11)] == slots
-    everything = operators(*"abcd")
-    for step, slot in zip(range(4, 11), slots, strict=True):
-        want = {} if slot is None else {(n, "host"): kind for n, kind in PLAN.records(slot).items()}
-        assert policy.decide(step, everything, {}, {"host": 1}) == want
-
-
-def test_a_plan_for_other_operators_is_refused() -> None:
-    """Leaving one out would lose it."""
-    policy = SparsePolicy(plan=PLAN, first_step=0)
-    with pytest.raises(ValueError, match="plan anew"):
-        policy.decide(0, operators(*"abc"), {}, {"host": 1})
-    with pytest.raises(ValueError, match="every_n_steps=2"):
-        SparsePolicy(plan=PLAN, first_step=0, every_n_steps=2)
+        Plan.of_slots(slots)

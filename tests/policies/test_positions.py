@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet, ParamSlice, discover, split
-from lightning_moe_ckpt.policies import Plan, PlanItem, assign_positions, plan_window, positions, split_nbytes
+from lightning_moe_ckpt.policies import (
+    Plan,
+    PlanItem,
+    all_names,
+    assign_positions,
+    plan_window,
+    positions,
+    split_nbytes,
+)
 
 By = Literal["popularity", "fixed", "back_to_front"]
 
@@ -73,7 +81,13 @@ def plan_on(operators: OperatorSet, counts: list[int], budget: float, by: By = "
     items = positions(operators, counts, sizes=sizes(operators), by=by)
     nbytes = int(budget * sum(op.numel for op in operators))
     plan = plan_window(items, budget_nbytes=nbytes, max_window=None).plan
-    return plan, assign_positions(plan, operators, counts, by=by)
+    return plan, local(assign_positions(plan, operators, counts, by=by), operators)
+
+
+def local(plan: Plan, operators: OperatorSet) -> Plan:
+    """What a plan says of the operators of one rank."""
+    slots = [[name for name in plan.full(j) if name in operators] for j in range(plan.window)]
+    return Plan.of_slots(slots, interval_steps=plan.interval_steps)
 
 
 cases = st.tuples(st.integers(1, 3), st.sampled_from([(4, 1), (4, 2), (6, 3), (4, 4)]), st.integers(0, 2**32))
@@ -90,7 +104,7 @@ def test_ranks_agree(case: tuple[int, tuple[int, int], int], by: By, budget: flo
     planned = [plan_on(rank, counts, budget, by) for rank in ranks]
     assert len({positions_plan.hash() for positions_plan, _ in planned}) == 1
     nbytes = [
-        [sum(sizes(rank)[n][0] for n in slot) for slot in plan.slots]
+        [sum(sizes(rank)[n][0] for n in slot) for slot in map(plan.full, range(plan.window))]
         for rank, (_, plan) in zip(ranks, planned, strict=True)
     ]
     assert nbytes == [nbytes[0]] * ep_size
@@ -98,7 +112,30 @@ def test_ranks_agree(case: tuple[int, tuple[int, int], int], by: By, budget: flo
         assert sorted(plan.names) == sorted(rank.names)
         for op in rank:
             if op.kind != "expert":
-                assert plan.slot_of(op.name) == planned[0][1].slot_of(op.name)
+                assert slot_of(plan, op.name) == slot_of(planned[0][1], op.name)
+
+
+def slot_of(plan: Plan, name: str) -> int:
+    return next(j for j in range(plan.window) if name in plan.full(j))
+
+
+@given(cases, st.sampled_from(["popularity", "fixed", "back_to_front"]))
+@settings(max_examples=50, deadline=None)
+def test_every_rank_names_the_operators_of_all(case: tuple[int, tuple[int, int], int], by: By) -> None:
+    """The same plan on each; what it says of one rank's operators is said of nobody else's."""
+    num_layers, (num_experts, ep_size), seed = case
+    rng = random.Random(seed)
+    counts = [rng.randint(0, 5) for _ in range(num_layers * num_experts)]
+    ranks = [cut(model(num_layers, num_experts, ep_size, r), 3.5) for r in range(ep_size)]
+    items = positions(ranks[0], counts, sizes=sizes(ranks[0]), by=by)
+    plan = plan_window(items, budget_nbytes=int(3.5 * sum(op.numel for op in ranks[0])), max_window=None).plan
+    named = [assign_positions(plan, rank, counts, by=by) for rank in ranks]
+    assert all(each == named[0] for each in named)
+    assert (
+        sorted(named[0].names)
+        == sorted({name for rank in ranks for name in rank.names})
+        == sorted(all_names(ranks[-1]))
+    )
 
 
 def test_each_rank_captures_its_own_popular_experts_late() -> None:
@@ -148,7 +185,7 @@ def test_split_experts_move_together() -> None:
 def test_a_plan_of_other_positions_is_refused() -> None:
     """It was stored by another model."""
     with pytest.raises(ValueError, match="other positions"):
-        assign_positions(Plan((("emb",),)), model(1, 2, 1, 0), [0, 0])
+        assign_positions(Plan.of_slots([["emb"]]), model(1, 2, 1, 0), [0, 0])
     with pytest.raises(ValueError, match="1 entries for 2"):
         positions(model(1, 2, 1, 0), [0], sizes={})
 

@@ -92,7 +92,7 @@ class Run:
         if self._storing is None:
             self._store(*newest)
         self._planner.started(self.step, self._layout)
-        self.taken.append(Selection.from_record(self._layout.record))
+        self.taken.append(Selection.of_plan(self._layout.record.plan, self._planner._view.operators))
 
     def _settle(self) -> None:
         if self.step > 1:
@@ -106,7 +106,7 @@ class Run:
     def _store(self, generation: GenerationId, layout: WindowLayout) -> None:
         self._planner.given("storage", generation, layout)
         self._storing, self._busy = generation, self._draw.randint(1, self._longest)
-        self.stored.append(Selection.from_record(layout.record))
+        self.stored.append(Selection.of_plan(layout.record.plan, self._planner._view.operators))
 
 
 @pytest.mark.parametrize("order", ["sequential", "load_aware"])
@@ -174,7 +174,7 @@ def test_all_ranks_choose_alike() -> None:
         run = Run(planner(rank, 4, 2, k=2, snapshot_k=4, order="load_aware"), random.Random(7), 3)
         for step in range(12):
             run.window([(step * e) % 5 for e in range(2 * NUM_EXPERTS)])
-        chosen.append([each.to_record() for each in run.taken])
+        chosen.append(list(run.taken))
     assert all(each == chosen[0] for each in chosen)
 
 
@@ -186,7 +186,7 @@ def test_no_generation_needs_more_than_was_reserved(world_size: int, ep_size: in
         reserved = run._layout.slot_nbytes
         for step in range(NUM_EXPERTS):
             run.window([step % 3] * (2 * NUM_EXPERTS))
-            assert run._layout.slots[0].segment.nbytes <= reserved * 1.25
+            assert run._layout.steps[0].nbytes <= reserved * 1.25
 
 
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (3, 3)])
@@ -201,9 +201,8 @@ def test_no_rank_writes_more_than_its_budgets(world_size: int, ep_size: int) -> 
         reserved = run._layout.slot_nbytes
         for step in range(NUM_EXPERTS):
             run.window([step * e % 7 for e in range(2 * NUM_EXPERTS)])
-            stored = run._layout.persisted
-            assert stored is not None
-            outer, inner = run._layout.slots[0].segment.nbytes, stored.slots[0].segment.nbytes
+            (step_layout,) = run._layout.steps
+            outer, inner = step_layout.files_nbytes, step_layout.durable.segment.nbytes
             # Experts as small as these are not cut evenly, and what describes them counts.
             assert outer - inner >= EXPERT_NBYTES
             assert outer <= 1.04 * local
@@ -272,7 +271,7 @@ def test_k_doubles_when_a_fault_costs_too_much(caplog: pytest.LogCaptureFixture)
     assert later.generations_kept < kept
     first = later.first_layout()
     assert first is not None
-    assert Selection.from_record(first.record).storage == (tuple(range(NUM_EXPERTS)),) * 2
+    assert Selection.of_plan(first.record.plan, later._view.operators).storage == (tuple(range(NUM_EXPERTS)),) * 2
 
 
 def test_the_journal_that_grows_makes_room_in_the_plan_that_follows() -> None:
@@ -282,11 +281,11 @@ def test_the_journal_that_grows_makes_room_in_the_plan_that_follows() -> None:
     run.window([0] * (2 * NUM_EXPERTS))
     larger = here.relayout(run._layout, 64 * 4096)
     assert larger.record == run._layout.record
-    assert larger.slots[0].segment.spans["journal"].nbytes == 64 * 4096
+    assert larger.steps[0].durable.segment.spans["journal"].nbytes == 64 * 4096
     following = here.take_next()
     assert following is not None
-    assert following.slots[0].segment.spans["journal"].nbytes == 64 * 4096
-    assert following.slots[0].segment.nbytes <= larger.slot_nbytes * 1.25
+    assert following.steps[0].durable.segment.spans["journal"].nbytes == 64 * 4096
+    assert following.steps[0].nbytes <= larger.slot_nbytes * 1.25
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, StorageError
-from lightning_moe_ckpt.native import CpuCopyEngine
+from lightning_moe_ckpt.native import CpuCopyEngine, Ticket
 from lightning_moe_ckpt.session import _worker
 from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced, Base, Released
 from lightning_moe_ckpt.storage import (
     GenerationId,
@@ -58,6 +58,7 @@ def segment(
     *,
     of: GenerationId | None = None,
     rank: int = 0,
+    ticket: Ticket | None = None,
 ) -> SealedSegment:
     """A real segment whose tensors all hold `value`; of the generation of its own step, unless said otherwise."""
     memory = memory if memory is not None else torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
@@ -72,10 +73,11 @@ def segment(
         )
         for name, span in LAYOUT.spans.items()
     ]  # fmt: skip
-    return SealedSegment(
-        generation=of if of is not None else generation(step), rank=rank, step=step,
-        view=memoryview(memory.numpy().data)[: LAYOUT.nbytes], records=RecordRows(entries),
-    )  # fmt: skip
+    view = memoryview(memory.numpy().data)[: LAYOUT.nbytes]
+    named = of if of is not None else generation(step)
+    return SealedSegment.of_file(
+        SealedFile(generation=named, rank=rank, step=step, view=view, records=RecordRows(entries), ticket=ticket)
+    )
 
 
 class Pages(bytearray):
@@ -192,7 +194,7 @@ def test_what_is_built_on_stays_known_however_many_fail_on_other_ranks(bench: Be
     """This rank stores its part of each, none of which is committed: all of them lack what the first one has."""
     bench.worker = bench.make(rank=1)
     bench.save(1)
-    base = Base(generation=generation(1), lacking=frozenset({"op"}))
+    base = Base(generation=generation(1), missing=frozenset({"op"}))
     for step in range(2, 12):
         bench.worker.begin(replace(announced(generation(step), 1), base=base))
         bench.worker.add(generation(step), segment(step))
@@ -218,7 +220,7 @@ def test_nothing_is_completed_by_a_copy_that_is_bad_and_has_no_other(bench: Benc
     """A generation without the operator would count as whole; the next one has to be."""
     bench.worker = bench.make(twofold=["op"])
     bench.save(1)
-    base = Base(generation=generation(1), lacking=frozenset({"op"}))
+    base = Base(generation=generation(1), missing=frozenset({"op"}))
     bench.worker.begin(replace(announced(generation(2), 1), base=base, bad={"op": {generation(1)}}))
     bench.worker.add(generation(2), segment(2))
     assert bench.worker.drain(30)
@@ -384,11 +386,12 @@ def test_a_copy_under_way_is_waited_for(bench: Bench, monkeypatch: pytest.Monkey
     engine = CpuCopyEngine()
     memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     sealed = segment(1, memory=memory)
-    ticket = engine.submit([(torch.full((8,), 5.0), LAYOUT.view(memory, "w"))])
-    bench.worker.add(bench.begin(1, 1), replace(sealed, ticket=ticket))
+    (file,) = sealed.files
+    file.ticket = engine.submit([(torch.full((8,), 5.0), LAYOUT.view(memory, "w"))])
+    bench.worker.add(bench.begin(1, 1), sealed)
     assert bench.worker.drain(30)
     bad = engine.submit([(torch.ones(1), torch.ones(2))])
-    bench.worker.add(bench.begin(2, 1), replace(sealed, generation=generation(2), step=2, ticket=bad))
+    bench.worker.add(bench.begin(2, 1), segment(2, ticket=bad))
     assert bench.worker.drain(30)
     engine.close()
     (record, _) = bench.sink.markers[0].segments[0].records

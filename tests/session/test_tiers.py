@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
+from lightning_moe_ckpt.policies import Plan
 from lightning_moe_ckpt.session._layout import WindowLayout
+from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._tiers import Tiers, Window
 from lightning_moe_ckpt.session._worker import Announced, Job, TierWorker
@@ -23,14 +25,10 @@ from lightning_moe_ckpt.tiers import SegmentRing
 class Layout:
     """As much of a plan as tiers look at."""
 
-    plan_hash: str = "h"
-    plan_json: str = "{}"
-    slots: list[int] = field(default_factory=lambda: [0])
-    borrows: bool = False
-
-    def at(self, level: str) -> Layout:
-        """The same at every level."""
-        return self
+    record: PlanRecord = field(default_factory=lambda: PlanRecord(plan=Plan.of_slots([["a"]]), config={}))
+    steps: list[int] = field(default_factory=lambda: [0])
+    is_incomplete: bool = False
+    missing: frozenset[str] = frozenset()
 
 
 class ByHand(TierWorker):
@@ -71,7 +69,7 @@ class ByHand(TierWorker):
         self._end(job)
 
     @override
-    def _put(self, job: Job, segment: SealedSegment) -> SegmentEntry:
+    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
         raise NotImplementedError
 
     @override
@@ -79,7 +77,7 @@ class ByHand(TierWorker):
         raise NotImplementedError
 
 
-FULL, PARTIAL = Layout(), Layout(borrows=True)
+FULL, PARTIAL = Layout(), Layout(is_incomplete=True)
 
 
 def generation(step: int) -> GenerationId:

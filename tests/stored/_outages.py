@@ -14,7 +14,7 @@ def stop_storing_after(step: int) -> None:
     """In this process storage fails behind the generation of a boundary."""
     put = PersistWorker._put
 
-    def put_until(worker: PersistWorker, job: Job, segment: SealedSegment) -> SegmentEntry:
+    def put_until(worker: PersistWorker, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
         if job.generation.step > step:
             raise StorageError("this store takes nothing any more.")
         return put(worker, job, segment)

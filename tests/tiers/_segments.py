@@ -11,7 +11,7 @@ import torch
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -58,7 +58,7 @@ def fill(ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0) -> 
         LAYOUT.view(slot.view, tensor).fill_(value_of(name, rank, step))
     ring.seal(slot)
     view = as_memoryview(slot.view)[: LAYOUT.nbytes]
-    return SealedSegment(generation=name, rank=rank, step=step, view=view, records=_records())
+    return SealedSegment.of_file(SealedFile(generation=name, rank=rank, step=step, view=view, records=_records()))
 
 
 def seal(
@@ -72,7 +72,7 @@ def seal(
 ) -> RankMarker:
     """Fill and seal a window, without publishing it; the marker over it."""
     ring.begin_window(name)
-    entries = [fill(ring, name, step, rank=rank).digested() for step in steps]
+    entries = [entry for step in steps for entry in fill(ring, name, step, rank=rank).digested()]
     ring.finish_window(name)
     markers = Markers(run_id=run_id, rank=rank, world_size=world_size)
     return markers.of(name, entries, plan_hash="plan", plan_json="{}")

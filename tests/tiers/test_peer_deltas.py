@@ -20,7 +20,7 @@ from lightning_moe_ckpt.session import DeltaFigures, Deltas
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.session._peers import PeerWorker
-from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.storage import (
     GenerationId,
@@ -92,7 +92,7 @@ def marker_of(index: int) -> RankMarker:
     """Of rank 0."""
     segment, name = history()[index].segment, generation(index)
     view, records = as_memoryview(segment), records_of(segment)
-    entry = SealedSegment(generation=name, rank=0, step=name.step, view=view, records=records).digested()
+    entry = SealedFile(generation=name, rank=0, step=name.step, view=view, records=records).digested()
     return RankMarker(run_id=RUN, rank=0, world_size=3, generation=name, plan_hash="plan", segments=(entry,))
 
 
@@ -453,11 +453,9 @@ class Bench:
         self.ring.seal(slot)
         self.ring.finish_window(name)
         found = here.gradients if isinstance(gradients, str) else gradients
-        segment = SealedSegment(
-            generation=name, rank=0, step=name.step, view=as_memoryview(slot.view)[: here.segment.numel()],
-            records=records_of(here.segment), step_record=Step(found),
-        )  # fmt: skip
-        self.worker.add(name, segment)
+        view = as_memoryview(slot.view)[: here.segment.numel()]
+        file = SealedFile(generation=name, rank=0, step=name.step, view=view, records=records_of(here.segment))
+        self.worker.add(name, SealedSegment(files=[file], view=view, step_record=Step(found)))
 
     def whole(self, index: int, **options: Any) -> None:
         self.begin(index)

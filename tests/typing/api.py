@@ -248,7 +248,7 @@ def look(model: nn.Module, optimizer: Optimizer) -> None:
 # -- policies
 
 
-def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> policies.Decision:
+def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> policies.Plan:
     by: policies.Order = "popularity"
     assert_type(policies.order(list(found), by=by), tuple[str, ...])
     assert_type(policies.decayed_popularity(counts_E, counts_E, half_life_steps=10.0), Tensor)
@@ -267,8 +267,14 @@ def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> po
     named = policies.assign_positions(window.plan, found, counts_E)
     assert_type(named, policies.Plan)
     assert_type(named.full(0), tuple[str, ...])
-    rules: list[policies.Policy] = [policies.SparsePolicy(plan=named, first_step=1), policies.DensePolicy()]
-    return rules[0].decide(1, list(found), {}, {})
+    (audience,) = named.steps[0].audiences
+    assert_type(policies.AUDIENCES, tuple[policies.Audience, ...])
+    everything: policies.Experts = policies.Selection.everything([]).memory
+    assert_type(policies.Selection(everything, everything).plan(found), policies.Plan)
+    assert_type(audience, policies.Audience)
+    assert_type(policies.all_names(found), list[str])
+    assert_type(policies.expert_names(found.layers[0]), list[str])
+    return policies.Plan((policies.WindowStep(named.steps[0].files),), interval_steps=2, partial=True)
 
 
 def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection:
@@ -425,9 +431,6 @@ def lay_out(buffer: Tensor) -> Tensor:
     dtype = storage.dtype_of(storage.dtype_code(torch.bfloat16))
     layout = storage.SegmentLayout([storage.TensorSpec("a", dtype, (2, 3))], metadata={"by": "me"})
     assert_type(layout.spans["a"], storage.Span)
-    nested = storage.NestedLayout([storage.TensorSpec("a", dtype, (2, 3))], [], metadata={"by": "me"}, align=64)
-    assert_type(nested.outer.spans[storage.PERSISTED_HEADER], storage.Span)
-    assert_type(nested.inner, storage.SegmentLayout)
     layout.write_header(buffer)
     return layout.view(buffer, "a")
 

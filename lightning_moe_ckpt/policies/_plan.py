@@ -1,0 +1,209 @@
+"""A plan: which record of which operator goes into which file, step by step of a window.
+
+A plan is data. It names operators of all ranks, is equal on all of them, and survives JSON; `snapshot` makes it concrete
+on one rank. A window is one step for everything at once, or several: then each step takes FULL of some operators and
+COMPUTE of those that are still to come (MoEvement, Sec. 3.2).
+
+Every step writes one file for each audience that it has records for. The *durable* file goes to every tier; the *node*
+file stays in memory, where that takes more than storage does (PEC, Sec. 3.2).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal
+
+from xxhash import xxh3_128_hexdigest
+
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.operators import RecordKind
+
+Audience = Literal["durable", "node"]
+"""Who takes a file: every tier, or memory only."""
+
+AUDIENCES: tuple[Audience, ...] = ("durable", "node")
+"""In the order in which their files lie in memory."""
+
+_KINDS = [kind.value for kind in RecordKind]
+
+Records = Mapping[str, RecordKind]
+"""What a file has, by operator, in the order in which it is stored."""
+
+
+@dataclass(frozen=True)
+class WindowStep:
+    """What one boundary writes."""
+
+    files: Mapping[Audience, Records]
+
+    def of_kind(self, kind: RecordKind, audience: Audience = "durable") -> tuple[str, ...]:
+        """Operators of which the file of an audience has this kind."""
+        return tuple(name for name, each in self.files.get(audience, {}).items() if each is kind)
+
+    @property
+    def audiences(self) -> tuple[Audience, ...]:
+        """Those that have a file; every step has a durable one."""
+        return tuple(each for each in AUDIENCES if each == "durable" or self.files.get(each))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One window, of all ranks. Plans are equal if their JSON is."""
+
+    steps: tuple[WindowStep, ...]
+    interval_steps: int = 0
+    """Steps from one window's first boundary to the next one's; at least, and by default, as many as the window has."""
+    partial: bool = False
+    """Whether generations have some operators only: a restore takes each from where it is newest, so its shards have to be
+    the same in all of them. Else a generation has everything as of one step."""
+    names: tuple[str, ...] = field(init=False)
+    """All operators, in the order in which they are taken first."""
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise ValueError("`Plan(steps=())` must have at least one step.")
+        object.__setattr__(self, "interval_steps", max(self.interval_steps, len(self.steps)))
+        named = (name for step in self.steps for each in AUDIENCES for name in step.files.get(each, {}))
+        object.__setattr__(self, "names", tuple(dict.fromkeys(named)))
+
+    @classmethod
+    def of_slots(cls, slots: Sequence[Sequence[str]], *, interval_steps: int = 0) -> Plan:
+        """The plan that takes FULL of the operators of `slots[j]` in step j, and COMPUTE of those of later ones.
+
+        Raises:
+            ValueError: there is no slot, or an operator is named twice.
+        """
+        names = [name for slot in slots for name in slot]
+        if len(set(names)) < len(names):
+            raise ValueError("`Plan.of_slots(slots=...)` must name every operator once.")
+        steps, taken = [], 0
+        for slot in slots:
+            taken += len(slot)
+            full = dict.fromkeys(slot, RecordKind.FULL)
+            steps.append(WindowStep({"durable": full | dict.fromkeys(names[taken:], RecordKind.COMPUTE)}))
+        return cls(tuple(steps), interval_steps)
+
+    @property
+    def window(self) -> int:
+        """Steps of the window."""
+        return len(self.steps)
+
+    def full(self, index: int) -> tuple[str, ...]:
+        """Operators of which the durable file of step `index` has FULL."""
+        return self.steps[index].of_kind(RecordKind.FULL)
+
+    def compute(self, index: int) -> tuple[str, ...]:
+        """Operators of which the durable file of step `index` has COMPUTE: those still frozen when replay starts from it."""
+        return self.steps[index].of_kind(RecordKind.COMPUTE)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def hash(self) -> str:
+        """Identify the plan, in every process and version: a digest of `to_json`."""
+        return xxh3_128_hexdigest(self.to_json().encode())
+
+    def to_json(self) -> str:
+        """Canonical text."""
+        return self._json
+
+    def to_value(self) -> dict[str, Any]:
+        """JSON values: operators by name, and what each file has as runs `[start, stop]` of places among them."""
+        place = {name: index for index, name in enumerate(self.names)}
+        steps = [
+            {
+                audience: {
+                    kind.value: _runs([place[name] for name in names])
+                    for kind in RecordKind
+                    if (names := step.of_kind(kind, audience))
+                }
+                for audience in step.audiences
+            }
+            for step in self.steps
+        ]
+        return {
+            "operators": list(self.names),
+            "steps": steps,
+            "interval_steps": self.interval_steps,
+            "partial": self.partial,
+        }
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote. Raises `Corrupt`: it is no plan."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _no_plan(error) from error
+        plan = cls.from_value(value)
+        if plan.to_json() != text:
+            raise Corrupt("This plan is not in canonical form. Another copy or an older generation may be whole.")
+        return plan
+
+    @classmethod
+    def from_value(cls, value: object) -> Plan:
+        """Read what `to_value` returned. Raises `Corrupt`: it is no plan."""
+        try:
+            return cls._read(value)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _no_plan(error) from error
+
+    @classmethod
+    def _read(cls, value: Any) -> Plan:
+        names = [str(name) for name in value["operators"]]
+        if len(set(names)) < len(names):
+            raise ValueError("an operator is named twice")
+        steps = tuple(
+            WindowStep({each: _records(step[each], names) for each in _audiences(step)}) for step in value["steps"]
+        )
+        interval, partial = value["interval_steps"], value["partial"]
+        if type(interval) is not int or type(partial) is not bool:
+            raise TypeError("`interval_steps` or `partial` is not what it should be")
+        plan = cls(steps, interval, partial)
+        if plan.names != tuple(names):
+            raise ValueError("its operators are not in the order of its steps, or some are not taken")
+        return plan
+
+    @cached_property
+    def _json(self) -> str:
+        return json.dumps(self.to_value(), separators=(",", ":"), ensure_ascii=True)
+
+
+def _audiences(step: Any) -> list[Audience]:
+    if not set(step) <= set(AUDIENCES):
+        raise ValueError(f"files for {sorted(set(step) - set(AUDIENCES))}")
+    return [each for each in AUDIENCES if each in step]
+
+
+def _runs(places: Sequence[int]) -> list[list[int]]:
+    """Ascending or not, `[start, stop]` of each stretch of neighbours."""
+    stretches = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
+    found = ([place for _, place in stretch] for _, stretch in stretches)
+    return [[run[0], run[-1] + 1] for run in found]
+
+
+def _records(kinds: Any, names: Sequence[str]) -> Records:
+    """Of one file, FULL first."""
+    return {
+        names[place]: RecordKind(kind)
+        for kind in sorted(kinds, key=_KINDS.index)
+        for place in _places(kinds[kind], len(names))
+    }
+
+
+def _places(runs: Any, number: int) -> Iterator[int]:
+    for start, stop in runs:
+        if not 0 <= start < stop <= number:
+            raise ValueError(f"a run from {start} to {stop} of {number} operators")
+        yield from range(start, stop)
+
+
+def _no_plan(error: Exception) -> Corrupt:
+    return Corrupt(f"This is no plan: {error!r}. Another copy or an older generation may be whole.")

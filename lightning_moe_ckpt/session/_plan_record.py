@@ -1,0 +1,80 @@
+"""A plan, and what else a later incarnation needs to lay the same window out again; stored with each generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from lightning_moe_ckpt.policies import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """See the module; equal on all ranks."""
+
+    plan: Plan
+    config: Mapping[str, Any]
+    """Of the policy: it goes on with a restored plan only if that was made under an equal one."""
+    popularity: tuple[float, ...] = ()
+    """By expert, of which the plan was made."""
+    compute_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Precision of COMPUTE by parameter, where that is not its own."""
+    averages_consumed: bool = False
+    """Whether forward ran on averages of parameters."""
+    budget_nbytes: int = 0
+    """Per step and rank; 0 for none."""
+    split_nbytes: int = 0
+    """Operators above this were cut into pieces; 0 for none."""
+
+    @property
+    def plan_hash(self) -> str:
+        """Tells one record from another; equal on all ranks and in all tiers."""
+        return xxh3_128_hexdigest(self.to_json().encode())
+
+    def to_json(self) -> str:
+        """Canonical text."""
+        return self._json
+
+    def at(self, level: str) -> tuple[str, str]:
+        """Hash and text as markers of a level have them: of a partial plan, levels hold different files."""
+        if not self.plan.partial:
+            return self.plan_hash, self.to_json()
+        text = json.dumps({**json.loads(self._json), "family": self.plan_hash, "level": level}, sort_keys=True)
+        return xxh3_128_hexdigest(text.encode()), text
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanRecord:
+        """Read what `to_json` wrote.
+
+        Raises:
+            Corrupt: it is no plan.
+            LookupError, TypeError, ValueError: what it says beside the plan is not what was written.
+        """
+        value = json.loads(text)
+        return cls(
+            plan=Plan.from_value(value["plan"]),
+            config=dict(value["config"]),
+            popularity=tuple(float(each) for each in value["popularity"]),
+            compute_dtypes=dict(value["compute_dtypes"]),
+            averages_consumed=value["averages_consumed"],
+            budget_nbytes=value["budget_nbytes"],
+            split_nbytes=value["split_nbytes"],
+        )
+
+    @cached_property
+    def _json(self) -> str:
+        value = {
+            "plan": self.plan.to_value(),
+            "config": dict(self.config),
+            "popularity": list(self.popularity),
+            "compute_dtypes": dict(self.compute_dtypes),
+            "averages_consumed": self.averages_consumed,
+            "budget_nbytes": self.budget_nbytes,
+            "split_nbytes": self.split_nbytes,
+        }
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
