@@ -218,7 +218,7 @@ CASES: dict[str, Forge] = {
 }
 SOUND = {"repeated arrays", "no fingerprint"}
 """Digests, sizes and places agree: who reads these values finds out."""
-UNREAD = {"deep module", "shape", "shape without end"}
+UNREAD = {"deep module", "shape", "shape without end", "large segment"}
 """What a resume does not look at, or knows better."""
 
 
