@@ -4,32 +4,25 @@ A record is an interval of a flattened global tensor, so parts of all ranks are 
 alone. Every element must come from exactly one record, or the tensor is refused.
 
 An operator comes from one generation, weights and optimizer state. So where a part of it is bad and there is an older copy,
-all of it has to be taken from there: see `without`.
+all of it has to be taken from there: see `Assembler.take_older`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Source, Wanted, stored_index
 from lightning_moe_ckpt.session import is_average
-from lightning_moe_ckpt.storage import (
-    Backend,
-    BadCopies,
-    GenerationId,
-    RankMarker,
-    RecordEntry,
-    SegmentEntry,
-    carry_forward,
-    dtype_of,
-    lacking_memory,
-    read_record,
-)
+from lightning_moe_ckpt.storage import Backend, GenerationId, RankMarker, RecordEntry, dtype_of, lacking_memory
+
+log = logging.getLogger(__name__)
 
 BUFFER = "buffer"
 JOURNAL = "journal"
@@ -57,41 +50,7 @@ class _Tensor:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: list[tuple[str, RecordEntry]] = field(default_factory=list)
-
-
-class BadCopyError(Corrupt):
-    """A part of an operator is bad, and an older copy of all of it is named.
-
-    Args:
-        operator: its name.
-        generation: whose copy is bad.
-        spare: whose copy there is.
-        reason: what is wrong.
-    """
-
-    def __init__(self, operator: str, generation: GenerationId, spare: GenerationId, reason: str) -> None:
-        super().__init__(f"{operator}: its copy of {generation} is bad, that of {spare} is taken: {reason}")
-        self.operator, self.generation = operator, generation
-
-
-def without(markers: Sequence[RankMarker], bad: BadCopies) -> list[RankMarker]:
-    """The markers of all ranks, of one segment each, with older copies of operators in place of those that are bad."""
-    return [
-        replace(
-            marker,
-            segments=tuple(_less(segment, bad) for segment in marker.segments),
-            borrowed=(
-                *(replace(each, segment=_less(each.segment, bad)) for each in marker.borrowed),
-                *carry_forward(marker, bad, bad),
-            ),
-        )
-        for marker in markers
-    ]
-
-
-def _less(segment: SegmentEntry, bad: BadCopies) -> SegmentEntry:
-    return replace(segment, records=[record for record in segment.records if record.operator not in bad])
+    parts: list[Replicas] = field(default_factory=list)
 
 
 class Assembler:
@@ -103,47 +62,86 @@ class Assembler:
     """
 
     def __init__(self, backend: Backend, markers: Sequence[RankMarker]) -> None:
-        self._backend = backend
-        self._segments: list[SegmentEntry] = [segment for marker in markers for segment in marker.segments]
-        borrowed = [each for marker in markers for each in marker.borrowed]
-        self._segments += [each.segment for each in borrowed]
-        self.borrowed = {record.operator: each.generation for each in borrowed for record in each.segment.records}
-        """Operators that are of older generations."""
-        self._spares = {r.operator: each.generation for m in markers for each in m.spares for r in each.segment.records}
-        self._generations = {segment.key: m.generation for m in markers for segment in m.segments}
-        self._generations |= {each.segment.key: each.generation for each in borrowed}
+        self._backend, self._generation = backend, markers[0].generation
+        self._indexes = [stored_index(marker) for marker in markers]
+        self._lost = ""
+        """The operator of which something could not be read last."""
         self.notes: list[str] = []
         """What a user should know about the result."""
-
-        self._parameters: dict[str, _Tensor] = {}
-        for segment in self._segments:
-            for record in segment.records:
-                if record.kind == "full" and record.state_key == PARAM:
-                    _add(self._parameters, record.fqn, segment, record)
-        first = self._segments[0]
         # Ranks keep their own buffers; an export has room for one.
-        self._buffers = {record.fqn: record for record in first.records if _is_buffer(record)}
+        first = self._indexes[0].step(Source(self._generation, ""), self._generation.step)
+        self._local = {name: each for name, each in first.items() if each.record.kind in {BUFFER, JOURNAL}}
+        self._buffers = {each.record.fqn: each for each in self._local.values() if _is_buffer(each.record)}
+        self._parameters: dict[str, _Tensor] = {}
+        self._full: list[Replicas] = []
+        self._sources: dict[str, Source] = {}
+        self._choose()
+
+    @property
+    def borrowed(self) -> dict[str, GenerationId]:
+        """Operators that are of older generations."""
+        sources = {name: each.generation for name, each in self._sources.items()}
+        return {name: generation for name, generation in sources.items() if generation != self._generation}
+
+    def take_older(self, error: Exception) -> bool:
+        """Take the copy before of the operator of which something could not be read; whether there is one.
+
+        All of it, weights and optimizer state: what was read of it so far is of the bad copy, so everything is read anew.
+
+        Args:
+            error: why it could not be read.
+        """
+        operator, self._lost = self._lost, ""
+        bad = self._sources.get(operator)
+        if bad is None:
+            return False
+        for index in self._indexes:
+            index.exclude(operator, bad)
+        if not any(index.offered([operator])[operator] for index in self._indexes):
+            return False
+        self.notes = []
+        self._choose()
+        older = self._sources[operator].generation
+        log.warning("%s: its copy of %s is bad, that of %s is taken: %s", operator, bad.generation, older, error)
+        return True
+
+    def _choose(self) -> None:
+        """Take every operator from the newest generation that has it."""
+        offered = [index.offered(index.operators) for index in self._indexes]
+        self._sources = {}
+        for name, source in ((name, each) for found in offered for name, row in found.items() for each, _ in row):
+            self._sources[name] = max(source, self._sources.get(name, source))
+        self._full = [
+            replicas
+            for index in self._indexes
+            for name, source in self._sources.items()
+            for replicas in index.operator(name, source).values()
+        ]
+        self._parameters = {}
+        for each in self._full:
+            if each.record.state_key == PARAM:
+                _add(self._parameters, each.record.fqn, each)
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
         """Parameters, then buffers, by name; nothing is read."""
         found = {name: StoredTensor(each.dtype, each.shape) for name, each in self._parameters.items()}
-        return found | {name: StoredTensor(each.dtype, each.global_shape) for name, each in self._buffers.items()}
+        buffers = {name: each.record for name, each in self._buffers.items()}
+        return found | {name: StoredTensor(each.dtype, each.global_shape) for name, each in buffers.items()}
 
     def read(self, name: str) -> Tensor:
         """One of `stored`, whole, in its stored precision."""
         if name in self._parameters:
             return self._whole(name, self._parameters[name])
-        record = self._buffers[name]
-        return self._part(self._segments[0].key, record).view(record.global_shape)
+        buffer = self._buffers[name]
+        return self._part(buffer).view(buffer.record.global_shape)
 
     def journal(self) -> Tensor:
         """Rank 0's journal record."""
-        segment = self._segments[0]
-        record = next((record for record in segment.records if record.kind == JOURNAL), None)
-        if record is None:
-            raise Corrupt(f"{segment.key}: has no journal.")
-        return self._part(segment.key, record)
+        found = next((each for each in self._local.values() if each.record.kind == JOURNAL), None)
+        if found is None:
+            raise Corrupt(f"{self._generation}: rank 0 has no journal.")
+        return self._part(found)
 
     def optimizer(self, shared: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """Optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter.
@@ -153,14 +151,13 @@ class Assembler:
         """
         found: dict[str, _Tensor] = {}
         absent: set[str] = set()
-        for segment in self._segments:
-            for record in segment.records:
-                if record.kind == "full" and _is_state(record):
-                    name = f"{record.fqn}/{record.state_key}"
-                    if record.present:
-                        _add(found, name, segment, record)
-                    else:
-                        absent.add(name)
+        for each in self._full:
+            if _is_state(each.record):
+                name = f"{each.record.fqn}/{each.record.state_key}"
+                if each.record.present:
+                    _add(found, name, each)
+                else:
+                    absent.add(name)
         partly = sorted(absent & found.keys())
         if partly:
             self.notes.append(f"no optimizer state yet in parts of {_few(partly)}: zeros there")
@@ -177,7 +174,7 @@ class Assembler:
         return self._whole(name, tensor, partial=partial) if tensor.shape else self._scalar(name, tensor)
 
     def _scalar(self, name: str, tensor: _Tensor) -> Tensor:
-        values = [self._part(key, record) for key, record in tensor.parts]
+        values = [self._part(each) for each in tensor.parts]
         if len({tuple(value.view(torch.uint8).tolist()) for value in values}) != 1:
             raise ConfigurationError(
                 f"`{name}` differs between expert-parallel ranks ({sorted({v.item() for v in values})[:4]}), so it is no "
@@ -186,14 +183,16 @@ class Assembler:
         return values[0].view(())
 
     def _whole(self, name: str, tensor: _Tensor, *, partial: bool = False) -> Tensor:
-        numel, held = math.prod(tensor.shape), sum(record.numel for _, record in tensor.parts)
+        numel, held = math.prod(tensor.shape), sum(each.record.numel for each in tensor.parts)
         if held < numel and not partial:
             raise ConfigurationError(
                 f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
             )
         flat = _zeros(name, numel, tensor.dtype)
         end = 0
-        for key, record in sorted(tensor.parts, key=lambda part: (part[1].global_start, part[1].numel)):
+        chosen: list[tuple[int, Replicas]] = []
+        for each in sorted(tensor.parts, key=lambda part: (part.record.global_start, part.record.numel)):
+            record = each.record
             if record.global_start < end:
                 raise ConfigurationError(
                     f"`{name}`: element {record.global_start} was written by two ranks. If each rank numbers its own "
@@ -202,29 +201,38 @@ class Assembler:
             if record.global_start > end and not partial:
                 break
             end = record.global_start + record.numel
-            self._read(key, record, flat[record.global_start : end])
+            chosen.append((record.global_start, each))
         if end != flat.numel() and not partial:
             raise ConfigurationError(f"`{name}`: nobody wrote element {end} of {flat.numel()}. Verify the generation.")
+        self._fill(flat, chosen)
         return flat.view(tensor.shape)
 
-    def _part(self, key: str, record: RecordEntry) -> Tensor:
+    def _part(self, replicas: Replicas) -> Tensor:
+        record = replicas.record
         part = _zeros(record.name, record.numel, record.dtype)
-        self._read(key, record, part)
+        self._fill(part, [(0, replicas)])
         return part
 
-    def _read(self, key: str, record: RecordEntry, out: Tensor) -> None:
-        """Read one record straight to its place."""
-        if out.numel() * out.element_size() != record.nbytes:
-            raise Corrupt(f"{key}: {record.name} has {record.nbytes} bytes for {record.numel} elements.")
-        # numpy's stubs do not say that arrays are buffers.
-        view = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        try:
-            read_record(self._backend, key, record, view)
-        except (Corrupt, StorageError) as error:
-            generation, spare = self._generations[key], self._spares.get(record.operator)
-            if spare is None or spare == generation:
-                raise
-            raise BadCopyError(record.operator, generation, spare, str(error)) from error
+    def _fill(self, out: Tensor, parts: Iterable[tuple[int, Replicas]]) -> None:
+        """Read records straight to their places, given by the first element of each.
+
+        Raises:
+            Corrupt: one of them is nowhere as it was written; `take_older` may help.
+        """
+        wanted: dict[str, list[Wanted]] = {}
+        for start, each in parts:
+            name, nbytes, digest = each.record.name, each.record.nbytes, each.record.digest
+            record = Wanted(name, start * out.element_size(), nbytes, digest, each.places)
+            wanted.setdefault(each.record.operator, []).append(record)
+        for operator, records in wanted.items():
+            what = f"{operator or 'rank 0'} of {self._sources[operator].generation if operator else self._generation}"
+            assembly = Assembly(what, out.view(torch.uint8), records, may_be_lost=True)
+            if not assembly.fill(self._read):
+                self._lost = operator
+                raise Corrupt(assembly.lost)
+
+    def _read(self, request: Request, out: memoryview) -> None:
+        self._backend.get_range(request.entry.key, request.offset, out)
 
 
 def _zeros(name: str, numel: int, code: str) -> Tensor:
@@ -235,11 +243,12 @@ def _zeros(name: str, numel: int, code: str) -> Tensor:
     return torch.zeros(numel, dtype=dtype)
 
 
-def _add(found: dict[str, _Tensor], name: str, segment: SegmentEntry, record: RecordEntry) -> None:
+def _add(found: dict[str, _Tensor], name: str, replicas: Replicas) -> None:
+    record = replicas.record
     tensor = found.setdefault(name, _Tensor(record.dtype, record.global_shape))
     if (tensor.dtype, tensor.shape) != (record.dtype, record.global_shape):
         raise ConfigurationError(f"`{name}`: ranks disagree on its shape or type. Verify the generation.")
-    tensor.parts.append((segment.key, record))
+    tensor.parts.append(replicas)
 
 
 def _few(names: list[str]) -> str:

@@ -6,7 +6,6 @@ None of them has what an exact restart needs (random state, data position): that
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +17,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CodecError, ConfigurationError, NoUsableGeneration
-from lightning_moe_ckpt.inspection._assemble import Assembler, BadCopyError, without
+from lightning_moe_ckpt.errors import CodecError, ConfigurationError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.inspection._assemble import Assembler
 from lightning_moe_ckpt.inspection._checkpoint import VERSIONS, LightningCheckpoint, shared_scalars
 from lightning_moe_ckpt.inspection._hugging_face import CONFIG, choose_model, model_names, write_folder
 from lightning_moe_ckpt.inspection._names import state_dict_names
 from lightning_moe_ckpt.inspection._select import kind_of, select
 from lightning_moe_ckpt.session import decode_journal
-from lightning_moe_ckpt.storage import Backend, Commit, GenerationId, ModuleEntry, RankMarker, RunView
-
-log = logging.getLogger(__name__)
+from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
 
 ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -91,14 +88,13 @@ def export(backend: Backend, out: Path, options: ExportOptions | None = None, *,
     view = RunView.open(backend)
     commit = _dense_commit(view, step)
     markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
-    bad: dict[str, set[GenerationId]] = {}
+    parts = Assembler(backend, markers)
     while True:
-        parts = Assembler(backend, without(markers, bad) if bad else markers)
         try:
             return _Job(out, options, commit, parts, _module_of(markers)).write(chosen)
-        except BadCopyError as error:  # from the beginning: what has been read of the operator is of the bad copy
-            log.warning("%s", error)
-            bad.setdefault(error.operator, set()).add(error.generation)
+        except Corrupt as error:  # noqa: PERF203  # each try is a whole export
+            if not parts.take_older(error):
+                raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,7 @@ class _Job:
         return state_dict_names(self.parts.stored, self.module, leave_out=options.leave_out, ties=options.ties)
 
     def write(self, chosen: ExportFormat) -> Export:
-        """Raises `BadCopyError` if it has to be done again without one."""
+        """Raises `Corrupt` if something of what was chosen is bad."""
         done = Export(step=self.commit.generation.step, epoch=self.commit.generation.epoch, format=chosen)
         files = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "huggingface": self.folder}[chosen](done)
         done.files = {str(path): path.stat().st_size for path in files}

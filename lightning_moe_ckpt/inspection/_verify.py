@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.inspection._agreement import disagreements
+from lightning_moe_ckpt.recovery import Replicas, Source, stored_index
 from lightning_moe_ckpt.storage import (
     Backend,
     BorrowedEntry,
     Commit,
-    GenerationId,
     OverflowEntry,
     RankMarker,
     RecordEntry,
@@ -139,15 +139,14 @@ class _Reading:
 
     def count_copies(self, files: _Files, view: RunView) -> int:
         """Note operators without a good copy; how many have one only, of those that have copies in older files."""
-        older = [each for marker in self.markers for each in _named(marker, view)]
-        owned = [(marker.generation, segment) for marker in self.markers for segment in marker.segments]
-        copies: dict[str, dict[GenerationId, bool]] = {
-            record.operator: {} for _, each in older for record in each.segment.records
-        }
-        for generation, segment in [*owned, *((each.generation, each.segment) for _, each in older)]:
-            for name in {record.operator for record in segment.records if record.kind == "full"} & copies.keys():
-                good = name not in files.bad.get(segment.key, ())
-                copies[name][generation] = copies[name].get(generation, True) and good
+        older = [[each for _, each in _named(marker, view)] for marker in self.markers]
+        names = {record.operator for entries in older for each in entries for record in each.segment.records}
+        copies: dict[str, dict[Source, bool]] = {name: {} for name in names}
+        for index in map(stored_index, self.markers, older):
+            for name, sources in index.offered(names).items():
+                for source, _ in sources:
+                    good = all(files.has_good(each) for each in index.operator(name, source).values())
+                    copies[name][source] = copies[name].get(source, True) and good
         numbers = {name: sum(found.values()) for name, found in copies.items()}
         lost = sorted(name for name, number in numbers.items() if number == 0)
         if lost:
@@ -210,6 +209,11 @@ class _Files:
         if isinstance(entry, SegmentEntry):
             self.good[entry.key] = entry
         return None
+
+    def has_good(self, replicas: Replicas) -> bool:
+        """Whether a record is good somewhere."""
+        name = replicas.record.operator
+        return any(name not in self.bad.get(place.entry.key, ()) for place in replicas.places)
 
     def _bad_operators(self, entry: SegmentEntry) -> Iterator[str]:
         """Those that a restore could not take from a file, of which it checks single records.

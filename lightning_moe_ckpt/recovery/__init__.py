@@ -6,11 +6,17 @@ generation of which something is bad everywhere by the next older one.
 
 from lightning_moe_ckpt.recovery._agreement import Offer as Offer
 from lightning_moe_ckpt.recovery._agreement import usable_offers as usable_offers
+from lightning_moe_ckpt.recovery._assembly import Assembly as Assembly
+from lightning_moe_ckpt.recovery._assembly import Request as Request
+from lightning_moe_ckpt.recovery._assembly import Wanted as Wanted
 from lightning_moe_ckpt.recovery._assembly import described as described
 from lightning_moe_ckpt.recovery._attempt import Chosen as Chosen
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt as RestoreAttempt
 from lightning_moe_ckpt.recovery._attempt import Restored as Restored
 from lightning_moe_ckpt.recovery._attempt import Tile as Tile
+from lightning_moe_ckpt.recovery._index import Replicas as Replicas
+from lightning_moe_ckpt.recovery._index import Source as Source
+from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Copy as Copy
 from lightning_moe_ckpt.recovery._inventory import Inventory as Inventory
 from lightning_moe_ckpt.recovery._inventory import SourceName as SourceName

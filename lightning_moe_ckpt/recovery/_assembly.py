@@ -12,13 +12,17 @@ rounds: either all records are good, or some record is bad in every copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.recovery._inventory import Copy
 from lightning_moe_ckpt.storage import SegmentEntry, digest_of
+
+UNREADABLE = (CheckpointError, OSError)
+"""What reading a copy may raise; another copy, or an older version, may still be good."""
 
 MAX_STREAMS = 4
 """Peers that send parts of one run at once; more do not fill a link better."""
@@ -50,6 +54,10 @@ class Request:
     def end(self) -> int:
         """Where in the buffer they end."""
         return self.start + self.nbytes
+
+
+Read = Callable[[Request, memoryview], None]
+"""Fills memory with the bytes of a request, or raises what is in `UNREADABLE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +216,25 @@ class Assembly:
                 if copy not in self._gone and record.asked is not None:
                     where = f"{described(copy)}: {record.asked.entry.key}"
                     self.complaints.append(f"{where}: {record.name} is not what was written")
+
+    def fill(self, read: Read) -> bool:
+        """Read all of it from copies that this process reads itself; whether it could be had."""
+        while requests := self.requests():
+            for request in requests:
+                self.read(request, read)
+            for record in self.unverified:
+                record.verify(self.view)
+            self.settle()
+        return not self.lost
+
+    def read(self, request: Request, read: Read) -> None:
+        """Read what was asked for, or note that the copy is gone."""
+        out = self.view[request.start : request.end]
+        try:
+            read(request, out)
+        except UNREADABLE as error:
+            out[:] = bytes(out.nbytes)  # new memory may hold what the heap had there before
+            self.gone(request.copy, str(error))
 
     def _next(self, record: Wanted) -> Place:
         for place in record.places:

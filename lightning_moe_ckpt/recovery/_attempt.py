@@ -24,11 +24,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from lightning_moe_ckpt.recovery._agreement import Offer
-from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
+from lightning_moe_ckpt.recovery._assembly import UNREADABLE, Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
 from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, Source, newest_whole
 from lightning_moe_ckpt.recovery._inventory import (
@@ -41,7 +42,7 @@ from lightning_moe_ckpt.recovery._inventory import (
     version_of,
 )
 from lightning_moe_ckpt.recovery._markers import MarkerSearch
-from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
+from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
 from lightning_moe_ckpt.recovery._transport import Transport
@@ -358,11 +359,8 @@ class RestoreAttempt:
         wanted = Wanted(name, 0, held.record.nbytes, held.record.digest, [place])
         part = Assembly(f"{name} of {generation}", buffer, [wanted], may_be_lost=True)
         try:
-            for request in part.requests():
-                read_local(self._reader, self._transport.rank, request, part.view)
-            wanted.verify(part.view)
-            part.settle()
-            return extract(part.view) if part.done else None
+            whole = part.fill(partial(read_local, self._reader, self._transport.rank))
+            return extract(part.view) if whole else None
         except UNREADABLE as error:
             log.error("%s of %s: %s; another rank's is read", name, generation, error)
             return None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, repeat
 
-from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Request, Wanted
+from lightning_moe_ckpt.recovery._assembly import UNREADABLE, Assembly, Exhausted, Request, Wanted
 from lightning_moe_ckpt.recovery._inventory import Item
-from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
+from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import Ask, Turn, turns
 
@@ -65,7 +66,8 @@ class Carriage:
         if asks is None:
             return False
         local = [(assembly, request) for assembly, request in wanted if request.reader == self._rank]
-        reading = [pool.submit(self._read, *each) for each in local]
+        read = partial(read_local, self._reader, self._rank)
+        reading = [pool.submit(assembly.read, request, read) for assembly, request in local]
         if asks:
             self._travel(asks, wanted)
         for each in reading:
@@ -96,14 +98,6 @@ class Carriage:
             request.nbytes,
             number,
         )
-
-    def _read(self, assembly: Assembly, request: Request) -> None:
-        try:
-            read_local(self._reader, self._rank, request, assembly.view)
-        except UNREADABLE as error:
-            out = assembly.view[request.start : request.end]
-            out[:] = bytes(out.nbytes)  # new memory may hold what the heap had there before
-            assembly.gone(request.copy, str(error))
 
     def _log_complaints(self, assemblies: Sequence[Assembly]) -> None:
         for assembly in assemblies:
@@ -147,10 +141,9 @@ class Carriage:
                 assembly.gone(request.copy, f"{why} (on rank {reader})")
 
 
-def read_local(reader: Reader, rank: int, request: Request, buffer: memoryview) -> None:
+def read_local(reader: Reader, rank: int, request: Request, out: memoryview) -> None:
     """Read what a rank wants of a copy of its own part, unverified. Raises what is in `UNREADABLE`."""
     copy = request.copy
-    out = buffer[request.start : request.end]
     if copy.source == "storage":
         reader.read_stored(copy.version, rank, request.entry, request.offset, out)
     else:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.recovery._assembly import Place
-from lightning_moe_ckpt.recovery._inventory import Copy
-from lightning_moe_ckpt.storage import GenerationId, RecordEntry, SegmentEntry
+from lightning_moe_ckpt.recovery._inventory import STORAGE_TIER, Copy, Version
+from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry
 
 FULL, PARAM = "full", "param"
 """Kind and state key in markers: of whole states, and of the parameter itself."""
@@ -70,6 +70,11 @@ class RecordIndex:
                 replicas.places += [Place(copy, entry, record.offset) for copy in copies]
                 replicas.places.sort(key=lambda place: _CHEAPEST.index(place.copy.source))
 
+    @property
+    def operators(self) -> list[str]:
+        """Names of those of which there is a full state."""
+        return list(dict.fromkeys(operator for operator, _ in self._full))
+
     def exclude(self, operator: str, source: Source) -> None:
         """Offer an operator from there no more: it turned out bad."""
         self._excluded.add((operator, source))
@@ -92,12 +97,28 @@ class RecordIndex:
     def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Source, int]]]:
         """Sources that have something of operators, each with its number of elements."""
         found: dict[str, list[tuple[Source, int]]] = {name: [] for name in operators}
-        for operator, source in self._full.keys() - self._excluded:
-            if operator in found:
+        for operator, source in self._full:
+            if operator in found and (operator, source) not in self._excluded:
                 held = self.operator(operator, source).values()
                 numel = sum(each.record.numel for each in held if each.record.state_key == PARAM)
                 found[operator].append((source, numel))
         return found
+
+
+def stored_index(marker: RankMarker, older: Iterable[BorrowedEntry] | None = None) -> RecordIndex:
+    """What storage has of a rank's part of a generation.
+
+    Args:
+        marker: names its own files.
+        older: older files that have something of it; by default all that the marker names.
+    """
+    named = [*marker.borrowed, *marker.spares] if older is None else older
+    index = RecordIndex()
+    files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
+    for generation, entry in files:
+        copy = Copy("storage", "", STORAGE_TIER, (marker.rank,), Version(generation, ""))
+        index.add(Source(generation, ""), entry, [copy])
+    return index
 
 
 def newest_whole(

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.recovery._assembly import described
+from lightning_moe_ckpt.recovery._assembly import UNREADABLE, described
 from lightning_moe_ckpt.recovery._inventory import Copy, Item, Version, family_of
-from lightning_moe_ckpt.recovery._reader import UNREADABLE, Reader
+from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import Ask
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of

@@ -6,15 +6,13 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
+from lightning_moe_ckpt.errors import Corrupt, KeyMissing
+from lightning_moe_ckpt.recovery._assembly import UNREADABLE
 from lightning_moe_ckpt.recovery._inventory import Item, Stock, Version, family_of
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Holding, Tier
 
 log = logging.getLogger(__name__)
-
-UNREADABLE = (CheckpointError, OSError)
-"""What reading a copy may raise; another copy, or an older version, may still be good."""
 
 
 class Reader:

@@ -31,24 +31,32 @@ def understood(what: str) -> Iterator[None]:
         ) from error
 
 
-def stored_layout(entry: SegmentEntry) -> SegmentLayout:
-    """The layout of the records that a marker says are in a segment, in their order there.
+def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
+    """Layouts of the records that a marker says are there, by step, in their order in the files.
 
     Raises:
         Corrupt: no segment has such records.
     """
-    records = sorted(entry.records, key=lambda record: record.offset)
+    by_step: dict[int, list[SegmentEntry]] = {}
+    for entry in marker.segments:
+        by_step.setdefault(entry.step, []).append(entry)
+    return [_stored_layout(by_step[step]) for step in sorted(by_step)]
+
+
+def _stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
+    records = [record for each in files for record in sorted(each.records, key=lambda record: record.offset)]
     # Buffers are stored whole, of anything else there is a flat piece.
     shapes = [record.global_shape if record.kind == "buffer" else (record.numel,) for record in records]
+    where = ", ".join(each.key for each in files)
     try:
         specs = [
             TensorSpec(each.name, dtype_of(each.dtype), shape) for each, shape in zip(records, shapes, strict=True)
         ]
         layout = SegmentLayout(specs, metadata=SEGMENT_METADATA)
     except ValueError as error:
-        raise Corrupt(f"{entry.key}: its marker describes no segment ({error}). Another copy may be good.") from error
-    if layout.nbytes > entry.nbytes:
-        raise Corrupt(f"{entry.key}: its marker has records that overlap. Another copy may be good.")
+        raise Corrupt(f"{where}: its marker describes no segment ({error}). Another copy may be good.") from error
+    if layout.nbytes > sum(each.nbytes for each in files):
+        raise Corrupt(f"{where}: its marker has records that overlap. Another copy may be good.")
     return layout
 
 
@@ -85,7 +93,7 @@ class Found:
         return cls(
             generation=part.marker.generation,
             policy=part.marker.policy,
-            steps=part.marker.steps,
+            steps=sorted(set(part.marker.steps)),
             segments=part.segments,
             layouts=part.layouts,
             nbytes=nbytes,

@@ -32,7 +32,7 @@ from lightning_moe_ckpt.recovery import (
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._found import Found, journal_capacity, stored_layout, understood
+from lightning_moe_ckpt.session._found import Found, journal_capacity, stored_layouts, understood
 from lightning_moe_ckpt.session._identity import (
     Facts,
     Identity,
@@ -76,8 +76,7 @@ class Job:
     def misfit(self, marker: RankMarker) -> str | None:
         """Why segments are none, or larger than any that this rank would write, found out before they are read."""
         try:
-            for segment in marker.segments:
-                stored_layout(segment)
+            stored_layouts(marker)
             return self._oversize(marker)
         except Corrupt as error:
             return str(error)
@@ -246,7 +245,7 @@ class Search:
     def _lay_out(self, marker: RankMarker, chosen: Chosen) -> list[SegmentLayout]:
         """Where this rank wants its records: as they lie in files, unless experts are of other generations."""
         if not chosen.is_partial:
-            return [stored_layout(each) for each in marker.segments]  # see `misfit`
+            return stored_layouts(marker)  # see `misfit`
         journal_nbytes = journal_capacity(marker)
         with self._exchange.together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
             plan = PlanRecord.from_json(str(marker.policy["plan"]))
