@@ -30,7 +30,6 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import (
-    Accelerator,
     Progress,
     accelerator_for,
     medians,
@@ -53,25 +52,6 @@ from lightning_moe_ckpt.session import Report
 
 Variant = Literal["none", "sparse", "monitored", "dense"]
 """`monitored` is `sparse` beside an `ExpertLoadMonitor` with a row every ten steps."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitOptions:
-    """What every variant has in common."""
-
-    size: ModelSize
-    precision: Any
-    """Of the Trainer."""
-    window: int | Literal["auto"]
-    """Of sparse checkpoints."""
-    warm_up: int
-    """Steps before the first that is measured, at least one."""
-    settle: int
-    """Steps of every later turn before those that are measured, at least one."""
-    steps: int
-    """Steps of a turn that are measured, at least one."""
-    turns: int
-    accelerator: Accelerator = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,24 +85,25 @@ class Turn(NamedTuple):
     """Of the checkpoint callback after the last step measured."""
 
 
-def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[Turn]) -> None:
+def train(variant: Variant, url: str, options: SimpleNamespace, hand_over: HandOver[Turn]) -> None:
     """Train from scratch; the same model and data whatever the variant.
 
     Args:
         variant: which checkpoints to take; `dense` ones at every step.
         url: where they go; a new run is started beside an earlier one there.
-        options: see `FitOptions`.
+        options: of the command line.
         hand_over: called at the end of every turn.
     """
     checkpoint = _checkpoint(variant, url, options)
     measured = _Turns(options, checkpoint, hand_over)
     beside = [ExpertLoadMonitor(every_n_steps=10)] if variant == "monitored" else []
-    total_steps = options.warm_up + options.turns * (options.settle + options.steps) - options.settle
+    total_steps = options.warm_up + options.rounds * (options.settle + options.steps) - options.settle
     torch.manual_seed(0)
-    model = BenchModel(options.size)
+    size, accelerator = _size(options), accelerator_for(options.accelerator)
+    model = BenchModel(size)
     with one_thread(), quiet_lightning():
         trainer = bench_trainer(
-            accelerator=options.accelerator,
+            accelerator=accelerator,
             strategy="auto",
             precision=options.precision,
             callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
@@ -130,10 +111,10 @@ def train(variant: Variant, url: str, options: FitOptions, hand_over: HandOver[T
             enable_checkpointing=checkpoint is not None,
         )
         # One batch more than it takes, so that no epoch ends.
-        trainer.fit(model, random_tokens(options.size, total_steps + 1))
+        trainer.fit(model, random_tokens(size, total_steps + 1))
 
 
-def _checkpoint(variant: Variant, url: str, options: FitOptions) -> DenseCheckpoint | SparseCheckpoint | None:
+def _checkpoint(variant: Variant, url: str, options: SimpleNamespace) -> DenseCheckpoint | SparseCheckpoint | None:
     if variant == "dense":
         return DenseCheckpoint(url, every_n_steps=1, resume="never")
     return None if variant == "none" else SparseCheckpoint(url, window=options.window, resume="never")
@@ -149,7 +130,7 @@ class _Turns(Callback):
     """Measures the last steps of every turn. Goes before the checkpoint callback in the list."""
 
     def __init__(
-        self, options: FitOptions, checkpoint: DenseCheckpoint | SparseCheckpoint | None, hand_over: HandOver[Turn]
+        self, options: SimpleNamespace, checkpoint: DenseCheckpoint | SparseCheckpoint | None, hand_over: HandOver[Turn]
     ) -> None:
         self._warm_up, self._steps, self._period = options.warm_up, options.steps, options.settle + options.steps
         self._checkpoint, self._hand_over = checkpoint, hand_over
@@ -242,15 +223,14 @@ class OverheadFigure(StepCosts):
 def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
     """Run the benchmark."""
     turns: dict[Variant, list[Turn]] = {variant: [] for variant in VARIANTS}
-    wanted = _fit_options(options)
     # Fits end in mid-step, as by an exception: what is newest stays in memory for a next start that never comes.
     with bench_folders() as (folder, memory), ExitStack() as stack:
         base = folder.as_uri() if options.url is None else options.url.rstrip("/")
-        takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", str(memory), wanted)) for v in VARIANTS}
+        takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", str(memory), options)) for v in VARIANTS}
         for index, (_, variant) in enumerate(rounds_of(options.rounds, VARIANTS)):
             progress(f"training, checkpoints: {variant}", index, options.rounds * len(VARIANTS))
             turns[variant].append(takers[variant].take())
-    return [_figure(variant, wanted, turns) for variant in VARIANTS]
+    return [_figure(variant, options, turns) for variant in VARIANTS]
 
 
 def table(figures: Sequence[OverheadFigure]) -> Table:
@@ -264,26 +244,14 @@ def table(figures: Sequence[OverheadFigure]) -> Table:
     return table_of(title, _COLUMNS, [_row(figure) for figure in figures], causes)
 
 
-def _fit_options(options: SimpleNamespace) -> FitOptions:
-    return FitOptions(
-        size=ModelSize(
-            num_blocks=options.blocks,
-            model_dim=options.dim,
-            num_experts=options.experts,
-            expert_dim=2 * options.dim,
-            batch_size=options.batch_size,
-        ),
-        precision=options.precision,
-        window=options.window,
-        warm_up=options.warm_up,
-        settle=options.settle,
-        steps=options.steps,
-        turns=options.rounds,
-        accelerator=accelerator_for(options.accelerator),
+def _size(options: SimpleNamespace) -> ModelSize:
+    dim, experts = options.dim, options.experts
+    return ModelSize(
+        num_blocks=options.blocks, model_dim=dim, num_experts=experts, expert_dim=2 * dim, batch_size=options.batch_size
     )
 
 
-def _taker(variant: Variant, url: str, memory: str, options: FitOptions) -> TurnTaker[Turn]:
+def _taker(variant: Variant, url: str, memory: str, options: SimpleNamespace) -> TurnTaker[Turn]:
     def work(hand_over: HandOver[Turn]) -> None:
         os.environ["MOE_CKPT_SHARED_MEMORY"] = memory
         train(variant, url, options, hand_over)
@@ -291,7 +259,7 @@ def _taker(variant: Variant, url: str, memory: str, options: FitOptions) -> Turn
     return TurnTaker(work)
 
 
-def _figure(variant: Variant, options: FitOptions, turns: Mapping[Variant, Sequence[Turn]]) -> OverheadFigure:
+def _figure(variant: Variant, options: SimpleNamespace, turns: Mapping[Variant, Sequence[Turn]]) -> OverheadFigure:
     rounds = [turn.costs for turn in turns[variant]]
     pairs = [(none.costs, own) for none, own in zip(turns["none"], rounds, strict=True)]
     throughput = [none.mean_seconds / own.mean_seconds for none, own in pairs]
@@ -306,7 +274,7 @@ def _figure(variant: Variant, options: FitOptions, turns: Mapping[Variant, Seque
         **own,
         variant=variant,
         precision=options.precision,
-        num_params=options.size.num_params(),
+        num_params=_size(options).num_params(),
         steps_per_second=1 / own["mean_seconds"],
         throughput=statistics.median(throughput),
         throughput_range=(min(throughput), max(throughput)),

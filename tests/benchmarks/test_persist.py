@@ -12,12 +12,17 @@ from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _persist
 from lightning_moe_ckpt.benchmarks._model import ModelSize
-from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, PersistFigure, _cpu, _p99, _ratio
-from lightning_moe_ckpt.benchmarks._persist_runs import (
+from lightning_moe_ckpt.benchmarks._persist import (
+    CPU,
+    LOCAL,
     Cost,
     Pair,
+    PersistFigure,
     StepsMeanwhile,
     _BareObjects,
+    _cpu,
+    _p99,
+    _ratio,
     _RawFiles,
     take_pairs,
     time_steps,
