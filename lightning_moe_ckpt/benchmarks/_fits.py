@@ -6,8 +6,11 @@ seconds they meet nearly the same one, and neither has to start anew for every t
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
+import os
+import shutil
 import signal
 import tempfile
 import traceback
@@ -33,6 +36,31 @@ _ADVICE = (
     r".*your dataloader is not resumable.*",
     r".*isinstance\(treespec, LeafSpec\).*",
 )
+
+
+def own_memory(folder: str | Path, *, lost: bool) -> None:
+    """Make `folder`, on a tmpfs, the shared memory of this process, as that of its node; empty if it was `lost`."""
+    if lost:
+        shutil.rmtree(folder, ignore_errors=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    os.environ["MOE_CKPT_SHARED_MEMORY"] = str(folder)
+
+
+class Lines:
+    """A file to which lives append JSON, each line with one `write`, so that they outlive a SIGKILL."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+
+    def write(self, what: str, **values: Any) -> None:
+        """Append a line of this kind."""
+        os.write(self._file, (json.dumps({"what": what, **values}) + "\n").encode())
+
+    @staticmethod
+    def read(path: str | Path, *kinds: str) -> list[dict[str, Any]]:
+        """The lines of all lives so far, in the order in which they were written; of some kinds only."""
+        text = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
+        return [line for line in map(json.loads, text.splitlines()) if line["what"] in kinds]
 
 
 def bench_trainer(**options: Any) -> Trainer:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import bench_trainer, quiet_lightning
+from lightning_moe_ckpt.benchmarks._fits import Lines, bench_trainer, own_memory, quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize
 from lightning_moe_ckpt.benchmarks._quality_model import TextModel, training_text, validation_text
 from lightning_moe_ckpt.callbacks import (
@@ -155,11 +150,7 @@ class QualityFit:
 
     def __call__(self, life: Life) -> Line:
         """Run a life. Returns nothing: what was seen is in the record, beside that of lives that were killed."""
-        memory = Path(self.memory)
-        if life.index and self.case.loss == "node":
-            shutil.rmtree(memory, ignore_errors=True)
-        memory.mkdir(exist_ok=True)
-        os.environ["MOE_CKPT_SHARED_MEMORY"] = str(memory)
+        own_memory(self.memory, lost=life.index > 0 and self.case.loss == "node")
         # Another seed in every life but the first: what is not restored shows.
         seed_everything(self.seed + 7919 * life.index, verbose=False)
         model = TextModel(self.scale.size, self.scale.steps)
@@ -196,7 +187,7 @@ class QualityFit:
 
 
 class QualityRecord(Callback):
-    """Appends a line for every step and every validation, each with one `write`, so that they outlive a SIGKILL.
+    """Appends a line for every step and every validation.
 
     It also waits, before each optimizer step, until the generation before it is durable: what a fault costs must depend
     on the policy, not on how busy the disk is.
@@ -214,8 +205,8 @@ class QualityRecord(Callback):
         self._scale, self._lossy = fit.scale, fit.case.lossy
         self._checkpoint, self._boost = checkpoint, boost
         # A replayed step has weights that are not all there yet, and was validated by the life that took it.
-        self._done = {line["step"] for line in read_record(fit.record, "validation")} if not self._lossy else set()
-        self._file = os.open(fit.record, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        self._done = {line["step"] for line in Lines.read(fit.record, "validation")} if not self._lossy else set()
+        self._lines = Lines(fit.record)
         self._crops_NT = validation_text(fit.scale.size, fit.scale.val_crops)
         self._look_at_once = resumed and self._lossy
         # What others have right after a recovery is held against what the fault-free run has at that step.
@@ -236,7 +227,7 @@ class QualityRecord(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         step = trainer.global_step
         debts = [tokens for row in self._boost.debts.values() for tokens in row] if self._boost is not None else []
-        self._write("step", step=step, boosted=sum(map(bool, debts)), debt=sum(debts))
+        self._lines.write("step", step=step, boosted=sum(map(bool, debts)), debt=sum(debts))
         if (step % self._scale.val_every == 0 or step == self._scale.steps) and step not in self._done:
             self._validate("validation", trainer, pl_module)
         if step in self._beside:
@@ -249,24 +240,11 @@ class QualityRecord(Callback):
         tokens, drops = (
             [getattr(layer, f"{what}_per_expert").tolist() for layer in layers] for what in ("tokens", "drops")
         )
-        self._write("end", tokens=tokens, drops=drops, **_figures(self._checkpoint))
+        self._lines.write("end", tokens=tokens, drops=drops, **_figures(self._checkpoint))
 
     def _validate(self, what: str, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, TextModel)
-        self._write(what, step=trainer.global_step, bits=module.bits_per_byte(self._crops_NT))
-
-    def _write(self, what: str, **values: Any) -> None:
-        os.write(self._file, (json.dumps({"what": what, **values}) + "\n").encode())
-
-
-def read_record(path: str | Path, *kinds: str) -> Iterable[Line]:
-    """The lines of all lives so far, in the order in which they were written; of some kinds only."""
-    if not Path(path).exists():
-        return
-    for text in Path(path).read_text(encoding="utf-8").splitlines():
-        line: Line = json.loads(text)
-        if line["what"] in kinds:
-            yield line
+        self._lines.write(what, step=trainer.global_step, bits=module.bits_per_byte(self._crops_NT))
 
 
 def _figures(checkpoint: CheckpointCallback | None) -> Line:

@@ -24,8 +24,8 @@ from typing import Literal
 import torch
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress
-from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.benchmarks._quality_life import Case, Line, Loss, QualityFit, Scale, System, read_record
+from lightning_moe_ckpt.benchmarks._fits import Lines, bench_folders
+from lightning_moe_ckpt.benchmarks._quality_life import Case, Line, Loss, QualityFit, Scale, System
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.testing import Kill, LifeFailed, LifeResult, assert_same_end, run_lives
@@ -255,9 +255,9 @@ def _is_same(reference: Sequence[LifeResult], lives: Sequence[LifeResult]) -> bo
 
 def _read(fit: QualityFit, same: bool | None, seconds: float) -> QualityRun:
     # Of a step that was taken twice, the second one counts.
-    curve = {line["step"]: line["bits"] for line in read_record(fit.record, "validation")}
-    steps = {line["step"]: line for line in read_record(fit.record, "step")}
-    (end,) = read_record(fit.record, "end")
+    curve = {line["step"]: line["bits"] for line in Lines.read(fit.record, "validation")}
+    steps = {line["step"]: line for line in Lines.read(fit.record, "step")}
+    (end,) = Lines.read(fit.record, "end")
     skew, dropped = _spread(end) if fit.case.loss == "nothing" else (0.0, 0.0)
     return QualityRun(
         system=fit.case.system,
@@ -265,7 +265,7 @@ def _read(fit: QualityFit, same: bool | None, seconds: float) -> QualityRun:
         boosted=fit.case.boosted,
         seed=fit.seed,
         curve=sorted(curve.items()),
-        resumed=[(line["step"], line["bits"]) for line in read_record(fit.record, "resumed", "beside")],
+        resumed=[(line["step"], line["bits"]) for line in Lines.read(fit.record, "resumed", "beside")],
         killed_at=_kill_steps(fit),
         identical=same,
         skew=skew,

@@ -6,8 +6,6 @@ can be subtracted.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import time
 from concurrent.futures import Future
@@ -25,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import bench_trainer, quiet_lightning
+from lightning_moe_ckpt.benchmarks._fits import Lines, bench_trainer, own_memory, quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.testing import Life
@@ -54,15 +52,12 @@ class RecoveryFit:
     def __call__(self, life: Life) -> dict[str, Any]:
         """Run a life; gives the times of steps on this rank, and what the callback says about its restore."""
         begun = time.monotonic()
-        node = Path(self.memory) / f"node{life.rank}"
-        if life.index and self._loses_memory(life):
-            shutil.rmtree(node)
-        node.mkdir(parents=True, exist_ok=True)
-        os.environ["MOE_CKPT_SHARED_MEMORY"] = str(node)
+        own_memory(f"{self.memory}/node{life.rank}", lost=life.index > 0 and self._loses_memory(life))
         folder = Path(life.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
         checkpoint = self._checkpoint(life, folder, first)
-        times = StepTimes(life.records.with_suffix(".times"), first, checkpoint)
+        path = life.records.with_suffix(".times")
+        times = StepTimes(path, first, checkpoint)
         with quiet_lightning():
             trainer = bench_trainer(
                 accelerator=self.accelerator,
@@ -76,7 +71,7 @@ class RecoveryFit:
             seed_everything(life.seed, verbose=False)  # another in every life: what is not restored shows
             data = random_tokens(self.size, life.world_size * (self.max_steps + 1))
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
-        return {"begun": begun, **times.read(), **_report(checkpoint)}
+        return {"begun": begun, **read_times(path), **_report(checkpoint)}
 
     def _loses_memory(self, life: Life) -> bool:
         return self.loss == "cluster" or (self.loss == "node" and life.rank == life.world_size - 1)
@@ -186,7 +181,7 @@ class MeteredCheckpoint(ModelCheckpoint):
 
 
 class StepTimes(Callback):
-    """Appends a line at every step, with one `write` each, so that they outlive a SIGKILL.
+    """Appends a line at every step.
 
     Args:
         path: where.
@@ -195,13 +190,8 @@ class StepTimes(Callback):
     """
 
     def __init__(self, path: Path, first_step: int, checkpoint: Callback | None) -> None:
-        self._path, self._first, self._checkpoint = path, first_step, checkpoint
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        self._first, self._checkpoint, self._lines = first_step, checkpoint, Lines(path)
         self._started = False
-
-    def read(self) -> dict[str, Any]:
-        """See `read_times`."""
-        return read_times(self._path)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,8 +208,7 @@ class StepTimes(Callback):
         self._write("step", trainer, _costs(self._checkpoint))
 
     def _write(self, what: str, trainer: Trainer, costs: tuple[float, int] | None = None) -> None:
-        line = {"what": what, "step": self._first + trainer.global_step, "at": time.monotonic(), "costs": costs}
-        os.write(self._file, (json.dumps(line) + "\n").encode())
+        self._lines.write(what, step=self._first + trainer.global_step, at=time.monotonic(), costs=costs)
 
 
 def read_times(path: Path) -> dict[str, Any]:
@@ -227,12 +216,10 @@ def read_times(path: Path) -> dict[str, Any]:
 
     Also what checkpoints had cost by then: seconds of the training thread, and bytes.
     """
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    by_kind = {line["what"]: line for line in lines if line["what"] != "step"}
-    steps = {line["step"]: line for line in lines if line["what"] == "step"}
+    ready, started = Lines.read(path, "ready", "started")
+    steps = {line["step"]: line for line in Lines.read(path, "step")}
     done, costs = ({step: line[key] for step, line in steps.items()} for key in ("at", "costs"))
-    ready, started = by_kind["ready"]["at"], by_kind["started"]
-    return {"ready": ready, "started": started["at"], "from": started["step"], "done": done, "costs": costs}
+    return {"ready": ready["at"], "started": started["at"], "from": started["step"], "done": done, "costs": costs}
 
 
 def _costs(checkpoint: Callback | None) -> tuple[float, int]:
