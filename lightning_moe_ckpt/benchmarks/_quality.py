@@ -143,7 +143,7 @@ _LIMIT = 3.0
 """Of the axis of differences, in margins."""
 _LABELS = (
     "validation loss, bits per byte",
-    "difference to the fault-free run of the same seed, %; triangles: right after a recovery",
+    "difference to the fault-free run of the same seed, %",
 )
 
 
@@ -201,20 +201,24 @@ def _draw_differences(axes: Any, shown: Sequence[QualityFigure]) -> None:
         for run in figure.runs:
             steps = sorted(clean[run.seed])
             for step, loss in run.resumed:  # between validations of the fault-free run a straight line
+                if step < steps[0]:
+                    continue
                 there = float(np.interp(step, steps, [clean[run.seed][each] for each in steps]))
                 axes.plot(step, 100 * (loss / there - 1), "^", color=_STYLES[figure.system][0], markersize=5)
     axes.axhline(0, color="0.7", linewidth=0.8)
     axes.axhline(margin, color="black", linewidth=0.8, label=f"margin of the median at the end, {margin:.2f} %")
+    axes.plot([], [], "^", color="0.4", markersize=5, label="right after a recovery (some are off the scale)")
     axes.set_ylim(-_LIMIT * margin, 2 * _LIMIT * margin)
-    axes.legend(loc="lower right")
+    axes.legend(handles=axes.lines[-2:], loc="lower right")  # the curves are named above
 
 
 def _band(axes: Any, figure: QualityFigure, points: Mapping[int, Sequence[float]]) -> None:
     """Median and range."""
     color, line = _STYLES[figure.system]
+    width = 5 if figure.system == "none" else 1.5  # to be seen below others
     style = "--" if figure.boosted else line
     medians = [statistics.median(values) for values in points.values()]
-    axes.plot([*points], medians, style, color=color, linewidth=1.5, label=figure.name)
+    axes.plot([*points], medians, style, color=color, linewidth=width, label=figure.name)
     axes.fill_between(
         [*points], *zip(*((min(v), max(v)) for v in points.values()), strict=True), color=color, alpha=0.12
     )
