@@ -55,12 +55,12 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.storage": """
         Backend BadCopies BorrowedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
-        JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend OverflowEntry
+        JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend
         Pace
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
         RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward carry_spares check_header check_places
         checked_url collect_garbage create_once digest_of dtype_code dtype_of full_records lacking_memory open_backend read_chunks repair_log
-        read_record scrub_overflow scrub_record scrub_segment segment_key verify_records wrapping_backends
+        read_record scrub_record scrub_segment segment_key wrapping_backends
     """,
     "lightning_moe_ckpt.inspection": """
         Export ExportFormat ExportOptions FileProblem Screen Verdict

@@ -186,7 +186,6 @@ def _borrowed_row(marker: RankMarker, borrowed: BorrowedEntry) -> Row:
 
 
 def _segment_row(marker: RankMarker, segment: SegmentEntry) -> Row:
-    side = segment.side_file
     return {
         "rank": marker.rank,
         "step": segment.step,
@@ -194,7 +193,6 @@ def _segment_row(marker: RankMarker, segment: SegmentEntry) -> Row:
         "records": len(segment.records),
         "operators": len({record.operator for record in segment.records if record.operator}),
         "key": segment.key,
-        "side_file": None if side is None else {"key": side.key, "nbytes": side.nbytes},
     }
 
 
@@ -263,10 +261,6 @@ def _segment_table(document: Row) -> Table:
     for row in document["segments"]:
         figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
         table.add_row(*map(str, figures))
-        if row["side_file"] is not None:
-            table.add_row(
-                str(row["rank"]), str(row["step"]), decimal(row["side_file"]["nbytes"]), "", "", row["side_file"]["key"]
-            )
     for row in document["borrowed"]:
         figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
         table.add_row(*map(str, figures))

@@ -21,14 +21,12 @@ from lightning_moe_ckpt.storage import (
     Backend,
     BorrowedEntry,
     Commit,
-    OverflowEntry,
     RankMarker,
     RecordEntry,
     RunView,
     SegmentEntry,
     StoredGeneration,
     check_header,
-    scrub_overflow,
     scrub_record,
     scrub_segment,
 )
@@ -55,7 +53,7 @@ class Verdict:
     skipped: int = 0
     """Generations that were not: not committed, or not to be restored any more."""
     num_files: int = 0
-    """Segments and side files read whole."""
+    """Segments read whole."""
     nbytes: int = 0
     """Their size."""
     seconds: float = 0.0
@@ -133,7 +131,7 @@ class _Reading:
             except CheckpointError as error:
                 self.reasons.append(str(error))
                 continue
-            self.reasons += [reason for entry in _files(self.markers[-1]) if (reason := files.read(entry))]
+            self.reasons += [reason for entry in self.markers[-1].segments if (reason := files.read(entry))]
         if self.markers and not self.reasons:
             self.reasons += self._disagreements()
 
@@ -194,7 +192,7 @@ class _Files:
     bad: dict[str, set[str]] = field(default_factory=dict)
     """By key of a file that is not as it was written: operators of which a record is bad."""
 
-    def read(self, entry: SegmentEntry | OverflowEntry) -> str | None:
+    def read(self, entry: SegmentEntry) -> str | None:
         """Read a file whole; what is wrong with it."""
         self.verdict.num_files += 1
         self.verdict.nbytes += entry.nbytes
@@ -252,17 +250,7 @@ def _read_marker(view: RunView, commit: Commit, rank: int) -> RankMarker:
     return marker
 
 
-def _files(marker: RankMarker) -> Iterator[SegmentEntry | OverflowEntry]:
-    for segment in marker.segments:
-        yield segment
-        if segment.side_file is not None:
-            yield segment.side_file
-
-
-def _verify_file(backend: Backend, sizes: Mapping[str, int], entry: SegmentEntry | OverflowEntry) -> None:
+def _verify_file(backend: Backend, sizes: Mapping[str, int], entry: SegmentEntry) -> None:
     if (nbytes := sizes.get(entry.key)) != entry.nbytes:
         raise Corrupt(f"{entry.key}: {'is gone' if nbytes is None else f'has {nbytes} bytes'}, {entry.nbytes} written.")
-    if isinstance(entry, SegmentEntry):
-        scrub_segment(backend, entry)
-    else:
-        scrub_overflow(backend, entry)
+    scrub_segment(backend, entry)

@@ -11,11 +11,9 @@ from lightning_moe_ckpt.storage._carry import carry_forward as carry_forward
 from lightning_moe_ckpt.storage._carry import carry_spares as carry_spares
 from lightning_moe_ckpt.storage._carry import full_records as full_records
 from lightning_moe_ckpt.storage._checks import check_places as check_places
-from lightning_moe_ckpt.storage._checks import verify_records as verify_records
 from lightning_moe_ckpt.storage._digest import DIGEST_NAME as DIGEST_NAME
 from lightning_moe_ckpt.storage._digest import digest_of as digest_of
 from lightning_moe_ckpt.storage._entries import BorrowedEntry as BorrowedEntry
-from lightning_moe_ckpt.storage._entries import OverflowEntry as OverflowEntry
 from lightning_moe_ckpt.storage._entries import SegmentEntry as SegmentEntry
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._garbage import Garbage as Garbage
@@ -50,7 +48,6 @@ from lightning_moe_ckpt.storage._run import Resume as Resume
 from lightning_moe_ckpt.storage._run import RunStore as RunStore
 from lightning_moe_ckpt.storage._scrub import check_header as check_header
 from lightning_moe_ckpt.storage._scrub import read_record as read_record
-from lightning_moe_ckpt.storage._scrub import scrub_overflow as scrub_overflow
 from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout

@@ -95,7 +95,7 @@ def _newest(previous: RankMarker) -> list[BorrowedEntry]:
             f"`carry_forward({previous.generation})`: it is a window of {len(previous.steps)} steps; only dense and "
             "partial generations can be borrowed from. Store a dense one first."
         )
-    own = BorrowedEntry(generation=previous.generation, segment=replace(previous.segments[0], side_file=None))
+    own = BorrowedEntry(generation=previous.generation, segment=previous.segments[0])
     return [*previous.borrowed, own]
 
 

@@ -129,8 +129,8 @@ def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
 
 
 def data_nbytes(sizes: Mapping[str, int]) -> int:
-    """Size of the segments and side files in a listing."""
-    return sum(nbytes for key, nbytes in sizes.items() if key.endswith((".safetensors", ".overflow")))
+    """Size of the segments in a listing."""
+    return sum(nbytes for key, nbytes in sizes.items() if key.endswith(".safetensors"))
 
 
 def missing_parts(commit: Commit, contents: Contents) -> str | None:

@@ -16,15 +16,6 @@ _LIFE = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OverflowEntry:
-    """A side file of a segment, for what did not fit into its journal record."""
-
-    key: str
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentEntry:
     """One segment file as its rank wrote it."""
 
@@ -35,7 +26,6 @@ class SegmentEntry:
     digest: str
     """Of the whole file."""
     records: Sequence[RecordEntry] = ()
-    side_file: OverflowEntry | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +35,7 @@ class BorrowedEntry:
     generation: GenerationId
     """Whose file it is; committed before the generation that borrows."""
     segment: SegmentEntry
-    """The file as its own marker describes it, with only the records that are borrowed, and no side file."""
+    """The file as its own marker describes it, with only the records that are borrowed."""
 
 
 class Lines:
@@ -78,14 +68,13 @@ def line_body(line: bytes) -> dict[str, object]:
 
 def segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]:
     """JSON form of a segment, whose records are in a line."""
-    side = segment.side_file
     return {
         "step": segment.step,
         "key": segment.key,
         "nbytes": segment.nbytes,
         "digest": segment.digest,
         "records": line_body(table.line),
-        "side_file": None if side is None else {"key": side.key, "nbytes": side.nbytes, "digest": side.digest},
+        "side_file": None,
     }
 
 
@@ -99,8 +88,8 @@ def read_segment(value: object, where: str, lines: Lines) -> SegmentEntry:
         nbytes=nbytes,
         digest=body.text("digest"),
         records=RecordTable(lines.take(body.plain("records"), where), where, file_nbytes=nbytes),
-        side_file=body.optional("side_file", _read_overflow),
     )
+    body.optional("side_file", _refuse_side_file)
     body.end()
     return segment
 
@@ -143,8 +132,5 @@ def read_life(value: object, where: str) -> str:
     return value
 
 
-def _read_overflow(value: object, where: str) -> OverflowEntry:
-    body = Fields(value, where)
-    side_file = OverflowEntry(key=body.text("key"), nbytes=body.integer("nbytes"), digest=body.text("digest"))
-    body.end()
-    return side_file
+def _refuse_side_file(value: object, where: str) -> None:
+    raise Corrupt(f"{where}: `side_file` is {value!r}, and must be null.")

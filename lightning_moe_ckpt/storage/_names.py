@@ -3,7 +3,6 @@
 ```text
 _log/<n:020d>.json                                                      epochs and watermark, dense
 snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.<step:012d>.safetensors     one segment
-snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.<step:012d>.overflow        what did not fit in its journal
 snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.done                    that rank's marker over all its segments
 snap/<step:012d>/e<epoch:06d>-<life>/_COMMITTED                         the generation exists
 ```
@@ -29,7 +28,7 @@ DURABLE, NODE = "durable", "node"
 _LOG = re.compile(r"_log/(00\d{18})\.json")
 _SNAP = re.compile(r"snap/(\d{12,18})/e(\d{6,18})(?:-([0-9a-f]{12}))?/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
-_DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.(?:safetensors|overflow)")
+_DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
 _OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/e\d{6,18}(-[0-9a-f]{12})?(/[^/]+)?)?)?")
 
 MAX_DOCUMENT_NBYTES = 16 * 2**20
@@ -104,11 +103,6 @@ def segment_key(generation: GenerationId, rank: int, step: int, audience: str = 
     return f"{generation.prefix}rank{rank:05d}.{step:012d}{told}.safetensors"
 
 
-def overflow_key(generation: GenerationId, rank: int, step: int) -> str:
-    """Key of the side file of a segment."""
-    return f"{generation.prefix}rank{rank:05d}.{step:012d}.overflow"
-
-
 def marker_key(generation: GenerationId, rank: int) -> str:
     """Key of the marker of `rank`."""
     return f"{generation.prefix}rank{rank:05d}.done"
@@ -134,7 +128,7 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
 
 
 def parse_data_name(name: str) -> int | None:
-    """Step of a segment or side file from the last part of its key, `None` for any other object."""
+    """Step of a segment from the last part of its key, `None` for any other object."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else None
 

@@ -21,7 +21,6 @@ from lightning_moe_ckpt.storage._digest import DIGEST_NAME
 from lightning_moe_ckpt.storage._entries import (
     BorrowedEntry,
     Lines,
-    OverflowEntry,
     SegmentEntry,
     borrowed_body,
     generation_body,
@@ -50,7 +49,6 @@ from lightning_moe_ckpt.storage._names import (
     NODE,
     GenerationId,
     marker_key,
-    overflow_key,
     segment_key,
 )
 from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
@@ -170,7 +168,7 @@ class Commit:
     markers: tuple[str, ...]
     """Digest of each rank's marker file, by rank."""
     nbytes: int
-    """Size of all segments and side files together."""
+    """Size of all segments together."""
     policy: Mapping[str, object] = field(default_factory=dict)
     unix_time: int = 0
     """When rank 0 wrote its marker, by its clock, in seconds since 1970."""
@@ -252,9 +250,7 @@ class Commit:
 
 def stored_sizes(marker: RankMarker) -> dict[str, int]:
     """Key and size of every object that must exist for this marker to be true."""
-    stored: list[SegmentEntry | OverflowEntry] = list(marker.segments)
-    stored += [segment.side_file for segment in marker.segments if segment.side_file is not None]
-    return {each.key: each.nbytes for each in stored}
+    return {each.key: each.nbytes for each in marker.segments}
 
 
 def _common(marker: RankMarker) -> tuple[object, ...]:
@@ -347,20 +343,19 @@ def _expect_own_keys(marker: RankMarker, where: str) -> None:
     """Refuse a marker that points at another generation's or rank's files."""
     steps: set[int] = set()
     for segment in marker.segments:
-        side_key = segment.side_file.key if segment.side_file else None
         place = (marker.generation, marker.rank, segment.step)
         key = segment_key(*place, NODE if segment.step in steps else DURABLE)
-        if segment.key != key or side_key not in {None, overflow_key(*place)}:
+        if segment.key != key:
             raise Corrupt(f"{where}: refers to {segment.key}, which is not a file of {marker_key(*place[:2])}.")
         steps.add(segment.step)
 
 
 def _expect_older_files(marker: RankMarker, entries: Sequence[BorrowedEntry], where: str) -> None:
-    """Refuse what is borrowed from another rank, a window's side file, or the present or the future."""
+    """Refuse what is borrowed from another rank, or the present or the future."""
     for each in entries:
         key = segment_key(each.generation, marker.rank, each.segment.step)
         older = each.generation.step < marker.generation.step and each.generation.epoch <= marker.generation.epoch
-        if each.segment.key != key or each.segment.side_file is not None or not older:
+        if each.segment.key != key or not older:
             raise Corrupt(
                 f"{where}: borrows from {each.segment.key}, which is not an older file of rank {marker.rank}."
             )

@@ -9,7 +9,7 @@ next start     open, promote, candidates, (verify), open_epoch  pick inside the 
 
 Only create-exclusive is asked of the medium: no rename, no overwrite, no clock. Crash points are in `FORMAT.md`.
 
-Threads: `put_*`, `read_*` and `verify_records` keep no state and may be called from any thread at once. The rest
+Threads: `put_*` and `read_*` keep no state and may be called from any thread at once. The rest
 belongs to the coordinator (rank 0), one thread at a time: the main thread at start, the persist thread afterwards.
 """
 
@@ -33,11 +33,9 @@ from lightning_moe_ckpt.storage._catalog import (
     read_catalog,
     read_committed_marker,
 )
-from lightning_moe_ckpt.storage._checks import expect_digest
 from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
 from lightning_moe_ckpt.storage._coordination import Coordination
-from lightning_moe_ckpt.storage._digest import digest_of
-from lightning_moe_ckpt.storage._entries import OverflowEntry, SegmentEntry
+from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._lineage import Lineage
 from lightning_moe_ckpt.storage._log import Log, run_event
 from lightning_moe_ckpt.storage._names import (
@@ -45,14 +43,11 @@ from lightning_moe_ckpt.storage._names import (
     SNAP_PREFIX,
     GenerationId,
     marker_key,
-    overflow_key,
     segment_key,
 )
 from lightning_moe_ckpt.storage._opening import begin_run, expect_nothing_lost, losses, read_history
-from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
-from lightning_moe_ckpt.storage._scrub import read_record
 from lightning_moe_ckpt.storage._survey import Survey
 from lightning_moe_ckpt.storage._url import memory_tag, place_of
 
@@ -157,12 +152,6 @@ class RunStore:
         self._backend.put(key, view)
         return key
 
-    def put_overflow(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> OverflowEntry:
-        """Store the side file of a segment, durably."""
-        key = overflow_key(generation, rank, step)
-        self._backend.put(key, view)
-        return OverflowEntry(key=key, nbytes=view.nbytes, digest=digest_of(view))
-
     def put_marker(self, marker: RankMarker) -> None:
         """State that all segments of `marker` are durable. Call it last."""
         self._backend.put(marker_key(marker.generation, marker.rank), marker.to_bytes())
@@ -176,18 +165,6 @@ class RunStore:
         """
         return read_committed_marker(self._backend, commit, rank)
 
-    def read_segment(self, entry: SegmentEntry, out: memoryview) -> None:
-        """Fill `out`, of exactly `entry.nbytes` bytes, and verify the digest of the whole file.
-
-        Raises:
-            Corrupt: other bytes or another size than written; `out` then holds rubbish.
-            KeyMissing: it is gone.
-        """
-        if out.nbytes != entry.nbytes:
-            raise ValueError(f"`read_segment`: `out` has {out.nbytes} bytes, {entry.key} has {entry.nbytes}.")
-        self._backend.get_into(entry.key, out)
-        expect_digest(entry.key, digest_of(out), entry.digest)
-
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
         """Fill `out` with bytes of a segment from `start` on, unverified.
 
@@ -199,28 +176,6 @@ class RunStore:
             self._backend.get_into(entry.key, out)
         else:
             self._backend.get_range(entry.key, start, out)
-
-    def read_record(self, entry: SegmentEntry, record: RecordEntry, out: memoryview) -> None:
-        """Fill `out`, of exactly `record.nbytes` bytes, with one record of a segment, and verify its digest.
-
-        Args:
-            entry: a segment of a marker, or what it borrows from one.
-            record: one of its records.
-            out: where to.
-
-        Raises:
-            Corrupt: other bytes than written, or the segment ends before; `out` then holds rubbish.
-            StorageError: it cannot be read, or is gone.
-        """
-        if out.nbytes != record.nbytes:
-            raise ValueError(f"`read_record`: `out` has {out.nbytes} bytes, {record.name} has {record.nbytes}.")
-        read_record(self._backend, entry.key, record, out)
-
-    def read_overflow(self, entry: OverflowEntry) -> bytes:
-        """Read and verify a side file. Raises `Corrupt` or `KeyMissing`."""
-        data = self._backend.get(entry.key)
-        expect_digest(entry.key, digest_of(data), entry.digest)
-        return data
 
     # Coordination: rank 0, one thread at a time.
 
@@ -385,18 +340,6 @@ class RunStore:
         for generation in doomed:
             delete_generation(self._backend, catalog[generation])
         return list(doomed)
-
-    def discard(self, generation: GenerationId) -> None:
-        """Delete a generation of this life that will not be committed, because saving it failed.
-
-        Raises:
-            ValueError: it belongs to another life, or is committed.
-        """
-        contents = read_catalog(self._backend, generation.prefix).get(generation)
-        if generation != self.name(generation.step) or (contents is not None and contents.committed):
-            raise ValueError(f"`discard({generation})`: only an uncommitted generation of this life can be discarded.")
-        if contents is not None:
-            delete_generation(self._backend, contents)
 
     def close(self) -> None:
         """Release the backend."""

@@ -12,7 +12,7 @@ import xxhash
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._entries import OverflowEntry, SegmentEntry
+from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._ranges import read_chunks
 from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of, header_nbytes
@@ -54,14 +54,6 @@ def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
     for chunk in read_chunks(backend, key, record.nbytes, first=record.offset):
         digest.update(chunk)
     _expect(f"{key}: {record.name}", digest.hexdigest(), record.digest)
-
-
-def scrub_overflow(backend: Backend, entry: OverflowEntry) -> None:
-    """Read a side file and check its digest. Raises `Corrupt` or `KeyMissing`."""
-    file = xxhash.xxh3_128()
-    for chunk in read_chunks(backend, entry.key, entry.nbytes):
-        file.update(chunk)
-    _expect(entry.key, file.hexdigest(), entry.digest)
 
 
 def read_record(backend: Backend, key: str, record: RecordEntry, out: memoryview) -> None:

@@ -46,7 +46,7 @@ class StoredGeneration:
 
     @property
     def nbytes(self) -> int:
-        """Size of the segments and side files there are."""
+        """Size of the segments there are."""
         return data_nbytes(self.sizes)
 
     @property

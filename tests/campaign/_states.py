@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from stored._segments import read_segment
 from torch import Tensor
 from typing_extensions import override
 
@@ -177,7 +178,7 @@ def in_storage(folder: Path) -> list[tuple[Commit, list[Taken]]]:
         for rank in range(commit.world_size):
             marker = store.read_marker(commit, rank)
             buffer = torch.empty(marker.segments[0].nbytes, dtype=torch.uint8)
-            store.read_segment(marker.segments[0], as_memoryview(buffer))
+            read_segment(store, marker.segments[0], as_memoryview(buffer))
             parts.append(_taken("storage", marker, buffer))
         found.append((commit, parts))
     backend.close()

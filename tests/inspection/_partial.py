@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from stored._segments import read_segment
 
 from lightning_moe_ckpt.session import decode_journal
 from lightning_moe_ckpt.session._journal import encode_journal
@@ -63,7 +64,7 @@ def _write_rank(
     older, newer = sources
     source = store.read_marker(newer, rank)
     data = bytearray(source.segments[0].nbytes)
-    store.read_segment(source.segments[0], memoryview(data))
+    read_segment(store, source.segments[0], memoryview(data))
     entry = _without(data, source.segments[0].records, generation, rank, lacking)
     key, view = entry[0].key, entry[1]
     assert store.put_segment(generation, rank, STEP, view) == key

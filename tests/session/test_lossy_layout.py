@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from session._lossy_model import NUM_EXPERTS, rank_of_world
+from stored._segments import verify_records
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.native import create_engine
@@ -21,7 +22,7 @@ from lightning_moe_ckpt.session._layout import Part, StateView, WindowLayout
 from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.session._writer import BoundaryCapture, SegmentWriter
-from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, digest_of, verify_records
+from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, digest_of
 
 WORLDS = [(1, 1), (3, 1), (4, 2), (3, 3)]
 """Ranks, and over how many of them the experts are spread."""

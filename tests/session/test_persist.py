@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored._segments import read_segment, verify_records
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, StorageError
 from lightning_moe_ckpt.native import CpuCopyEngine, Ticket
@@ -35,7 +36,6 @@ from lightning_moe_ckpt.storage import (
     TensorSpec,
     digest_of,
     open_backend,
-    verify_records,
 )
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 
@@ -518,7 +518,7 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
         for entry in store.read_marker(commit, rank).segments:
             out = torch.zeros(entry.nbytes, dtype=torch.uint8)
             view = memoryview(out.numpy().data)
-            store.read_segment(entry, view)
+            read_segment(store, entry, view)
             verify_records(entry, view)
             assert torch.equal(LAYOUT.view(out, "w"), torch.full((8,), float(100 * rank + entry.step)))
     each(workers, lambda _, worker: worker.close())

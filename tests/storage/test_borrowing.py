@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stored._lives import named
 from stored._partial import DENSE, EXPERTS, PartialJob, Sources, read_back
 from stored._runs import stored
+from stored._segments import read_record
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import (
@@ -171,7 +172,7 @@ def test_the_two_newest_copies_of_every_expert_stay(turns: list[list[str]], keep
         for marker in markers:
             for each in marker.spares:
                 for record in each.segment.records:
-                    job.store.read_record(each.segment, record, memoryview(bytearray(record.nbytes)))
+                    read_record(job.store, each.segment, record, memoryview(bytearray(record.nbytes)))
 
 
 def test_a_save_under_way_may_borrow_from_the_last_two_whatever_is_kept() -> None:

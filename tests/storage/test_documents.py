@@ -18,7 +18,6 @@ from lightning_moe_ckpt.storage import (
     Lineage,
     ModuleEntry,
     ModuleLine,
-    OverflowEntry,
     RankMarker,
     RecordEntry,
     SegmentEntry,
@@ -27,7 +26,7 @@ from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._entries import BorrowedEntry
 from lightning_moe_ckpt.storage._json import decode, described_nbytes, encode
 from lightning_moe_ckpt.storage._lineage import Cut
-from lightning_moe_ckpt.storage._names import overflow_key, segment_key
+from lightning_moe_ckpt.storage._names import segment_key
 from lightning_moe_ckpt.storage._record_table import RecordTable
 from lightning_moe_ckpt.storage._records import StoredMarker
 
@@ -46,7 +45,6 @@ def _segment(rank: int, step: int) -> SegmentEntry:
         nbytes=8192,
         digest="f" * 32,
         records=(record, dataclasses.replace(record, present=True, global_shape=(), global_start=0, numel=1, nbytes=2)),
-        side_file=OverflowEntry(key=overflow_key(GENERATION, rank, step), nbytes=7, digest="e" * 32),
     )
 
 
@@ -71,7 +69,7 @@ def make_marker(rank: int = 0) -> RankMarker:
         world_size=2,
         generation=GENERATION,
         plan_hash="p",
-        segments=(_segment(rank, 39), dataclasses.replace(_segment(rank, 40), side_file=None)),
+        segments=(_segment(rank, 39), _segment(rank, 40)),
         policy={"name": "sparse", "window": 2, "ratio": 0.1, "tags": ["a", "\u00e9"], "none": None},
         module=ModuleLine.of(MODULE) if rank == 0 else None,
     )
@@ -88,7 +86,7 @@ def _commit() -> Commit:
 def of_a_life(rank: int) -> RankMarker:
     """Rank 0 says what the life descends from."""
     generation = dataclasses.replace(GENERATION, life="a" * 12)
-    segments = [dataclasses.replace(_segment(rank, 40), key=segment_key(generation, rank, 40), side_file=None)]
+    segments = [dataclasses.replace(_segment(rank, 40), key=segment_key(generation, rank, 40))]
     return dataclasses.replace(
         make_marker(rank), generation=generation, segments=tuple(segments), lineage=None if rank else LINEAGE
     )
@@ -137,7 +135,7 @@ def test_the_document_of_a_marker_says_how_large_all_of_it_is(rank: int) -> None
     older = BorrowedEntry(
         generation=dataclasses.replace(GENERATION, step=2),
         segment=dataclasses.replace(
-            _segment(rank, 2), key=segment_key(dataclasses.replace(GENERATION, step=2), rank, 2), side_file=None
+            _segment(rank, 2), key=segment_key(dataclasses.replace(GENERATION, step=2), rank, 2)
         ),
     )
     data = dataclasses.replace(make_marker(rank), borrowed=(older,), spares=(older,)).to_bytes()
@@ -148,7 +146,7 @@ def test_the_document_of_a_marker_says_how_large_all_of_it_is(rank: int) -> None
 
 def test_a_commit_adds_the_markers_up() -> None:
     commit = _commit()
-    assert (commit.steps, commit.world_size, commit.nbytes) == ((39, 40), 2, 2 * (2 * 8192 + 7))
+    assert (commit.steps, commit.world_size, commit.nbytes) == ((39, 40), 2, 2 * 2 * 8192)
     assert commit.markers[1] == digest_of(make_marker(1).to_bytes())
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from stored._segments import read_record, read_segment, verify_records
 
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.session import decode_journal
 from lightning_moe_ckpt.session._codec import _READERS, decode, encode, register_enum
 from lightning_moe_ckpt.session._codec_leaves import LEAF_READERS
 from lightning_moe_ckpt.session._layout import JOURNAL
-from lightning_moe_ckpt.storage import FsspecBackend, GenerationId, RunStore, digest_of, verify_records
+from lightning_moe_ckpt.storage import FsspecBackend, GenerationId, RunStore, digest_of
 
 SEGMENT = "snap/000000000000/e000001/rank00000.000000000000.safetensors"
 
@@ -135,7 +136,7 @@ def test_a_store_made_of_the_example_is_read(example: list[str]) -> None:
     assert read.module.read().param_groups == (("blocks.0.moe.w1",),)
     stored = read.segments[0]
     out = bytearray(stored.nbytes)
-    store.read_segment(stored, memoryview(out))
+    read_segment(store, stored, memoryview(out))
     verify_records(stored, memoryview(out))
     assert out == segment
     assert store.open_epoch(commits[0].generation) == 2
@@ -171,7 +172,7 @@ def test_a_generation_that_borrows_is_read_as_the_text_says(example: list[str], 
     verify_records(read.segments[0], memoryview(segment))
     (entry,) = read.borrowed
     out = bytearray(12)
-    store.read_record(entry.segment, entry.segment.records[0], memoryview(out))
+    read_record(store, entry.segment, entry.segment.records[0], memoryview(out))
     assert struct.unpack("<3f", out) == (1, 2, 3)
     assert (read.to_bytes().decode(), newest.to_bytes().decode()) == (
         f"{marker}\n{own}\n{borrowed}\n{module}\n",
@@ -195,7 +196,7 @@ def test_a_generation_with_a_spare_is_read_as_the_text_says(example: list[str], 
     verify_records(read.segments[0], memoryview(segment))
     (entry,) = read.spares
     out = bytearray(12)
-    store.read_record(entry.segment, entry.segment.records[0], memoryview(out))
+    read_record(store, entry.segment, entry.segment.records[0], memoryview(out))
     assert struct.unpack("<3f", out) == (1, 2, 3)
     assert (read.to_bytes().decode(), newest.to_bytes().decode()) == (
         f"{marker}\n{own}\n{spare}\n{module}\n",

@@ -13,6 +13,7 @@ from typing import Literal
 
 import pytest
 from stored._runs import begin, save, steps, write
+from stored._segments import read_segment
 
 from lightning_moe_ckpt.errors import ConfigurationError, Fenced, NoUsableGeneration, StorageRefused
 from lightning_moe_ckpt.storage import (
@@ -140,7 +141,7 @@ def test_what_an_overtaken_job_commits_is_never_taken(
     said = [record.message for record in caplog.records]
     assert all(any(str(each) in line and "does not name" in line for line in said) for each in late)
     (segment,) = again.read_marker(again.candidates()[0], 0).segments
-    again.read_segment(segment, memoryview(bytearray(segment.nbytes)))
+    read_segment(again, segment, memoryview(bytearray(segment.nbytes)))
 
 
 def test_nobody_deletes_what_the_log_does_not_name_before_it_is_left_behind(place: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from servers._s3 import KEY, SECRET, S3Server, running
-from stored._lives import named
 
 import lightning_moe_ckpt
 from lightning_moe_ckpt.errors import StorageError
@@ -141,30 +139,6 @@ def test_closing_during_an_upload_leaves_nothing(server: S3Server) -> None:
             writing.result(60)
     assert other.list("") == []
     assert unfinished(other) == []
-
-
-def test_uploads_of_a_generation_go_with_it(server: S3Server) -> None:
-    """Discarding one that failed aborts what is still under way of it."""
-    url = server.url()
-    slow, backend = opened(server, url, SLOW), open_backend(url, storage_options=server.storage_options)
-    store = RunStore.open(backend, resume="auto")
-    store.candidates()
-    epoch = store.open_epoch(None)
-    assert epoch is not None
-    generation = named(step=1, epoch=epoch)
-    store.put_segment(generation, 0, 0, memoryview(b"x"))
-    writing = threading.Thread(target=_fails, args=(slow, f"{generation.prefix}rank00000.000000000001.safetensors"))
-    writing.start()
-    await_upload(opened(server, url))
-    store.discard(generation)
-    writing.join(120)
-    assert unfinished(slow) == []
-    assert slow.list("snap/") == []
-
-
-def _fails(backend: ObjectBackend, key: str) -> None:
-    with pytest.raises(StorageError):
-        backend.put(key, bytes(BIG))
 
 
 def test_many_uploads_are_found_page_by_page(server: S3Server) -> None:

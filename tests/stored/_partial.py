@@ -21,6 +21,7 @@ from lightning_moe_ckpt.storage import (
     full_records,
     segment_key,
 )
+from stored._segments import read_record
 
 DENSE = "dense"
 EXPERTS = ("expert.0", "expert.1", "expert.2")
@@ -94,7 +95,7 @@ def _read_rank(store: RunStore, commit: Commit, rank: int) -> dict[str, Generati
     sources: dict[str, GenerationId] = {}
     for file, record in full_records(store.read_marker(commit, rank)):
         out = bytearray(record.nbytes)
-        store.read_record(file, record, memoryview(out))
+        read_record(store, file, record, memoryview(out))
         step, epoch, life, _ = out.decode().partition("@")[2].partition(";")[0].split("/")
         generation = GenerationId(step=int(step), epoch=int(epoch), life=life)
         assert out == piece(record.operator, generation, rank), "verified, but not what was written"

@@ -1,10 +1,20 @@
-"""Segments with records of real tensors, and the entries that describe them, every digest included."""
+"""Segments with records of real tensors, the entries that describe them, and reading with every digest compared."""
 
 from __future__ import annotations
 
 import torch
 
-from lightning_moe_ckpt.storage import RecordEntry, SegmentEntry, SegmentLayout, TensorSpec, digest_of, dtype_code
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.storage import (
+    RecordEntry,
+    RunStore,
+    SegmentEntry,
+    SegmentLayout,
+    TensorSpec,
+    check_places,
+    digest_of,
+    dtype_code,
+)
 
 # Two floats would do; sizes that are not a multiple of the alignment leave pads between the records.
 LAYOUT = SegmentLayout(
@@ -46,3 +56,27 @@ def _record(name: str, data: bytes) -> RecordEntry:
         global_shape=span.shape, global_start=0, numel=span.nbytes // span.dtype.itemsize, offset=span.offset,
         nbytes=span.nbytes, digest=digest_of(data[span.offset : span.offset + span.nbytes]),
     )  # fmt: skip
+
+
+def read_segment(store: RunStore, entry: SegmentEntry, out: memoryview) -> None:
+    """Fill `out` with the whole file, and compare its digest."""
+    store.read_range(entry, 0, out)
+    _expect(entry.key, out, entry.digest)
+
+
+def read_record(store: RunStore, entry: SegmentEntry, record: RecordEntry, out: memoryview) -> None:
+    """Fill `out` with one record, and compare its digest."""
+    store.read_range(entry, record.offset, out)
+    _expect(f"{entry.key}: {record.name}", out, record.digest)
+
+
+def verify_records(segment: SegmentEntry, data: memoryview) -> None:
+    """Compare every record of a segment in memory: its place in the header, its dtype and its digest."""
+    check_places(segment, data)
+    for record in segment.records:
+        _expect(f"{segment.key}: {record.name}", data[record.offset : record.offset + record.nbytes], record.digest)
+
+
+def _expect(what: str, data: memoryview, written: str) -> None:
+    if (found := digest_of(data)) != written:
+        raise Corrupt(f"{what}: digest {found}, its marker says {written}.")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from stored._segments import verify_records
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.session._layout import as_memoryview
@@ -20,7 +21,6 @@ from lightning_moe_ckpt.storage import (
     SegmentLayout,
     TensorSpec,
     digest_of,
-    verify_records,
 )
 from lightning_moe_ckpt.tiers import Holding, HostTier, SegmentRing
 

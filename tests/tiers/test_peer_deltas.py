@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored._segments import verify_records
 from torch import Tensor
 
 from lightning_moe_ckpt.native import AdamStep
@@ -30,7 +31,6 @@ from lightning_moe_ckpt.storage import (
     SegmentLayout,
     digest_of,
     dtype_code,
-    verify_records,
 )
 from lightning_moe_ckpt.tiers import EncodedDelta, Gradients, HostTier, SegmentRing, encode_delta, shared_name
 from lightning_moe_ckpt.tiers import _peer_receiver as receiving

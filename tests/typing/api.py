@@ -369,11 +369,9 @@ def store(url: str) -> list[storage.GenerationId]:
     marker = run.read_marker(commits[0], rank=0)
     assert_type(marker, storage.RankMarker)
     assert_type(marker.segments[0], storage.SegmentEntry)
-    assert_type(marker.segments[0].side_file, storage.OverflowEntry | None)
     assert_type(marker.segments[0].records[0], storage.RecordEntry)
     data = memoryview(bytearray(marker.segments[0].nbytes))
-    run.read_segment(marker.segments[0], data)
-    storage.verify_records(marker.segments[0], data)
+    run.read_range(marker.segments[0], 0, data)
     assert_type(storage.digest_of(data), str)
     assert_type(storage.segment_key(storage.GenerationId(step=1, epoch=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
@@ -384,7 +382,7 @@ def store(url: str) -> list[storage.GenerationId]:
     assert_type(storage.Pace(bandwidth=2**20).chunk_nbytes(2**24), int)
     assert_type(storage.carry_spares(marker, ["moe/expert.3"], ["moe/expert.4"]), tuple[storage.BorrowedEntry, ...])
     for file, record in storage.full_records(marker):
-        run.read_record(file, record, data[: record.nbytes])
+        assert_type((file.nbytes, record), tuple[int, storage.RecordEntry])
     return run.retain(storage.Retention(last=2, every_n_steps=1000, days=1.5))
 
 
@@ -412,7 +410,7 @@ def describe_module(marker: storage.RankMarker) -> storage.HuggingFaceEntry | No
     return entry.hugging_face[0]
 
 
-def look_at_segments(url: str, segment: storage.SegmentEntry, overflow: storage.OverflowEntry) -> Iterator[memoryview]:
+def look_at_segments(url: str, segment: storage.SegmentEntry) -> Iterator[memoryview]:
     ranged = storage.open_backend(url)
     assert_type(ranged, storage.Backend)
     view = storage.RunView.open(ranged)
@@ -422,7 +420,6 @@ def look_at_segments(url: str, segment: storage.SegmentEntry, overflow: storage.
     for record in segment.records:
         storage.scrub_record(ranged, segment.key, record)
     assert_type(storage.check_places(segment, memoryview(ranged.get(segment.key))), storage.SegmentLayout)
-    storage.scrub_overflow(ranged, overflow)
     storage.read_record(ranged, segment.key, segment.records[0], memoryview(bytearray(4)))
     return storage.read_chunks(ranged, segment.key, segment.nbytes)
 
