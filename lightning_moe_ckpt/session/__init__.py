@@ -14,10 +14,10 @@ from lightning_moe_ckpt.session._description import read_extra as read_extra
 from lightning_moe_ckpt.session._journal import decode_journal as decode_journal
 from lightning_moe_ckpt.session._journal import differs as differs
 from lightning_moe_ckpt.session._life import Life as Life
+from lightning_moe_ckpt.session._loss_figures import LossFigures as LossFigures
 from lightning_moe_ckpt.session._lossy_budgets import ByteBudgets as ByteBudgets
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows as LossyWindows
 from lightning_moe_ckpt.session._planners import WindowPolicy as WindowPolicy
-from lightning_moe_ckpt.session._report import LossFigures as LossFigures
 from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._rng import HeldGenerator as HeldGenerator
 from lightning_moe_ckpt.session._rng import RngState as RngState

@@ -43,6 +43,7 @@ from lightning_moe_ckpt.session._host import HOST
 from lightning_moe_ckpt.session._journal import JournalCapacity
 from lightning_moe_ckpt.session._lay_out import lay_out
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
+from lightning_moe_ckpt.session._loss_figures import LossFigures
 from lightning_moe_ckpt.session._lossy_budgets import SlotMeasure
 from lightning_moe_ckpt.session._lossy_restore import expert_names
 from lightning_moe_ckpt.session._lossy_windows import LossyWindows
@@ -53,7 +54,6 @@ from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._plan_record import PlanRecord
 from lightning_moe_ckpt.session._popularity import sum_in_order
 from lightning_moe_ckpt.session._reordering import Background
-from lightning_moe_ckpt.session._report import LossFigures
 from lightning_moe_ckpt.session._worker import TierWorker
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
