@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._digest import digest_of
+from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._names import (
     COMMITTED,
     SNAP_PREFIX,

@@ -23,8 +23,7 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, expect_readable, probe_create
-from lightning_moe_ckpt.storage._pace import Pace
+from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, Pace, expect_readable, probe_create
 
 _CHUNK_NBYTES = 16 * 2**20
 _IN_PROCESS = {"memory", "file", "local"}  # check-then-write, so this process takes turns; and never hanging

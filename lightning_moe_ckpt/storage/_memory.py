@@ -11,12 +11,13 @@ The ring's nonce is in both, so a marker is never taken for a ring that was made
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._entries import generation_body, read_generation
-from lightning_moe_ckpt.storage._json import Fields, decode, encode
+from lightning_moe_ckpt.storage._json import Fields, decode, digest_of, encode
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._records import RankMarker
 
@@ -100,3 +101,20 @@ def _read_slot(value: object, where: str) -> tuple[int, int]:
     pair = body.integer("step"), body.integer("slot")
     body.end()
     return pair
+
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def lacking_memory(nbytes: int) -> str | None:
+    """Return why so many bytes cannot be had; `None` if they can, or the machine does not say.
+
+    Asked before memory is taken for what a document says, which may be made up: the kernel grants far more than there
+    is, and ends whoever uses it.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        lines = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())
+        available = int(lines.get("MemAvailable", "").split()[0]) * 1024
+        if nbytes > available:
+            return f"takes {nbytes} bytes of memory, {available} are available"
+    return None

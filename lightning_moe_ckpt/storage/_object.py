@@ -29,9 +29,8 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, expect_readable, probe_create
+from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, Pace, expect_readable, probe_create
 from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
-from lightning_moe_ckpt.storage._pace import Pace
 from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
 PART_NBYTES = 16 * 2**20

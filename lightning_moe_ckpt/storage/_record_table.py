@@ -20,8 +20,7 @@ from typing import Any, overload
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._digest import digest_of
-from lightning_moe_ckpt.storage._json import MAX_INTEGER, Fields, read_text
+from lightning_moe_ckpt.storage._json import MAX_INTEGER, Fields, digest_of, read_text
 from lightning_moe_ckpt.storage._segment import itemsize_of
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from lightning_moe_ckpt.errors import Corrupt, StorageRefused
-from lightning_moe_ckpt.storage._digest import DIGEST_NAME
 from lightning_moe_ckpt.storage._entries import (
     BorrowedEntry,
     Lines,
+    ModuleLine,
     SegmentEntry,
     borrowed_body,
     generation_body,
@@ -32,6 +32,7 @@ from lightning_moe_ckpt.storage._entries import (
 )
 from lightning_moe_ckpt.storage._json import (
     BORROWING,
+    DIGEST_NAME,
     OF_A_LIFE,
     SPARING,
     VERSION,
@@ -41,8 +42,7 @@ from lightning_moe_ckpt.storage._json import (
     read_integer,
     read_text,
 )
-from lightning_moe_ckpt.storage._lineage import Lineage
-from lightning_moe_ckpt.storage._module import ModuleLine
+from lightning_moe_ckpt.storage._log import Lineage
 from lightning_moe_ckpt.storage._names import (
     DURABLE,
     MAX_MARKER_NBYTES,

@@ -19,8 +19,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, N
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_manifest, read_marker
 from lightning_moe_ckpt.storage._commit import complete_markers
-from lightning_moe_ckpt.storage._lineage import Cut, Lineage
-from lightning_moe_ckpt.storage._log import History, Log
+from lightning_moe_ckpt.storage._log import Cut, History, Lineage, Log
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key
 from lightning_moe_ckpt.storage._records import Commit
 

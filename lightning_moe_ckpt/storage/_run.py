@@ -34,10 +34,9 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
-from lightning_moe_ckpt.storage._coordination import Coordination
+from lightning_moe_ckpt.storage._coordination import Coordination, begin_run, expect_nothing_lost, losses, read_history
 from lightning_moe_ckpt.storage._entries import SegmentEntry
-from lightning_moe_ckpt.storage._lineage import Lineage
-from lightning_moe_ckpt.storage._log import Log, run_event
+from lightning_moe_ckpt.storage._log import Lineage, Log, run_event
 from lightning_moe_ckpt.storage._names import (
     LOG_PREFIX,
     SNAP_PREFIX,
@@ -45,11 +44,10 @@ from lightning_moe_ckpt.storage._names import (
     marker_key,
     segment_key,
 )
-from lightning_moe_ckpt.storage._opening import begin_run, expect_nothing_lost, losses, read_history
+from lightning_moe_ckpt.storage._open import memory_tag, place_of
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
 from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
 from lightning_moe_ckpt.storage._survey import Survey
-from lightning_moe_ckpt.storage._url import memory_tag, place_of
 
 log = logging.getLogger(__name__)
 

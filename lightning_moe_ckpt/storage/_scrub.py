@@ -1,23 +1,70 @@
-"""Checking every byte of a stored file against what its marker says, in bounded memory.
+"""Checking stored segments against what their markers say, in memory and, in bounded memory, as they stream past.
 
-A restore reads a segment into memory and checks it there. Here the file streams past: its digest and those of its
+A restore reads a segment into memory and checks it there. A scrub lets the file stream past: its digest and those of its
 records are computed on the way, and only its header is kept. What passes here passes there, and the other way round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._entries import SegmentEntry
-from lightning_moe_ckpt.storage._ranges import read_chunks
 from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of, header_nbytes
 
 _LENGTH_NBYTES = 8
+
+
+CHUNK_NBYTES = 4 * 2**20
+
+
+def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> Iterator[memoryview]:
+    """Bytes `[first, first + nbytes)` of an object, in order; while one chunk is used, the next is being read.
+
+    A view is overwritten by the chunk after the next: use it at once. Memory is two chunks, whatever the object.
+    """
+    buffers = [memoryview(bytearray(min(CHUNK_NBYTES, nbytes))) for _ in range(2)]
+
+    def read(turn: int) -> memoryview:
+        start = turn * CHUNK_NBYTES
+        view = buffers[turn % 2][: min(CHUNK_NBYTES, nbytes - start)]
+        backend.get_range(key, first + start, view)
+        return view
+
+    turns = -(-nbytes // CHUNK_NBYTES)
+    if turns <= 1:
+        yield from map(read, range(turns))
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="moe-ckpt-read") as ahead:
+        waiting = ahead.submit(read, 0)
+        for turn in range(turns):
+            view = waiting.result()
+            if turn + 1 < turns:
+                waiting = ahead.submit(read, turn + 1)
+            yield view
+
+
+def check_places(segment: SegmentEntry, data: memoryview) -> SegmentLayout:
+    """Check that every record lies where the marker says; its bytes are not looked at.
+
+    Args:
+        segment: as its marker describes it.
+        data: all bytes of the file.
+
+    Returns:
+        The layout that the file's header says.
+
+    Raises:
+        Corrupt: the first record that is elsewhere, or the header is not one.
+    """
+    layout = SegmentLayout.parse(data)
+    _expect_places(segment, layout)
+    return layout
 
 
 def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
@@ -97,16 +144,15 @@ def _check_places(entry: SegmentEntry, header: bytes) -> None:
     layout: SegmentLayout = _rebuild(_split_header(memoryview(header)))
     if layout.header != header or layout.nbytes != entry.nbytes:
         raise Corrupt(f"{entry.key}: the header is not spelled as this format writes it. Another copy may be good.")
-    if (record := next(_placed_elsewhere(entry, layout), None)) is not None:
-        raise Corrupt(f"{entry.key}: {record.name} is not where its marker says.")
+    _expect_places(entry, layout)
 
 
-def _placed_elsewhere(entry: SegmentEntry, layout: SegmentLayout) -> Iterator[RecordEntry]:
+def _expect_places(entry: SegmentEntry, layout: SegmentLayout) -> None:
     for record in entry.records:
         span = layout.spans.get(record.name)
         place = (record.offset, record.nbytes, dtype_of(record.dtype))
         if span is None or (span.offset, span.nbytes, span.dtype) != place:
-            yield record
+            raise Corrupt(f"{entry.key}: {record.name} is not where its marker says.")
 
 
 def _expect(what: str, found: str, written: str) -> None:

@@ -14,7 +14,7 @@ from campaign._faults import Breaking, memory_of, record_of
 from campaign._overlap import Overlap, run_overlapping
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.storage._url import memory_tag
+from lightning_moe_ckpt.storage._open import memory_tag
 from lightning_moe_ckpt.testing._lives import LifeResult, assert_same_end, run_lives
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.storage import ObjectBackend
-from lightning_moe_ckpt.storage._pace import Pace
+from lightning_moe_ckpt.storage._backend import Pace
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives import Life
 from lightning_moe_ckpt.testing._lives_kill import Kill

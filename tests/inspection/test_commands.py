@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.storage import FsspecBackend, PosixBackend, open_backend
-from lightning_moe_ckpt.storage import _ranges as ranges
+from lightning_moe_ckpt.storage import _scrub as ranges
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.storage import (
     PosixBackend,
     Retrying,
     RunStore,
-    _lustre,
+    _posix,
     create_once,
     open_backend,
 )
@@ -383,7 +383,7 @@ def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     escaped = str(tmp_path / "lustre dir").replace(" ", "\\040")
     table = f"overlay / overlay rw 0 0\ntmpfs {escaped} tmpfs rw 0 0\nmgs@tcp:/fs {escaped} lustre rw 0 0\n"
     (tmp_path / "mounts").write_text(table)
-    monkeypatch.setattr(_lustre, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(_posix, "_MOUNTS", tmp_path / "mounts")
     calls.touch()
     return calls
 

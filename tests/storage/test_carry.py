@@ -20,8 +20,7 @@ from lightning_moe_ckpt.storage import (
     full_records,
     segment_key,
 )
-from lightning_moe_ckpt.storage._digest import digest_of
-from lightning_moe_ckpt.storage._json import BORROWING, VERSION
+from lightning_moe_ckpt.storage._json import BORROWING, VERSION, digest_of
 from lightning_moe_ckpt.storage._records import Commit, StoredMarker
 
 EXPERTS = [f"blocks.{layer}.moe/expert.{i}" for layer in range(2) for i in range(3)]

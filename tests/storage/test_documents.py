@@ -22,10 +22,9 @@ from lightning_moe_ckpt.storage import (
     RecordEntry,
     SegmentEntry,
 )
-from lightning_moe_ckpt.storage._digest import digest_of
 from lightning_moe_ckpt.storage._entries import BorrowedEntry
-from lightning_moe_ckpt.storage._json import decode, described_nbytes, encode
-from lightning_moe_ckpt.storage._lineage import Cut
+from lightning_moe_ckpt.storage._json import decode, described_nbytes, digest_of, encode
+from lightning_moe_ckpt.storage._log import Cut
 from lightning_moe_ckpt.storage._names import segment_key
 from lightning_moe_ckpt.storage._record_table import RecordTable
 from lightning_moe_ckpt.storage._records import StoredMarker

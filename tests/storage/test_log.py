@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from lightning_moe_ckpt.errors import Corrupt, Fenced
 from lightning_moe_ckpt.storage import Backend, FsspecBackend, GenerationId
 from lightning_moe_ckpt.storage._json import encode
-from lightning_moe_ckpt.storage._lineage import Cut
-from lightning_moe_ckpt.storage._log import History, Log, _body
+from lightning_moe_ckpt.storage._log import Cut, History, Log, _body
 from lightning_moe_ckpt.storage._names import log_key
 from lightning_moe_ckpt.storage._retention import advanced_history
 
