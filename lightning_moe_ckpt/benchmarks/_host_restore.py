@@ -8,18 +8,15 @@ starts new processes in between, which is not counted.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from lightning_moe_ckpt.benchmarks._benchmark import Goal
-from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnTaker
+from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnTaker, bench_folders
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.session._sealed import Markers, SealedFile
 from lightning_moe_ckpt.storage import (
@@ -32,7 +29,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     dtype_code,
 )
-from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_directory, shared_name
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 
 _NUM_RECORDS = 64
 """Enough that digests of records are not for free."""
@@ -58,7 +55,7 @@ def made_up_rows(layout: SegmentLayout) -> RecordRows:
 
 
 GOAL = Goal("host", "from a SIGKILL to 50 MB out of host memory", 100, "ms", at_least=False)
-_GENERATION = GenerationId(step=1, epoch=1)
+_RUN, _GENERATION = "bench", GenerationId(step=1, epoch=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,47 +77,31 @@ class HostRestoreFigure:
         return GOAL.outcome(1e3 * self.median / max(1.0, self.nbytes / 50e6))
 
 
-def host_restore_seconds(nbytes: int, *, directory: Path | None = None) -> float:
-    """From the SIGKILL of a process to its `nbytes` of state, verified, in another one.
-
-    Args:
-        nbytes: of one rank's segments together, in one segment of 64 records.
-        directory: of shared memory; default as in `shared_directory`.
+def host_restore_seconds(nbytes: int) -> float:
+    """From the SIGKILL of a process to its `nbytes` of state, in one segment of 64 records, verified in another process.
 
     Raises:
         TurnFailed: the process that was to be killed did not get that far.
     """
-    directory = directory if directory is not None else shared_directory()
-    run_id = f"bench-host-{os.getpid()}"
-    path = directory / shared_name(run_id, 0)
-
-    def capture(hand_over: HandOver[None]) -> None:
-        ring = _capture(path, run_id, nbytes)
-        hand_over(None)
-        ring.close()
-
     out = torch.empty(nbytes + 2**20, dtype=torch.uint8).fill_(0)  # memory that a model has when it is restored to
-    with _removed(path), TurnTaker(capture) as taker:
-        taker.take()
-        began = time.perf_counter()
-        taker.kill()
-        _restore(run_id, directory, out)
-        return time.perf_counter() - began
+    with bench_folders() as (_, memory):
 
-
-@contextmanager
-def _removed(path: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        ring = SegmentRing.adopt(path)
-        if ring is not None:
+        def capture(hand_over: HandOver[None]) -> None:
+            ring = _capture(memory, nbytes)
+            hand_over(None)
             ring.close()
 
+        with TurnTaker(capture) as taker:
+            taker.take()
+            began = time.perf_counter()
+            taker.kill()
+            _restore(memory, out)
+            return time.perf_counter() - began
 
-def _capture(path: Path, run_id: str, nbytes: int) -> SegmentRing:
+
+def _capture(memory: Path, nbytes: int) -> SegmentRing:
     layout = made_up_layout("r", nbytes)
-    ring = SegmentRing.create(path.name, layout.nbytes, 1, path.parent)
+    ring = SegmentRing.create(shared_name(_RUN, 0), layout.nbytes, 1, memory)
     ring.begin_window(_GENERATION)
     slot = ring.acquire(_GENERATION, 1)
     slot.view.fill_(7)
@@ -129,13 +110,13 @@ def _capture(path: Path, run_id: str, nbytes: int) -> SegmentRing:
     ring.finish_window(_GENERATION)
     view = as_memoryview(slot.view)[: layout.nbytes]
     file = SealedFile(generation=_GENERATION, rank=0, step=1, view=view, records=made_up_rows(layout))
-    markers = Markers(run_id=run_id, rank=0, world_size=1)
+    markers = Markers(run_id=_RUN, rank=0, world_size=1)
     ring.publish(_GENERATION, markers.of(_GENERATION, [file.digested()], plan_hash="", plan_json="{}"))
     return ring
 
 
-def _restore(run_id: str, directory: Path, out: torch.Tensor) -> None:
-    tier = HostTier(run_id, directory)
+def _restore(memory: Path, out: torch.Tensor) -> None:
+    tier = HostTier(_RUN, memory)
     try:
         (holding,) = tier.holdings()
         (entry,) = tier.read_marker(holding).segments

@@ -92,7 +92,7 @@ def test_all_of_them_can_be_asked_for_at_once() -> None:
     """One document has the machine and every benchmark."""
     document = _document("all")
     assert sorted(document) == sorted(["machine", "accelerator", *TINY])
-    assert all(document.values())
+    assert all(document[name] for name in TINY)
 
 
 @pytest.fixture

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from lightning_moe_ckpt.benchmarks._host_restore import host_restore_seconds
 
 
-def test_a_killed_process_state_is_read_back_and_verified(tmp_path: Path) -> None:
+def test_a_killed_process_state_is_read_back_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny; what is measured is checked by its digests."""
-    assert 0 < host_restore_seconds(256_000, directory=tmp_path) < 60
+    monkeypatch.setenv("MOE_CKPT_SHARED_MEMORY", str(tmp_path))
+    assert 0 < host_restore_seconds(256_000) < 60
     assert list(tmp_path.iterdir()) == []
