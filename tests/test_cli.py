@@ -19,11 +19,14 @@ for name in ["", *PROGRAM.commands, *(f"bench {name}" for name in BENCH.commands
     assert main([*name.split(), "--help"]) == 0
 heavy = {"torch", "lightning", "numpy", "fsspec", "obstore", "rich"} & set(sys.modules)
 assert not heavy, heavy
+import lightning_moe_ckpt.inspection.commands
+training = {"lightning", "torchmetrics"} & set(sys.modules)
+assert not training, training
 """
 
 
-def test_help_imports_nothing_heavy() -> None:
-    """Of the program and of every command: seconds go into `import torch`, and nobody waits for them here."""
+def test_help_imports_nothing_heavy_and_a_look_nothing_of_training() -> None:
+    """Of the program and of every command: seconds go into `import torch`, more into Lightning and torchmetrics."""
     done = subprocess.run([sys.executable, "-c", _HELP_OF_EVERYTHING], capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.count(b"Usage: moe-ckpt") == 1 + len(PROGRAM.commands) + len(BENCH.commands)

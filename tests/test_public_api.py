@@ -60,7 +60,7 @@ PUBLIC: dict[str, str] = {
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader
         RunStore RunView SegmentEntry SegmentLayout Span StoredGeneration TensorSpec carry_forward carry_spares check_header check_places
         checked_url collect_garbage create_once digest_of dtype_code dtype_of full_records lacking_memory open_backend read_chunks repair_log
-        read_record scrub_record scrub_segment segment_key wrapping_backends
+        scrub_record scrub_segment segment_key wrapping_backends
     """,
     "lightning_moe_ckpt.inspection": """
         Export ExportFormat ExportOptions FileProblem Screen Verdict

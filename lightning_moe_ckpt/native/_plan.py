@@ -115,11 +115,6 @@ class Plan:
         """Bytes of memory on the device to give to `attach`."""
         return self._call("staging_nbytes", self.handle)
 
-    @property
-    def num_chunks(self) -> int:
-        """Units of pacing."""
-        return self._call("num_chunks", self.handle)
-
     def attach(self, staging: int, bounce: int) -> None:
         """Addresses of the staging memory, on the device and on the host."""
         self._call("attach", self.handle, staging, bounce)

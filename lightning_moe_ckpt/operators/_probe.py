@@ -91,20 +91,6 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         """Precision in which COMPUTE of each parameter is exact, by first name."""
         return {fqn: self._dtype(fqn, param) for fqn, param in self._params.items()}
 
-    @property
-    def flags(self) -> Tensor:
-        """Evidence so far, uint8 `[num_params, 2]` on the CPU: was cast, was used otherwise.
-
-        Ranks that must agree take the elementwise maximum over all of them and `merge` it.
-        """
-        return self._flags.clone()
-
-    def merge(self, flags: Tensor) -> None:
-        """Add evidence gathered elsewhere for the same model."""
-        if flags.shape != self._flags.shape:
-            raise ValueError(f"`merge` got flags of {flags.shape[0]} parameters, this model has {len(self._params)}.")
-        torch.maximum(self._flags, flags, out=self._flags)
-
     def reasons(self) -> Mapping[str, frozenset[str]]:
         """Operations seen here that need the full precision, by parameter."""
         return {fqn: frozenset(ops) for fqn, ops in self._reasons.items()}

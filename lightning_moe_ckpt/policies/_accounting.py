@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_tokens
 from lightning_moe_ckpt.policies._expert_tables import (
     LEVELS,
     MEMORY,
@@ -152,15 +151,19 @@ class Accounting:
     @property
     def plt(self) -> float:
         """Portion of lost tokens."""
-        return portion_of_lost_tokens(self.lost, self.processed)
+        return self.share(self.lost)
 
     @property
     def mlt(self) -> float:
         """Lost tokens by layer, added up."""
+        from lightning_moe_ckpt.metrics import moementary_lost_tokens  # with torchmetrics, which takes seconds
+
         return moementary_lost_tokens(self.lost, self.processed, self.num_experts)
 
     def share(self, tokens_E: Tensor) -> float:
         """Tokens as a part of all that were processed: what a fault that lost them adds to PLT."""
+        from lightning_moe_ckpt.metrics import portion_of_lost_tokens  # as above
+
         return portion_of_lost_tokens(tokens_E, self.processed)
 
     def unsaved(self, level: str) -> Tensor:

@@ -48,7 +48,6 @@ from lightning_moe_ckpt.storage._run import RunStore as RunStore
 from lightning_moe_ckpt.storage._scrub import check_header as check_header
 from lightning_moe_ckpt.storage._scrub import check_places as check_places
 from lightning_moe_ckpt.storage._scrub import read_chunks as read_chunks
-from lightning_moe_ckpt.storage._scrub import read_record as read_record
 from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout

@@ -96,22 +96,11 @@ def check_header(backend: Backend, entry: SegmentEntry) -> None:
 
 
 def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
-    """Read one record of a segment, in pieces, and check its digest. Raises as `read_record`."""
+    """Read one record of a segment, in pieces, and check its digest. Raises as `scrub_segment`."""
     digest = xxhash.xxh3_128()
     for chunk in read_chunks(backend, key, record.nbytes, first=record.offset):
         digest.update(chunk)
     _expect(f"{key}: {record.name}", digest.hexdigest(), record.digest)
-
-
-def read_record(backend: Backend, key: str, record: RecordEntry, out: memoryview) -> None:
-    """Read one record of a segment into `out`, of exactly its size, and check its digest.
-
-    Raises:
-        Corrupt: other bytes than written; `out` then holds rubbish.
-        KeyMissing: the segment is gone.
-    """
-    backend.get_range(key, record.offset, out)
-    _expect(f"{key}: {record.name}", xxhash.xxh3_128_hexdigest(out), record.digest)
 
 
 def _feed(

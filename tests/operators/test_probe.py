@@ -184,24 +184,6 @@ def test_iterations_add_up(low: torch.dtype) -> None:
     assert probe.reasons() == {"a.weight": frozenset({"aten.pow.Tensor_Scalar"})}
 
 
-def test_ranks_merge_their_evidence(low: torch.dtype) -> None:
-    """The union of what was seen: cast on one rank, used otherwise on another."""
-    model = toy()
-    here, there = ComputeDtypeProbe(model, low), ComputeDtypeProbe(model, low)
-    with here:
-        loss_of(model, low)
-    with there:
-        model.proj.weight.abs()
-    assert low_names(there, low) == set()
-    here.merge(there.flags)
-    there.merge(here.flags)
-    assert here.verdict() == there.verdict()
-    assert "proj.weight" not in low_names(here, low)
-    assert "head.weight" in low_names(here, low)
-    with pytest.raises(ValueError, match="flags of 1 parameters"):
-        here.merge(torch.zeros(1, 2, dtype=torch.uint8))
-
-
 def test_shape_only_operations_are_neutral(low: torch.dtype) -> None:
     """A reducer that fills in zero gradients reads no value; a clone does."""
     model = nn.Linear(4, 4, bias=False)

@@ -420,7 +420,6 @@ def look_at_segments(url: str, segment: storage.SegmentEntry) -> Iterator[memory
     for record in segment.records:
         storage.scrub_record(ranged, segment.key, record)
     assert_type(storage.check_places(segment, memoryview(ranged.get(segment.key))), storage.SegmentLayout)
-    storage.read_record(ranged, segment.key, segment.records[0], memoryview(bytearray(4)))
     return storage.read_chunks(ranged, segment.key, segment.nbytes)
 
 
