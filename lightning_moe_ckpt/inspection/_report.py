@@ -1,4 +1,4 @@
-"""What `ls` and `inspect` say, as JSON values, and the tables made from them."""
+"""What `ls`, `inspect` and `repair` say, as JSON values, and the tables made from them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
     RecordEntry,
+    RepairedLog,
     RunView,
     SegmentEntry,
     StoredGeneration,
@@ -258,10 +259,31 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _segment_table(document: Row) -> Table:
     table = Table("rank", "step", "size", "operators", "records", "key", title="Files")
-    for row in document["segments"]:
-        figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
-        table.add_row(*map(str, figures))
-    for row in document["borrowed"]:
+    for row in [*document["segments"], *document["borrowed"]]:
         figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
         table.add_row(*map(str, figures))
     return table
+
+
+def repair_document(found: RepairedLog) -> dict[str, Any]:
+    """As JSON values."""
+    return {
+        "url": found.url,
+        "run_id": found.run_id,
+        "written": found.written,
+        "usable": [_place(each) for each in found.usable],
+        "mended": [_place(each) for each in found.mended],
+        "left_out": [{**_place(each), "reason": reason} for each, reason in found.left_out.items()],
+    }
+
+
+def repair_tables(found: RepairedLog) -> list[RenderableType]:
+    """What a restart would try, and what not."""
+    table = Table("step", "epoch", "", "why")
+    mended = "its manifest cannot be read; markers of all ranks say the same"
+    rows = [(each, "usable", mended if each in found.mended else "") for each in found.usable]
+    rows += [(each, "left out", reason) for each, reason in found.left_out.items()]
+    for each, fate, why in sorted(rows, reverse=True):
+        table.add_row(str(each.step), str(each.epoch), fate, why)
+    said = "the log is written" if found.written else "nothing is written yet: say --yes to write the log"
+    return [f"{found.url}\nrun {found.run_id}", table, said]

@@ -6,33 +6,46 @@ Each is a function of what its arguments say, declared in `lightning_moe_ckpt.cl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection import _gc, _placement, _repair
-from lightning_moe_ckpt.inspection._conformance import examine_url
-from lightning_moe_ckpt.inspection._doctor import conformance_tables, finding_tables, interrupted_by_sigterm
+from lightning_moe_ckpt.inspection import _gc, _placement
+from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
-from lightning_moe_ckpt.inspection._report import describe, generation_rows, inspect_tables, ls_tables
+from lightning_moe_ckpt.inspection._report import (
+    describe,
+    generation_rows,
+    inspect_tables,
+    ls_tables,
+    repair_document,
+    repair_tables,
+)
 from lightning_moe_ckpt.inspection._screen import Answer, Screen
 from lightning_moe_ckpt.inspection._select import select
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
-from lightning_moe_ckpt.native import examine
+from lightning_moe_ckpt.native import Finding, examine
 from lightning_moe_ckpt.storage import Backend, RunView, open_backend, repair_log
 
+_STYLES = {
+    "good": "green", "slower": "yellow", "absent": "dim", "weaker": "yellow", "broken": "red", "unknown": "dim",
+}  # fmt: skip
 _PATIENCE = timedelta(seconds=5)
 """How long a store that does not answer is tried: somebody sits and waits."""
 
@@ -142,7 +155,7 @@ def gc(backend: Backend, **rules: Any) -> Answer:
 def repair(backend: Backend, *, write: bool) -> Answer:
     """Rebuild a lost log."""
     found = repair_log(backend, dry_run=not write)
-    return Answer(_repair.document(found), lambda: _repair.tables(found))
+    return Answer(repair_document(found), lambda: repair_tables(found))
 
 
 def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]]) -> int:
@@ -150,15 +163,15 @@ def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str
     if url is None:
         findings = examine()
         rows = {"findings": [dataclasses.asdict(each) for each in findings]}
-        return _show(Answer(rows, lambda: finding_tables(findings)), as_json=as_json)
+        return _show(Answer(rows, lambda: [_states(findings)]), as_json=as_json)
     try:
-        with interrupted_by_sigterm():
+        with _interrupted_by_sigterm():
             found = examine_url(url, storage_options=dict(storage_option), progress=_show_progress)
     except CheckpointError as error:
         return _fail(url, error, {"url": url}, as_json=as_json)
     document: dict[str, Any] = {**dataclasses.asdict(found), "verdict": found.verdict, "meaning": found.meaning}
     status = 0 if found.verdict == "fenced" else 1
-    return _show(Answer(document, lambda: conformance_tables(found), status), as_json=as_json)
+    return _show(Answer(document, lambda: [_states(found.checks), found.meaning], status), as_json=as_json)
 
 
 def _show_progress(check: str) -> None:
@@ -173,3 +186,28 @@ def placement(*, as_json: bool, **cluster: int) -> int:
         return _show(_placement.answer(_placement.Cluster(**cluster)), as_json=as_json)
     except CheckpointError as error:
         return _fail("placement", error, {}, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """What was written is removed also when a scheduler ends us."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _states(found: Sequence[Check | Finding]) -> Table:
+    """Return a table of what was found; only findings on this machine come with something to do."""
+    table = Table("", "state", "found", show_edge=False)
+    if any(isinstance(each, Finding) for each in found):
+        table.add_column("to do")
+    for each in found:
+        advice = (each.advice,) if isinstance(each, Finding) else ()
+        table.add_row(each.name, Text(each.state, _STYLES[each.state]), each.found, *advice)
+    return table
