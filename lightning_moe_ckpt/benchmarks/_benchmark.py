@@ -12,11 +12,12 @@ import platform
 import shutil
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lightning
 import torch
@@ -47,6 +48,20 @@ class Goal:
 
     def __str__(self) -> str:
         return f"at {'least' if self.at_least else 'most'} {self.wanted:g} {self.unit}"
+
+
+class Cost(NamedTuple):
+    """What something took, in seconds; CPU time is that of all threads of the process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def of(cls, action: Callable[[], object]) -> Cost:
+        """Take it once."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        action()
+        return cls(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:

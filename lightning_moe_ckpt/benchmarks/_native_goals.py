@@ -6,12 +6,11 @@ Goals are relative to a baseline of the same run where there is one: absolute ra
 from __future__ import annotations
 
 import statistics
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lightning_moe_ckpt.benchmarks._benchmark import Goal
+from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal
 
 Action = Callable[[], object]
 Measurement = Callable[[], float]
@@ -29,15 +28,6 @@ class NativeFigure:
     note: str = ""
     traceback: str = ""
     """Of the error that left it without a value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Medians over runs, seconds."""
-
-    wall: float
-    cpu: float
-    """Of all threads of the process."""
 
 
 GOALS = (
@@ -91,13 +81,8 @@ def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
     costs: dict[str, list[Cost]] = {how: [] for how in ways}
     for _ in range(repeats + 1):
         for how, action in ways.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            action()
-            costs[how].append(Cost(time.perf_counter() - wall, time.process_time() - cpu))
-    return {
-        how: Cost(statistics.median(c.wall for c in found[1:]), statistics.median(c.cpu for c in found[1:]))
-        for how, found in costs.items()
-    }
+            costs[how].append(Cost.of(action))
+    return {how: Cost(*map(statistics.median, zip(*found[1:], strict=True))) for how, found in costs.items()}
 
 
 def median(action: Action, repeats: int) -> float:
@@ -107,6 +92,4 @@ def median(action: Action, repeats: int) -> float:
 
 def seconds_of(action: Action) -> float:
     """Wall time of one call."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    return Cost.of(action).wall

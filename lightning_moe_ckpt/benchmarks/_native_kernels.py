@@ -11,7 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.benchmarks._native_goals import Action, Cost, Measurement, NativeFigure, attempt, in_turns
+from lightning_moe_ckpt.benchmarks._benchmark import Cost
+from lightning_moe_ckpt.benchmarks._native_goals import Action, Measurement, NativeFigure, attempt, in_turns
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
+    Cost,
     Goal,
     Progress,
     accelerator_for,
@@ -94,17 +95,10 @@ class PersistFigure:
     outcome: str
 
 
-class Cost(NamedTuple):
-    """One transfer; CPU seconds are of all threads of the process."""
+class Pair(NamedTuple):
+    """The same bytes stored twice."""
 
     nbytes: int
-    seconds: float
-    cpu_seconds: float
-
-
-class Pair(NamedTuple):
-    """The same bytes twice."""
-
     bare: Cost
     ours: Cost
 
@@ -170,16 +164,10 @@ def take_pairs(
                 "ours": lambda turn=turn: _persist(store, worker, segments, turn + 1),
             }
             order = ("bare", "ours") if turn % 2 else ("ours", "bare")
-            costs = {name: _timed(runs[name], sum(view.nbytes for view in views)) for name in order}
+            costs = {name: Cost.of(runs[name]) for name in order}
             bare.forget(f"bare-{turn}")
             store.retain(Retention(last=1))
-            hand_over(Pair(bare=costs["bare"], ours=costs["ours"]))
-
-
-def _timed(work: Callable[[], object], nbytes: int) -> Cost:
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    return Cost(nbytes=nbytes, seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu)
+            hand_over(Pair(sum(view.nbytes for view in views), costs["bare"], costs["ours"]))
 
 
 def _segment(number: int, nbytes: int) -> tuple[memoryview, RecordRows]:
@@ -334,38 +322,32 @@ class _HeldWrites(Callback):
 
 
 def _ratio(goal: Goal, pairs: Sequence[Pair], unnamed: str) -> PersistFigure:
-    ratios = [pair.ours.seconds / pair.bare.seconds for pair in pairs]
-    baseline, ours = _rate([pair.bare for pair in pairs]), _rate([pair.ours for pair in pairs])
-    return _figure(goal, ratios, baseline, ours, unnamed)
+    ratios = [pair.ours.wall / pair.bare.wall for pair in pairs]
+    rates = [(pair.nbytes / pair.bare.wall / 1e6, pair.nbytes / pair.ours.wall / 1e6) for pair in pairs]
+    return _figure(goal, ratios, _medians(rates, "{:.0f} MB/s"), unnamed)
 
 
 def _cpu(pairs: Sequence[Pair], unnamed: str) -> PersistFigure:
-    def per_gigabyte(cost: Cost) -> float:
-        return cost.cpu_seconds / cost.nbytes * 1e9
+    costs = [(pair.bare.cpu / pair.nbytes * 1e9, pair.ours.cpu / pair.nbytes * 1e9) for pair in pairs]
+    return _figure(CPU, [ours for _, ours in costs], _medians(costs, "{:.2f} s/GB"), unnamed)
 
-    ours = [per_gigabyte(pair.ours) for pair in pairs]
-    bare = [per_gigabyte(pair.bare) for pair in pairs]
-    baseline = f"{statistics.median(bare):.2f} s/GB" if bare else ""
-    return _figure(CPU, ours, baseline, f"{statistics.median(ours):.2f} s/GB" if ours else "", unnamed)
+
+def _medians(pairs: Sequence[tuple[float, float]], form: str) -> tuple[str, ...]:
+    """Of the baseline and of ours, as text; empty where nothing was measured."""
+    return tuple(form.format(statistics.median(each)) for each in zip(*pairs, strict=True)) or ("", "")
 
 
 def _p99(steps: StepsMeanwhile) -> PersistFigure:
     """Needs enough of both kinds."""
     if min(len(steps.idle), len(steps.persisting)) < 2:
         reason = f"not run: {len(steps.persisting)} steps met a write and {len(steps.idle)} did not"
-        return _figure(STEP, [], "", "", reason)
+        return _figure(STEP, [], ("", ""), reason)
     idle, persisting = (statistics.quantiles(each, n=100)[98] for each in (steps.idle, steps.persisting))
-    baseline = f"{milliseconds(idle)} of {len(steps.idle)} steps"
-    return _figure(STEP, [persisting / idle], baseline, f"{milliseconds(persisting)} of {len(steps.persisting)}", "")
+    said = f"{milliseconds(idle)} of {len(steps.idle)} steps", f"{milliseconds(persisting)} of {len(steps.persisting)}"
+    return _figure(STEP, [persisting / idle], said, "")
 
 
-def _rate(costs: Sequence[Cost]) -> str:
-    if not costs:
-        return ""
-    return f"{statistics.median(cost.nbytes / cost.seconds for cost in costs) / 1e6:.0f} MB/s"
-
-
-def _figure(goal: Goal, values: Sequence[float], baseline: str, ours: str, unnamed: str) -> PersistFigure:
+def _figure(goal: Goal, values: Sequence[float], said: tuple[str, ...], unnamed: str) -> PersistFigure:
     value = statistics.median(values) if values else None
     outcome = unnamed if value is None else goal.outcome(value)
     return PersistFigure(
@@ -374,8 +356,8 @@ def _figure(goal: Goal, values: Sequence[float], baseline: str, ours: str, unnam
         unit=goal.unit,
         value=value,
         range=(min(values), max(values)) if values else None,
-        baseline=baseline,
-        ours=ours,
+        baseline=said[0],
+        ours=said[1],
         outcome=outcome,
     )
 

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _persist
+from lightning_moe_ckpt.benchmarks._benchmark import Cost
 from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._persist import (
     CPU,
     LOCAL,
-    Cost,
     Pair,
     PersistFigure,
     StepsMeanwhile,
@@ -34,8 +34,7 @@ from lightning_moe_ckpt.storage import open_backend
 
 
 def _pair(bare: float, ours: float) -> Pair:
-    costs = (Cost(nbytes=10**9, seconds=seconds, cpu_seconds=seconds / 10) for seconds in (bare, ours))
-    return Pair(bare=next(costs), ours=next(costs))
+    return Pair(10**9, *(Cost(seconds, seconds / 10) for seconds in (bare, ours)))
 
 
 class _Enough(Exception):
@@ -45,27 +44,27 @@ class _Enough(Exception):
 def test_both_sides_store_all_bytes(tmp_path: Path) -> None:
     """The generation passes `verify`; what is stored barely is gone after its turn, like the generation before."""
 
-    def work(_: int) -> list[tuple[int, int]]:
-        pairs: list[tuple[int, int]] = []
+    def work(_: int) -> list[int]:
+        stored: list[int] = []
 
         def hand_over(pair: Pair) -> None:
-            pairs.append((pair.bare.nbytes, pair.ours.nbytes))
-            if len(pairs) == 3:
+            stored.append(pair.nbytes)
+            if len(stored) == 3:
                 raise _Enough
 
         with pytest.raises(_Enough):
             take_pairs(tmp_path.as_uri(), None, 10**6, 2, hand_over)
-        return pairs
+        return stored
 
-    (pairs,) = run_world(1, work, process_group=False, timeout=timedelta(minutes=2))
-    assert len(set(pairs)) == 1
-    assert pairs[0][0] == pairs[0][1] >= 10**6
+    (stored,) = run_world(1, work, process_group=False, timeout=timedelta(minutes=2))
+    assert len(set(stored)) == 1
+    assert stored[0] >= 10**6
     backend = open_backend(str(tmp_path / "run"))
     verdict = verify(backend, everything=True)
     backend.close()
     assert verdict.sound
     assert (len(verdict.generations), verdict.num_files) == (1, 2)
-    assert verdict.nbytes >= pairs[0][0]
+    assert verdict.nbytes >= stored[0]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
