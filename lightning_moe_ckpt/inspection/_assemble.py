@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
-from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Source, Wanted, stored_index
+from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.session import is_average
 from lightning_moe_ckpt.storage import Backend, GenerationId, RankMarker, RecordEntry, dtype_of, lacking_memory
 
@@ -69,12 +69,12 @@ class Assembler:
         self.notes: list[str] = []
         """What a user should know about the result."""
         # Ranks keep their own buffers; an export has room for one.
-        first = self._indexes[0].step(Source(self._generation, ""), self._generation.step)
+        first = self._indexes[0].step(Version(self._generation, ""), self._generation.step)
         self._local = {name: each for name, each in first.items() if each.record.kind in {BUFFER, JOURNAL}}
         self._buffers = {each.record.fqn: each for each in self._local.values() if _is_buffer(each.record)}
         self._parameters: dict[str, _Tensor] = {}
         self._full: list[Replicas] = []
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, Version] = {}
         self._choose()
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.inspection._agreement import disagreements
-from lightning_moe_ckpt.recovery import Replicas, Source, stored_index
+from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
 from lightning_moe_ckpt.storage import (
     Backend,
     BorrowedEntry,
@@ -139,7 +139,7 @@ class _Reading:
         """Note operators without a good copy; how many have one only, of those that have copies in older files."""
         older = [[each for _, each in _named(marker, view)] for marker in self.markers]
         names = {record.operator for entries in older for each in entries for record in each.segment.records}
-        copies: dict[str, dict[Source, bool]] = {name: {} for name in names}
+        copies: dict[str, dict[Version, bool]] = {name: {} for name in names}
         for index in map(stored_index, self.markers, older):
             for name, sources in index.offered(names).items():
                 for source, _ in sources:

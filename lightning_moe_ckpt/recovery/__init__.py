@@ -4,8 +4,7 @@ No step here needs a restart: a copy that turns out bad or gone is replaced by t
 generation of which something is bad everywhere by the next older one.
 """
 
-from lightning_moe_ckpt.recovery._agreement import Offer as Offer
-from lightning_moe_ckpt.recovery._agreement import usable_offers as usable_offers
+from lightning_moe_ckpt.recovery._agreement import usable_versions as usable_versions
 from lightning_moe_ckpt.recovery._assembly import Assembly as Assembly
 from lightning_moe_ckpt.recovery._assembly import Request as Request
 from lightning_moe_ckpt.recovery._assembly import Wanted as Wanted
@@ -15,16 +14,15 @@ from lightning_moe_ckpt.recovery._attempt import RestoreAttempt as RestoreAttemp
 from lightning_moe_ckpt.recovery._attempt import Restored as Restored
 from lightning_moe_ckpt.recovery._attempt import Tile as Tile
 from lightning_moe_ckpt.recovery._index import Replicas as Replicas
-from lightning_moe_ckpt.recovery._index import Source as Source
 from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Copy as Copy
 from lightning_moe_ckpt.recovery._inventory import Inventory as Inventory
 from lightning_moe_ckpt.recovery._inventory import SourceName as SourceName
 from lightning_moe_ckpt.recovery._inventory import Stock as Stock
 from lightning_moe_ckpt.recovery._inventory import Version as Version
-from lightning_moe_ckpt.recovery._inventory import family_of as family_of
 from lightning_moe_ckpt.recovery._inventory import memory_of as memory_of
 from lightning_moe_ckpt.recovery._inventory import plain_versions as plain_versions
+from lightning_moe_ckpt.recovery._inventory import plan_of as plan_of
 from lightning_moe_ckpt.recovery._inventory import version_of as version_of
 from lightning_moe_ckpt.recovery._reader import Reader as Reader
 from lightning_moe_ckpt.recovery._transport import Transport as Transport

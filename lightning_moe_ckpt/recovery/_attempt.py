@@ -22,26 +22,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
+from typing import Literal
 
 import torch
 
-from lightning_moe_ckpt.recovery._agreement import Offer
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE, Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
-from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, Source, newest_whole
+from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, newest_whole
 from lightning_moe_ckpt.recovery._inventory import (
     STORAGE_TIER,
     Copy,
     Inventory,
+    SourceName,
     Version,
-    level_of,
-    plain_version,
+    is_partial,
+    plain_versions,
     version_of,
 )
-from lightning_moe_ckpt.recovery._markers import MarkerSearch
+from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
@@ -50,10 +52,19 @@ from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, 
 
 log = logging.getLogger(__name__)
 
-MEMORY, STORAGE, PEER = "memory", "storage", "peer"
-"""Levels at which copies are held; `peer`: on other nodes, under plans that send them what storage gets."""
+HOST: SourceName = "host"
+PEER: SourceName = "peer"
+STORAGE: SourceName = "storage"
 
-_LEVELS = (MEMORY, STORAGE, PEER)
+Level = Literal["host", "peer", "memory", "storage"]
+
+LEVELS: Mapping[Level, Collection[SourceName]] = {
+    "host": [HOST],
+    "peer": [PEER],
+    "memory": [HOST, PEER],
+    "storage": [STORAGE],
+}
+"""Where all of a copy may be; memory is that of the own node and of others together."""
 
 _NAMED = 16
 """Experts without a copy of which a message says where the last ones were."""
@@ -77,7 +88,7 @@ class Chosen:
     """From which generation each expert comes."""
     tiles: Mapping[str, Sequence[Tile]]
     """Pieces of each expert over all ranks, in the order of ranks."""
-    levels: Mapping[str, frozenset[str]]
+    levels: Mapping[str, frozenset[Level]]
     """Levels that hold all of that copy."""
     bad: Mapping[str, Mapping[GenerationId, bool]] = field(default_factory=dict)
     """Generations whose copy of an expert turned out bad, newest first, and whether storage had that."""
@@ -111,7 +122,7 @@ class RestoreAttempt:
         transport: to the other ranks.
         reader: of what this rank reaches.
         inventory: of all ranks.
-        offer: what to bring.
+        version: what to bring.
         alive: versions that the run's log allows; experts of a partial generation may come from those.
         digests: what manifests say of this rank's markers, by version in storage.
         allow_missing: go on without the experts of which there is no good copy.
@@ -123,29 +134,30 @@ class RestoreAttempt:
         transport: Transport,
         reader: Reader,
         inventory: Inventory,
-        offer: Offer,
+        version: Version,
         alive: Collection[Version],
         *,
         digests: Mapping[Version, str],
         allow_missing: bool = False,
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
-        self._transport, self._reader, self._inventory, self.offer = transport, reader, inventory, offer
+        self._transport, self._reader, self._inventory, self.version = transport, reader, inventory, version
         self._digests, self._allow_missing = digests, allow_missing
         self.missing: dict[str, str] = {}
         """Experts of which no good copy was found, and where the bad ones were; the same on all ranks."""
         self._bad: dict[str, dict[GenerationId, bool]] = {}
         self._reasons: dict[str, list[str]] = {}
         self._rounds = Rounds(transport)
-        self._carriage = Carriage(self._rounds, reader, str(offer), chunk_nbytes)
-        older = [each for each in alive if offer.is_partial and each.generation <= offer.generation]
-        self._reachable = sorted({*older, *offer.versions}, reverse=True)
+        self._carriage = Carriage(self._rounds, reader, str(version), chunk_nbytes)
+        self.is_partial = False
+        """Whether it holds some experts only; known once there is a marker."""
+        self._reachable = sorted((each for each in alive if each.generation <= version.generation), reverse=True)
         in_storage = [each for each in self._reachable if each in inventory.committed]
         lenders = [each for each in self._reachable if each in inventory.lenders]
-        self._deeper = [*in_storage[1:], *lenders]
+        self._newest_commit = [each for each in in_storage if each == version] or in_storage[:1]
+        self._deeper = [each for each in (*in_storage, *lenders) if each not in self._newest_commit]
         """Commits whose markers were not needed yet, newest first; behind them those that are only there for others."""
-        self._first = [*in_storage[:1], *(each for each in self._reachable if each in inventory.in_memory)]
-        self._markers: dict[Version, RankMarker] = {}
+        self._markers: dict[Which, RankMarker] = {}
         self._index = RecordIndex()
 
     @property
@@ -155,12 +167,18 @@ class RestoreAttempt:
 
     def marker(self) -> RankMarker | None:
         """This rank's marker of the generation; `None`, on all ranks, if one of them has none."""
-        if not self._read_markers([*self.offer.versions, *self._first], required=self.offer.versions):
+        which = (self.version, None)
+        if not self._read_markers([which], required=[which]):
             return None
-        for version in sorted(self._markers, key=self._doubt):
-            self._add_to_index(version)
-        preferred = sorted((v for v in self.offer.versions if v in self._markers), key=self._cost)
-        return self._markers[preferred[0]]
+        marker = self._markers[which]
+        self.is_partial = is_partial(marker.policy)
+        if self.is_partial:  # memory and storage may hold different files
+            del self._markers[which]
+            in_memory = [each for each in self._reachable if each in self._inventory.in_memory]
+            self._read_markers([*product(self._newest_commit, [STORAGE]), *product(in_memory, [HOST, PEER])])
+        for each in sorted(self._markers, key=_doubt):
+            self._add_to_index(each)
+        return marker
 
     def bring(
         self,
@@ -176,13 +194,13 @@ class RestoreAttempt:
             lay_out: where this rank wants its records of each step: by their names in markers, for tiles of experts that
                 it brings.
         """
-        sizes = experts if self.offer.is_partial else {}
+        sizes = experts if self.is_partial else {}
         while (sources := self._agree(sizes)) is not None:
             chosen = self._describe(sources, sizes)
             layouts = list(lay_out(chosen))
             buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in layouts]
             own = {expert: sources[expert] for expert in sizes if expert in sources}
-            parts, broken = self._assemblies(sorted(set(marker.steps)), layouts, buffers, own)
+            parts, broken = self._assemblies(marker.steps, layouts, buffers, own)
             if not self._carriage.carry([*parts.values()], broken):
                 return None
             if not self._exclude_lost(parts, sources):
@@ -222,27 +240,13 @@ class RestoreAttempt:
 
     # -- markers
 
-    def _doubt(self, version: Version) -> tuple[bool, bool]:
-        """Manifests vouch for what is committed; copies under a plan of their own may be less exact than what they copy."""
-        return version not in self._inventory.in_storage, self._level(version) == PEER
-
-    def _level(self, version: Version) -> str:
-        marker = self._markers.get(version)
-        return "" if marker is None else level_of(marker.policy)
-
-    def _place_level(self, place: Place) -> str:
-        if place.copy.source == STORAGE:
-            return STORAGE
-        return PEER if self._level(place.copy.version) == PEER else MEMORY
-
-    def _cost(self, version: Version) -> int:
-        """Flavours in memory are preferred: they are read faster, and may hold more."""
-        copies = self._inventory.copies(version, self._transport.rank)
-        return ("host", "peer", "storage").index(copies[0].source) if copies else 3
-
-    def _read_markers(self, versions: Sequence[Version], *, required: Sequence[Version] = ()) -> bool:
+    def _read_markers(self, wanted: Iterable[Which], *, required: Sequence[Which] = ()) -> bool:
         rank = self._transport.rank
-        copies = {v: self._inventory.copies(v, rank) for v in dict.fromkeys(versions) if v not in self._markers}
+        copies = {
+            (version, source): [c for c in self._inventory.copies(version, rank) if source in (None, c.source)]
+            for version, source in wanted
+            if (version, source) not in self._markers
+        }
         found = MarkerSearch(self._rounds, self._reader, copies, self._digests).run(required=required)
         if found is None:
             return False
@@ -257,33 +261,29 @@ class RestoreAttempt:
         return True
 
     def _add_markers(self, versions: Sequence[Version]) -> None:
-        new = [each for each in versions if each not in self._markers]
+        """Of commits that were not needed before."""
+        new: list[Which] = [(each, STORAGE) for each in versions if (each, STORAGE) not in self._markers]
         self._read_markers(new)
-        for version in new:
-            if version in self._markers:
-                self._add_to_index(version)
+        for which in new:
+            if which in self._markers:
+                self._add_to_index(which)
 
-    def _add_to_index(self, version: Version) -> None:
+    def _add_to_index(self, which: Which) -> None:
         """Add what a marker of this rank says is there."""
-        marker, rank = self._markers[version], self._transport.rank
+        marker, rank, (version, source) = self._markers[which], self._transport.rank, which
         # Records of a window of several steps are no states of one step, which other generations could make use of.
-        if len(set(marker.steps)) == 1 or version in self.offer.versions:
-            copies = self._inventory.copies(version, rank)
+        if len(marker.steps) == 1 or version == self.version:
+            copies = [each for each in self._inventory.copies(version, rank) if source in (None, each.source)]
             for entry in marker.segments:
-                self._index.add(self._source(version), entry, copies)
+                self._index.add(version, entry, copies)
         lent = {each.generation: each for each in self._inventory.in_storage}
         for borrowed in (*marker.borrowed, *marker.spares):
             owner = lent.get(borrowed.generation, Version(borrowed.generation, ""))
-            copy = Copy("storage", "", STORAGE_TIER, (rank,), owner)
-            self._index.add(self._source(owner), borrowed.segment, [copy])
-
-    def _source(self, version: Version) -> Source:
-        """Where records of a version are from; equal for the flavours of a lossy generation."""
-        return Source(version.generation, self._inventory.families.get(version) or version.plan_hash)
+            self._index.add(owner, borrowed.segment, [Copy(STORAGE, "", STORAGE_TIER, (rank,), owner)])
 
     # -- agreement
 
-    def _agree(self, experts: Mapping[str, int]) -> dict[str, Source] | None:
+    def _agree(self, experts: Mapping[str, int]) -> dict[str, Version] | None:
         """The newest whole copy of every expert of the model; `None` if one has none, and must."""
         while True:
             offered, sizes = self._offered(experts)
@@ -300,17 +300,17 @@ class RestoreAttempt:
             self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts: {told}{more}")
             return None
 
-    def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Source]], dict[str, int]]:
+    def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Version]], dict[str, int]]:
         """Elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
         own = self._index.offered(experts)
         sources = sorted({source for rows in own.values() for source, _ in rows})
-        table = [plain_version(Version(each.generation, each.plan)) for each in sources]
+        table = plain_versions(sources)
         rows = [[name, size, [[sources.index(o), n] for o, n in own[name]]] for name, size in experts.items()]
-        offered: dict[str, Counter[Source]] = {}
+        offered: dict[str, Counter[Version]] = {}
         sizes: dict[str, int] = {}
         for said in self._transport.gather_values([table, rows]):
             assert isinstance(said, list)
-            theirs = [Source(each.generation, each.plan_hash) for each in map(version_of, said[0])]
+            theirs = [version_of(each) for each in said[0]]
             for name, size, pairs in said[1]:
                 sizes[name] = size
                 counts = offered.setdefault(name, Counter())
@@ -318,28 +318,29 @@ class RestoreAttempt:
                     counts[theirs[index]] += numel
         return offered, dict(sorted(sizes.items()))
 
-    def _describe(self, sources: Mapping[str, Source], experts: Collection[str]) -> Chosen:
+    def _describe(self, sources: Mapping[str, Version], experts: Collection[str]) -> Chosen:
         """What all ranks have of the copies that were chosen."""
         own: list[object] = []
         for name in (each for each in experts if each in sources):
             records = self._index.operator(name, sources[name])
             tiles = [held.record for held in records.values() if held.record.state_key == PARAM]
             rows = [[each.fqn, each.global_start, each.numel] for each in tiles]
-            own.append([name, rows, [int(self._all_at(records.values(), level)) for level in _LEVELS]])
+            own.append([name, rows, [int(self._all_at(records.values(), level)) for level in LEVELS]])
         tiles_of: dict[str, list[Tile]] = {name: [] for name in sources}
-        levels = {name: set(_LEVELS) for name in sources}
+        levels = {name: set(LEVELS) for name in sources}
         for writer, said in enumerate(self._transport.gather_values(own)):
             assert isinstance(said, list)
             for name, rows, there in said:
                 tiles_of[name] += [Tile(fqn, start, numel, writer) for fqn, start, numel in rows]
-                levels[name] -= {level for level, held in zip(_LEVELS, there, strict=True) if not held}
+                levels[name] -= {level for level, held in zip(LEVELS, there, strict=True) if not held}
         generations = {name: source.generation for name, source in sources.items()}
         held = {name: frozenset(each) for name, each in levels.items()}
         bad = {name: dict(each) for name, each in self._bad.items()}
         return Chosen(generations=generations, tiles=tiles_of, levels=held, bad=bad, missing=dict(self.missing))
 
-    def _all_at(self, records: Collection[Replicas], level: str) -> bool:
-        return all(any(self._place_level(place) == level for place in each.places) for each in records)
+    def _all_at(self, records: Collection[Replicas], level: Level) -> bool:
+        sources = LEVELS[level]
+        return all(any(place.copy.source in sources for place in each.places) for each in records)
 
     # -- bytes
 
@@ -370,10 +371,10 @@ class RestoreAttempt:
         steps: Sequence[int],
         layouts: Sequence[SegmentLayout],
         buffers: Sequence[torch.Tensor],
-        sources: Mapping[str, Source],
+        sources: Mapping[str, Version],
     ) -> tuple[dict[str, Assembly], str]:
         """What is to be brought: each expert by itself, and everything else by step; and why it cannot fit, if it cannot."""
-        base, generation = self._source(self.offer.versions[0]), self.offer.generation
+        base, generation = self.version, self.version.generation
         experts = {expert: self._index.operator(expert, source) for expert, source in sources.items()}
         expert_of = {name: expert for expert, records in experts.items() for name in records}
         parts: dict[str, Assembly] = {}
@@ -396,7 +397,7 @@ class RestoreAttempt:
                 parts[expert] = Assembly(said, buffer, records, may_be_lost=True)
         return parts, "" if parts else "it has no segments"
 
-    def _exclude_lost(self, parts: Mapping[str, Assembly], sources: Mapping[str, Source]) -> bool:
+    def _exclude_lost(self, parts: Mapping[str, Assembly], sources: Mapping[str, Version]) -> bool:
         """Note what turned out bad; whether anything did on any rank."""
         lost = {expert: part.lost for expert, part in parts.items() if part.lost}
         for expert, reason in lost.items():
@@ -413,6 +414,11 @@ class RestoreAttempt:
                 bad, generation = self._bad.setdefault(expert, {}), sources[expert].generation
                 bad[generation] = stored or bad.get(generation, False)  # ranks know of different copies
         return any(told)
+
+
+def _doubt(which: Which) -> int:
+    """Manifests vouch for what is committed; copies on other nodes may be less exact than what they copy."""
+    return (STORAGE, HOST, PEER, None).index(which[1])
 
 
 def _fits(replicas: Replicas, span: Span) -> bool:

@@ -20,15 +20,6 @@ FULL, PARAM = "full", "param"
 _CHEAPEST = ("host", "peer", "storage")
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Source:
-    """A generation, under one plan, that records may come from."""
-
-    generation: GenerationId
-    plan: str
-    """Family of a lossy generation, else the hash of its plan."""
-
-
 @dataclass(slots=True)
 class Replicas:
     """One record, and where it may come from, cheapest first."""
@@ -45,13 +36,13 @@ class RecordIndex:
     """What one rank can be given. Of what two files contradict each other in, the one that was added first is right."""
 
     def __init__(self) -> None:
-        self._full: dict[tuple[str, Source], dict[int, Records]] = defaultdict(dict)
+        self._full: dict[tuple[str, Version], dict[int, Records]] = defaultdict(dict)
         """Full states, by operator."""
-        self._others: dict[Source, dict[int, Records]] = defaultdict(dict)
+        self._others: dict[Version, dict[int, Records]] = defaultdict(dict)
         """Buffers, journals, and what only forward and backward need."""
-        self._excluded: set[tuple[str, Source]] = set()
+        self._excluded: set[tuple[str, Version]] = set()
 
-    def add(self, source: Source, entry: SegmentEntry, copies: Collection[Copy]) -> None:
+    def add(self, source: Version, entry: SegmentEntry, copies: Collection[Copy]) -> None:
         """Add the records of a file.
 
         Args:
@@ -75,15 +66,15 @@ class RecordIndex:
         """Names of those of which there is a full state."""
         return list(dict.fromkeys(operator for operator, _ in self._full))
 
-    def exclude(self, operator: str, source: Source) -> None:
+    def exclude(self, operator: str, source: Version) -> None:
         """Offer an operator from there no more: it turned out bad."""
         self._excluded.add((operator, source))
 
-    def operator(self, operator: str, source: Source) -> Records:
+    def operator(self, operator: str, source: Version) -> Records:
         """The full state of an operator as of the last step of a generation."""
         return self._full.get((operator, source), {}).get(source.generation.step, {})
 
-    def step(self, source: Source, step: int) -> Records:
+    def step(self, source: Version, step: int) -> Records:
         """All records of one step of a generation, of whatever kind."""
         tables = [self._others.get(source, {}), *(each for (_, of), each in self._full.items() if of == source)]
         return {name: replicas for table in tables for name, replicas in table.get(step, {}).items()}
@@ -94,9 +85,9 @@ class RecordIndex:
             if (replicas := self._others[source].get(generation.step, {}).get(name)) is not None:
                 yield replicas
 
-    def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Source, int]]]:
-        """Sources that have something of operators, each with its number of elements."""
-        found: dict[str, list[tuple[Source, int]]] = {name: [] for name in operators}
+    def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Version, int]]]:
+        """Versions that have something of operators, each with its number of elements."""
+        found: dict[str, list[tuple[Version, int]]] = {name: [] for name in operators}
         for operator, source in self._full:
             if operator in found and (operator, source) not in self._excluded:
                 held = self.operator(operator, source).values()
@@ -116,14 +107,14 @@ def stored_index(marker: RankMarker, older: Iterable[BorrowedEntry] | None = Non
     index = RecordIndex()
     files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
     for generation, entry in files:
-        copy = Copy("storage", "", STORAGE_TIER, (marker.rank,), Version(generation, ""))
-        index.add(Source(generation, ""), entry, [copy])
+        version = Version(generation, "")
+        index.add(version, entry, [Copy("storage", "", STORAGE_TIER, (marker.rank,), version)])
     return index
 
 
 def newest_whole(
-    offered: Mapping[str, Mapping[Source, int]], sizes: Mapping[str, int]
-) -> tuple[dict[str, Source], list[str]]:
+    offered: Mapping[str, Mapping[Version, int]], sizes: Mapping[str, int]
+) -> tuple[dict[str, Version], list[str]]:
     """From which generation every operator comes.
 
     Args:

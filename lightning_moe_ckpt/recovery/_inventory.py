@@ -28,7 +28,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, order=True, slots=True)
 class Version:
-    """A generation under one plan; copies of one version hold the same bytes in every tier. Ordered by age."""
+    """A generation under one plan. Copies in different tiers may hold more or fewer of its files. Ordered by age."""
 
     generation: GenerationId
     plan_hash: str
@@ -54,8 +54,6 @@ class Stock:
     memory: str
     """Names the memory: equal for processes that find the same copies, see `memory_of`."""
     items: tuple[Item, ...]
-    families: Mapping[Version, str] = field(default_factory=dict)
-    """Of the lossy versions among them, see `Inventory`."""
     seen: Mapping[Version, GenerationId] = field(default_factory=dict)
     """The newest commit that was known when a version was taken."""
 
@@ -64,7 +62,7 @@ class Stock:
         rows = [
             [
                 *plain_version(each.version),
-                *(each.owner, each.tier, self.families.get(each.version, "")),
+                *(each.owner, each.tier),
                 [] if each.version not in self.seen else plain_version(Version(self.seen[each.version], "")),
             ]
             for each in self.items
@@ -76,9 +74,8 @@ class Stock:
         """The inverse of `plain`."""
         assert isinstance(value, list)
         items = tuple(Item(version_of(row[:4]), row[4], row[5]) for row in value[1:])
-        families = {version_of(row[:4]): row[6] for row in value[1:] if row[6]}
-        seen = {version_of(row[:4]): version_of(row[7]).generation for row in value[1:] if row[7]}
-        return cls(value[0], items, families, seen)
+        seen = {version_of(row[:4]): version_of(row[6]).generation for row in value[1:] if row[6]}
+        return cls(value[0], items, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +101,6 @@ class Inventory:
     """By rank."""
     committed: frozenset[Version]
     """Whole in storage, for every rank."""
-    families: Mapping[Version, str] = field(default_factory=dict)
-    """Of each lossy version. What memory and storage have of one lossy generation differs, so these are two versions, of
-    one family."""
     lenders: frozenset[Version] = frozenset()
     """In storage only for what others borrow from them: their own files are there, what they borrowed may not be."""
 
@@ -115,15 +109,10 @@ class Inventory:
         cls,
         stocks: Iterable[object],
         committed: Iterable[Version],
-        families: Mapping[Version, str] | None = None,
         lenders: Iterable[Version] = (),
     ) -> Inventory:
-        """From what every rank said of its memory in plain values, the commits, and the families of lossy ones."""
-        rows = tuple(Stock.from_plain(stock) for stock in stocks)
-        known = dict(families or {})
-        for row in rows:
-            known |= row.families
-        return cls(rows, frozenset(committed), known, frozenset(lenders))
+        """From what every rank said of its memory in plain values, and the commits."""
+        return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed), frozenset(lenders))
 
     @property
     def world_size(self) -> int:
@@ -192,20 +181,24 @@ def memory_of(directory: Path) -> str:
     return f"{boot}:{place.st_dev}:{place.st_ino}"
 
 
-def family_of(policy: Mapping[str, object]) -> str:
-    """The family of a lossy version, by what its markers and manifest say of the policy; empty for any other version."""
-    return _of_plan(policy, "family")
+def plan_of(plan_hash: str, policy: Mapping[str, object]) -> str:
+    """What tells the plan of a generation from others, whatever tier a marker or manifest is of.
+
+    Markers of a partial plan have a hash of their own in each kind of tier, and name the plan that is common to all.
+    """
+    return str(_record(policy).get("family", plan_hash))
 
 
-def level_of(policy: Mapping[str, object]) -> str:
-    """The level of a lossy version, by what its markers say of the policy; empty for any other version."""
-    return _of_plan(policy, "level")
+def is_partial(policy: Mapping[str, object]) -> bool:
+    """Whether a generation holds some experts only, by what its markers say of the policy."""
+    plan = _record(policy).get("plan")
+    return isinstance(plan, dict) and plan.get("partial") is True
 
 
-def _of_plan(policy: Mapping[str, object], key: str) -> str:
-    plan = policy.get("plan")
-    record = json.loads(plan) if isinstance(plan, str) else None
-    return str(record.get(key, "")) if isinstance(record, dict) and "family" in record else ""
+def _record(policy: Mapping[str, object]) -> dict[str, object]:
+    text = policy.get("plan")
+    record = json.loads(text) if isinstance(text, str) else None
+    return record if isinstance(record, dict) else {}
 
 
 def plain_versions(versions: Iterable[Version]) -> list[object]:

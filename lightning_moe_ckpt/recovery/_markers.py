@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE, described
-from lightning_moe_ckpt.recovery._inventory import Copy, Item, Version, family_of
+from lightning_moe_ckpt.recovery._inventory import Copy, Item, SourceName, Version, is_partial, plan_of
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import Ask
@@ -17,12 +17,15 @@ from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
 
 log = logging.getLogger(__name__)
 
+Which = tuple[Version, SourceName | None]
+"""A version, and the kind of copies whose marker is wanted, where they may hold different files."""
+
 
 @dataclass(slots=True)
 class _Hunt:
-    """For one version's marker."""
+    """For a marker."""
 
-    version: Version
+    which: Which
     left: list[Copy]
     """Copies to be asked, cheapest first."""
     found: RankMarker | None = None
@@ -40,7 +43,7 @@ class MarkerSearch:
     Args:
         rounds: of this attempt.
         reader: of what this rank reaches.
-        copies: of this rank's part of every version that is looked for, cheapest first.
+        copies: of this rank's part, cheapest first, by what is looked for.
         digests: what manifests say of markers, where there are manifests.
     """
 
@@ -48,18 +51,18 @@ class MarkerSearch:
         self,
         rounds: Rounds,
         reader: Reader,
-        copies: Mapping[Version, Sequence[Copy]],
+        copies: Mapping[Which, Sequence[Copy]],
         digests: Mapping[Version, str],
     ) -> None:
         self._rounds, self._reader, self._digests = rounds, reader, digests
         self._rank = rounds.transport.rank
-        self._hunts = [_Hunt(version, list(places)) for version, places in copies.items()]
+        self._hunts = [_Hunt(which, list(places)) for which, places in copies.items()]
 
-    def run(self, *, required: Collection[Version]) -> dict[Version, RankMarker] | None:
+    def run(self, *, required: Collection[Which]) -> dict[Which, RankMarker] | None:
         """Search on all ranks. Collective.
 
         Args:
-            required: versions of which one must be found; one generation, so that ranks that found theirs can compare.
+            required: of which one must be found; of one version, so that ranks that found theirs can compare.
 
         Returns:
             What was found; `None`, on all ranks, if one found nothing of what is required, or the markers of different ranks
@@ -70,17 +73,17 @@ class MarkerSearch:
             for number, hunt in enumerate(self._hunts):
                 if hunt.asks:
                     self._accept(hunt, hunt.left.pop(0), answers[number])
-        found = {hunt.version: hunt.found for hunt in self._hunts if hunt.found is not None}
+        found = {hunt.which: hunt.found for hunt in self._hunts if hunt.found is not None}
         if self._rounds.reasons:
             return None
         if required:
-            first = next(found[version] for version in required if version in found)
+            first = next(found[which] for which in required if which in found)
             reason = "its marker is not of the same generation as rank 0's"
             if not self._rounds.all_equal(_common(first), reason):
                 return None
         return found
 
-    def _begin_round(self, required: Collection[Version]) -> list[Ask] | None:
+    def _begin_round(self, required: Collection[Which]) -> list[Ask] | None:
         for hunt in self._hunts:
             while hunt.asks and hunt.left[0].source != "peer":
                 self._read(hunt, hunt.left.pop(0))
@@ -91,8 +94,8 @@ class MarkerSearch:
         copy = hunt.left[0]
         return Ask(self._rank, copy.readers[0], copy.version, copy.tier, "", 0, 0, number)
 
-    def _lost(self, required: Collection[Version]) -> str:
-        hunts = [hunt for hunt in self._hunts if hunt.version in required]
+    def _lost(self, required: Collection[Which]) -> str:
+        hunts = [hunt for hunt in self._hunts if hunt.which in required]
         if not required or any(hunt.found is not None or hunt.left for hunt in hunts):
             return ""
         complaints = [complaint for hunt in hunts for complaint in hunt.complaints]
@@ -101,7 +104,7 @@ class MarkerSearch:
     def _read(self, hunt: _Hunt, copy: Copy) -> None:
         try:
             marker = self._reader.marker(Item(copy.version, self._rank, copy.tier))
-            hunt.found = self._checked(hunt.version, marker)
+            hunt.found = self._checked(copy, marker)
         except UNREADABLE as error:
             _complain(hunt, copy, str(error))
 
@@ -111,16 +114,22 @@ class MarkerSearch:
             return
         try:
             marker = RankMarker.from_bytes(answer, f"marker of {described(copy)}")
-            hunt.found = self._checked(hunt.version, marker)
+            hunt.found = self._checked(copy, marker)
         except Corrupt as error:
             _complain(hunt, copy, str(error))
 
-    def _checked(self, version: Version, marker: RankMarker) -> RankMarker:
-        """The marker, if it is that of this rank and version, and the one that was committed, if one was."""
-        found = (marker.generation, marker.plan_hash, marker.rank)
+    def _checked(self, copy: Copy, marker: RankMarker) -> RankMarker:
+        """The marker, if it is that of this rank and version, and the one that was committed, if one was.
+
+        What memory has of a partial generation may be more files than are committed.
+        """
+        version = copy.version
+        found = (marker.generation, plan_of(marker.plan_hash, marker.policy), marker.rank)
         if found != (version.generation, version.plan_hash, self._rank):
             raise Corrupt(f"is of rank {marker.rank}, {marker.generation}, plan {marker.plan_hash[:8]}.")
         digest = self._digests.get(version)
+        if copy.source != "storage" and is_partial(marker.policy):
+            digest = None
         if digest is not None and digest_of(marker.to_bytes()) != digest:
             raise Corrupt("is not the marker that was committed.")
         return marker
@@ -154,7 +163,7 @@ class MarkerSearch:
 
 def _complain(hunt: _Hunt, copy: Copy, reason: str) -> None:
     hunt.complaints.append(f"{described(copy)} ({reason})")
-    log.error("%s, marker from %s: %s; another copy is tried", hunt.version, described(copy), reason)
+    log.error("%s, marker from %s: %s; another copy is tried", copy.version, described(copy), reason)
 
 
 def _rows(rows: object) -> list[tuple[int, int, int]]:
@@ -163,11 +172,9 @@ def _rows(rows: object) -> list[tuple[int, int, int]]:
 
 
 def _common(marker: RankMarker) -> str:
-    """Digest of what the markers of all ranks must say alike; the two flavours of a lossy generation are alike."""
-    policy, family = dict(marker.policy), family_of(marker.policy)
-    plan = family or marker.plan_hash
-    if family:
-        policy["plan"] = family
+    """Digest of what the markers of all ranks must say alike."""
+    plan = plan_of(marker.plan_hash, marker.policy)
+    policy = {key: value for key, value in marker.policy.items() if key != "plan"}
     said = [marker.run_id, marker.world_size, plan, list(marker.steps), policy]
     generation = [marker.generation.step, marker.generation.epoch, marker.generation.life]
     return digest_of(json.dumps([said, generation], sort_keys=True).encode())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.operators import OperatorSet
-from lightning_moe_ckpt.policies import NEVER, Accounting
+from lightning_moe_ckpt.policies import NEVER, PEER, Accounting
 from lightning_moe_ckpt.recovery import Chosen, RestoreAttempt
 from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
@@ -52,10 +52,23 @@ def account(outcome: Journal, found: Found, operators: OperatorSet) -> tuple[Acc
     accounting = Accounting.from_journal(stored)
     generations = [found.chosen.generations.get(name) for name in expert_names(operators)]
     alive = [_tokens_behind(i, generation, found, accounting) for i, generation in enumerate(generations)]
-    levels = [found.chosen.levels.get(name, ()) for name in expert_names(operators)]
+    apart = PEER in accounting.saved
+    levels = [_levels(found.chosen.levels.get(name, frozenset()), apart=apart) for name in expert_names(operators)]
     read_from = {level: torch.tensor([level in each for each in levels]) for level in accounting.saved}
     steps = torch.tensor([NEVER if each is None else each.step for each in generations], dtype=torch.int64)
     return accounting.restore(torch.tensor(alive, dtype=torch.int64), steps, read_from)
+
+
+def _levels(held: frozenset[str], *, apart: bool) -> frozenset[str]:
+    """Levels of the accounting that hold all of a copy.
+
+    Args:
+        held: see `Chosen`.
+        apart: whether what other nodes hold is counted apart; else it is memory like that of the own node.
+    """
+    if not apart:
+        return held
+    return (held - {"memory"}) | ({"memory"} if "host" in held else set())
 
 
 def expert_names(operators: OperatorSet) -> list[str]:
@@ -123,9 +136,9 @@ def log_recovery(
             *(name, lost.get(name, "not counted"), why),
         )
     ages = Counter(generation.step - each.step for each in chosen.generations.values())
-    places = Counter(
-        "memory" if "memory" in each else "/".join(sorted(each)) or "several" for each in chosen.levels.values()
-    )
+    apart = accounted is not None and PEER in accounted[0].saved
+    levels = [_levels(each, apart=apart) for each in chosen.levels.values()]
+    places = Counter("memory" if "memory" in each else "/".join(sorted(each)) or "several" for each in levels)
     said = ", ".join(f"{number} of {age} steps ago" for age, number in sorted(ages.items()))
     cost = "its tokens were not counted"
     if accounted is not None:

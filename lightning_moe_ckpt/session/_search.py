@@ -20,15 +20,14 @@ from lightning_moe_ckpt.recovery import (
     Chosen,
     Copy,
     Inventory,
-    Offer,
     Reader,
     RestoreAttempt,
     Version,
     described,
-    family_of,
     memory_of,
     plain_versions,
-    usable_offers,
+    plan_of,
+    usable_versions,
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
@@ -127,6 +126,8 @@ class Search:
         self.missing: Mapping[str, str] = {}
         """Experts without which the newest generation could be restored, and why it has no good copy of them."""
         self._lenders: dict[Version, Commit] = {}
+        self._partial: list[Version] = []
+        """Versions with some experts only, which were given up."""
         self.foreign: frozenset[GenerationId] = frozenset()
         """Generations in memory that are of another past than storage as it stands, and are not taken."""
 
@@ -138,29 +139,29 @@ class Search:
         """
         commits = self._commits()
         in_storage = {**commits, **self._lenders}
-        reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(in_storage.values())))
+        plans = {version.generation: version.plan_hash for version in in_storage}
+        reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(in_storage.values())), plans)
         stocks = self._exchange.gather_values(reader.stock(memory_of(shared_directory())).plain())
-        families = {version: family for version, each in in_storage.items() if (family := family_of(each.policy))}
-        inventory = Inventory.of(stocks, commits, families, self._lenders)
+        inventory = Inventory.of(stocks, commits, self._lenders)
         self.committed = inventory.committed
         self.volatile = frozenset(version.generation for version in inventory.in_memory)
         alive = self._alive(inventory)
-        offers = usable_offers(inventory, alive)
+        usable = usable_versions(inventory, alive)
 
-        def first_of(offers: Sequence[Offer], *, may_lack: bool) -> Found | None:
-            for offer in offers:
-                for commit in (commits[version] for version in offer.versions if version in commits):
-                    self._check_identity(commit)
-                found = self._bring(offer, alive, inventory, reader, commits, may_lack=may_lack)
+        def first_of(versions: Sequence[Version], *, may_lack: bool) -> Found | None:
+            for version in versions:
+                if version in commits:
+                    self._check_identity(commits[version])
+                found = self._bring(version, alive, inventory, reader, commits, may_lack=may_lack)
                 if found is not None:
                     return found
             return None
 
-        found = first_of(offers, may_lack=False)
+        found = first_of(usable, may_lack=False)
         if found is None and self.missing and self._job.may_lack_experts:
-            found = first_of([offer for offer in offers if offer.is_partial], may_lack=True)
-        if found is not None and found.generation < offers[0].generation and self._exchange.is_coordinator:
-            self._warn_of_older(offers[0].generation, found.generation)
+            found = first_of(self._partial, may_lack=True)
+        if found is not None and found.generation < usable[0].generation and self._exchange.is_coordinator:
+            self._warn_of_older(usable[0].generation, found.generation)
         return found
 
     # -- private
@@ -171,8 +172,8 @@ class Search:
         assert isinstance(listed, list)
         *stored, self.reasons = listed
         commits, lenders = ([Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored)
-        self._lenders = {Version(commit.generation, commit.plan_hash): commit for commit in lenders}
-        return {Version(commit.generation, commit.plan_hash): commit for commit in commits}
+        self._lenders = {_version(commit): commit for commit in lenders}
+        return {_version(commit): commit for commit in commits}
 
     def _list(self) -> object:
         self._store.promote()
@@ -214,7 +215,7 @@ class Search:
 
     def _bring(
         self,
-        offer: Offer,
+        version: Version,
         alive: Sequence[Version],
         inventory: Inventory,
         reader: Reader,
@@ -225,11 +226,10 @@ class Search:
         in_storage = {**commits, **self._lenders}
         digests = {version: commit.markers[self._exchange.rank] for version, commit in in_storage.items()}
         attempt = RestoreAttempt(
-            self._exchange, reader, inventory, offer, alive, digests=digests, allow_missing=may_lack
+            self._exchange, reader, inventory, version, alive, digests=digests, allow_missing=may_lack
         )
-        committed = not commits.keys().isdisjoint(offer.versions)
         marker = attempt.marker()
-        if marker is not None and not committed:
+        if marker is not None and version not in commits:
             self._check_identity(marker)
         misfits = [] if marker is None else self._misfits(marker)
         part = None
@@ -237,10 +237,11 @@ class Search:
             part = attempt.bring(marker, self._job.experts, partial(self._lay_out, marker))
         if part is None:
             self.missing = self.missing or attempt.missing
-            self._give_up(offer.generation, [*attempt.reasons, *misfits])
+            self._partial += [version] if attempt.is_partial and not may_lack else []
+            self._give_up(version.generation, [*attempt.reasons, *misfits])
             return None
-        self._log_sources(str(offer), part.nbytes)
-        return Found.of(part, tokens_behind(attempt, part.chosen), committed=committed)
+        self._log_sources(str(version), part.nbytes)
+        return Found.of(part, tokens_behind(attempt, part.chosen), committed=version in commits)
 
     def _lay_out(self, marker: RankMarker, chosen: Chosen) -> list[SegmentLayout]:
         """Where this rank wants its records: as they lie in files, unless experts are of other generations."""
@@ -319,3 +320,7 @@ class Search:
             optimizer = live_optimizer(self._job.operators, self._job.view.schema, self._job.view.params)
             lines += model_differences(was(), (live, optimizer))
         return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"
+
+
+def _version(commit: Commit) -> Version:
+    return Version(commit.generation, plan_of(commit.plan_hash, commit.policy))

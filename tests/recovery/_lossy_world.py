@@ -22,9 +22,8 @@ from lightning_moe_ckpt.recovery import (
     Restored,
     Transport,
     Version,
-    family_of,
     memory_of,
-    usable_offers,
+    usable_versions,
 )
 from lightning_moe_ckpt.storage import (
     Commit,
@@ -64,11 +63,11 @@ class Taken:
             return EXPERTS
         return sorted(self.memory if level == "memory" else self.storage)
 
-    def plan(self, level: Level) -> str:
-        if level == "dense":
-            return json.dumps({"config": {"kind": "dense"}})
-        shared = {"memory": sorted(self.memory), "storage": sorted(self.storage)}
-        return json.dumps({**shared, "family": digest_of(json.dumps(shared).encode()), "level": level})
+    @property
+    def plan(self) -> str:
+        """The same in memory and in storage."""
+        experts = {"memory": sorted(self.memory), "storage": sorted(self.storage)}
+        return json.dumps({"plan": {"partial": not self.dense, **experts}})
 
 
 # Memory takes two experts, storage one of them, in turn; the run began with everything.
@@ -94,7 +93,7 @@ def record_name(expert: str, start: int, numel: int) -> str:
 
 
 def content(step: int, rank: int, name: str, numel: int) -> torch.Tensor:
-    """Equal in both flavours of a generation."""
+    """Equal in memory and in storage."""
     return torch.full((numel,), float(hash((step, rank, name)) % 2**20))
 
 
@@ -139,10 +138,23 @@ class LossyWorld(World):
         self._committed: list[dict[int, RankMarker]] = []
 
     def lossy_part(self, step: int, rank: int, level: Level) -> tuple[RankMarker, bytes]:
-        """One rank's part of a generation, as a level has it."""
-        generation, taken = self.store.name(step), self.taken[step]
-        names = _records(taken.experts(level), rank, self.world_size, dense=level == "dense")
-        layout = SegmentLayout(specs(names), metadata={"level": level})
+        """One rank's part of a generation, as a level has it: what storage has, and behind it a file of other experts."""
+        taken = self.taken[step]
+        durable: Level = "dense" if level == "dense" else "storage"
+        names = _records(taken.experts(durable), rank, self.world_size, dense=level == "dense")
+        files = [self._file(step, rank, names, "durable")]
+        if others := sorted(set(taken.experts(level)).difference(taken.experts(durable))):
+            more = _records(others, rank, self.world_size, dense=False)
+            files.append(self._file(step, rank, {n: numel for n, numel in more.items() if n not in BASE}, "node"))
+        marker = RankMarker(
+            run_id=self.store.run_id, rank=rank, world_size=self.world_size, generation=self.store.name(step),
+            plan_hash=digest_of(taken.plan.encode()), segments=tuple(entry for entry, _ in files),
+            policy={"plan": taken.plan},
+        )  # fmt: skip
+        return marker, b"".join(data for _, data in files)
+
+    def _file(self, step: int, rank: int, names: Mapping[str, int], audience: str) -> tuple[SegmentEntry, bytes]:
+        layout = SegmentLayout(specs(names), metadata={"audience": audience})
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
         layout.write_header(buffer)
         for name, numel in names.items():
@@ -150,17 +162,12 @@ class LossyWorld(World):
         data = buffer.numpy().tobytes()
         entry = SegmentEntry(
             step=step,
-            key=segment_key(generation, rank, step),
+            key=segment_key(self.store.name(step), rank, step, audience),
             nbytes=len(data),
             digest=digest_of(data),
             records=tuple(_entry(name, layout, data) for name in names),
         )
-        plan = taken.plan(level)
-        marker = RankMarker(
-            run_id=self.store.run_id, rank=rank, world_size=self.world_size, generation=generation,
-            plan_hash=digest_of(plan.encode()), segments=(entry,), policy={"plan": plan},
-        )  # fmt: skip
-        return marker, data
+        return entry, data
 
     def remember(self, steps: Sequence[int], rank: int, node: Path) -> None:
         """Memory of `node` has these generations of a rank."""
@@ -211,9 +218,12 @@ class LossyWorld(World):
         self.stored(step, 0).with_name("_COMMITTED").unlink()
 
     def span(self, step: int, rank: int, level: Level, what: str) -> int:
-        """Where a record lies in the file of a level: `dense`, `journal`, or an expert's name."""
-        records = self.lossy_part(step, rank, level)[0].segments[0].records
-        return next(each.offset for each in records if what in (each.name, each.operator))
+        """Where a record lies in what a level has: `dense`, `journal`, or an expert's name."""
+        marker, _ = self.lossy_part(step, rank, level)
+        places = [
+            (marker.slot_offset(entry) + each.offset, each) for entry in marker.segments for each in entry.records
+        ]
+        return next(offset for offset, each in places if what in (each.name, each.operator))
 
     def restore_lossy(self, dead: Collection[int] = ()) -> list[Found | None]:
         """What a restart gives every rank; the log forbids the steps in `dead`."""
@@ -241,7 +251,7 @@ class LossyWorld(World):
         def ask(rank: int) -> dict[GenerationId, bytes]:
             transport = ThreadTransport(self.wire, rank)
             for attempt in self._attempts(transport, run_id, commits, ()):
-                assert attempt.offer.generation.step == newest
+                assert attempt.version.generation.step == newest
                 assert _attempt(attempt, rank) is not None
                 return {each: bytes(value) for each, value in attempt.tell(generations, "journal", bytes).items()}  # type: ignore[call-overload]
             raise AssertionError("there is nothing to restore")
@@ -266,7 +276,7 @@ class LossyWorld(World):
             part = _attempt(attempt, transport.rank)
             reasons += attempt.reasons
             if part is not None:
-                return (attempt.offer.generation, part), reasons
+                return (attempt.version.generation, part), reasons
         return None, reasons
 
     def _attempts(
@@ -278,17 +288,16 @@ class LossyWorld(World):
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
         lenders = self.lenders()
         by_version = {Version(c.generation, c.plan_hash): c for c in (*commits, *lenders)}
-        families = {version: family for version, c in by_version.items() if (family := family_of(c.policy))}
         offered = [version for version, c in by_version.items() if c not in lenders]
-        inventory = Inventory.of(stocks, offered, families, set(by_version).difference(offered))
+        inventory = Inventory.of(stocks, offered, set(by_version).difference(offered))
         alive = [each for each in inventory.all_versions if each.generation.step not in dead]
         digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}
-        for offer in usable_offers(inventory, alive):
+        for version in usable_versions(inventory, alive):
             yield RestoreAttempt(
                 transport,
                 reader,
                 inventory,
-                offer,
+                version,
                 alive,
                 digests=digests,
                 allow_missing=self.allow_missing,

@@ -23,7 +23,7 @@ from lightning_moe_ckpt.recovery import (
     Transport,
     Version,
     memory_of,
-    usable_offers,
+    usable_versions,
 )
 from lightning_moe_ckpt.recovery._transport import Parcel
 from lightning_moe_ckpt.storage import (
@@ -224,9 +224,9 @@ class World:
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
         inventory = Inventory.of(stocks, reader.committed)
         digests = {Version(c.generation, c.plan_hash): c.markers[transport.rank] for c in commits}
-        for offer in usable_offers(inventory, inventory.all_versions):
+        for version in usable_versions(inventory, inventory.all_versions):
             attempt = RestoreAttempt(
-                *(transport, reader, inventory, offer, inventory.all_versions),
+                *(transport, reader, inventory, version, inventory.all_versions),
                 digests=digests,
                 chunk_nbytes=chunk_nbytes,
             )
@@ -235,7 +235,7 @@ class World:
             part = attempt.bring(marker, {"blocks.0": 1}, lambda _: [LAYOUT] * len(marker.steps)) if marker else None  # noqa: B023
             reasons += attempt.reasons
             if part is not None:
-                return (offer.versions[0], part), reasons
+                return (version, part), reasons
         return None, reasons
 
 

@@ -69,7 +69,7 @@ def test_replicas_of_a_lost_node_keep_its_experts_as_new(make_lossy: MakeLossy) 
 
 
 def test_a_generation_that_one_rank_lost_in_memory_comes_from_what_storage_has_of_it(make_lossy: MakeLossy) -> None:
-    """Ranks resume from one generation in two flavours."""
+    """Ranks resume from one generation, of which they hold different files."""
     world = make_lossy("a", "b")
     committed(world, 0, 4)
     kept(world, [4], 0)
@@ -103,14 +103,14 @@ def test_without_a_copy_of_two_experts_older_generations_are_tried(make_lossy: M
 def flip_in_memory(world: LossyWorld, rank: int, step: int, what: str) -> None:
     """A bit of a record in a rank's own memory, which holds steps up to 4."""
     ring = world.tiers[world.nodes[rank]].file_of(rank)
-    nbytes = world.lossy_part(step, rank, "memory")[0].segments[0].nbytes
+    nbytes = len(world.lossy_part(step, rank, "memory")[1])
     slots = (ring.stat().st_size - RING_HEADER_NBYTES) // -(-nbytes // 4096 * 4096)
     slot_nbytes = (ring.stat().st_size - RING_HEADER_NBYTES) // slots
     flip(ring, (slots - 1 - (4 - step)) * slot_nbytes + world.span(step, rank, "memory", what))
 
 
-def test_a_bad_record_of_the_dense_part_comes_from_the_other_flavour(make_lossy: MakeLossy) -> None:
-    """Memory and storage hold the same bytes of it at different places."""
+def test_a_bad_record_of_the_dense_part_comes_from_storage(make_lossy: MakeLossy) -> None:
+    """Which holds fewer files of the generation than memory."""
     world = make_lossy("a", "b")
     committed(world, 0, 4)
     kept(world, [3, 4])
