@@ -74,7 +74,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.testing": """
         AdapterContract BackendContract Crashed CrashingBackend Fault FaultInjector FaultSummary FaultTally FaultyProxy Kill Life
-        LifeFailed LifeResult RandomFaults Seam Weather assert_same_end capture_end differences fail_at run_lives summarize_faults
+        LifeFailed LifeResult RandomFaults Seam TierContract TierHalves Weather assert_same_end capture_end differences fail_at run_lives summarize_faults
     """,
     "lightning_moe_ckpt.errors": """
         CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing

@@ -88,7 +88,7 @@ class Announced:
     num_segments: int
     """After so many the generation is finished."""
     on_released: Released | None = None
-    """Called once, from the worker's thread, when the segments' memory is not read any more."""
+    """Called once, from any thread, when the segments' memory is not read any more; not for what is held until the end."""
     base: Base | None = None
     """What completes it, where it has only some operators."""
     bad: BadCopies = field(default_factory=dict)

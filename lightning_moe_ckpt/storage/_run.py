@@ -170,7 +170,7 @@ class RunStore:
             Corrupt: the whole segment was asked for and has another size, or it ends before.
             StorageError: it cannot be read, or is gone.
         """
-        if out.nbytes == entry.nbytes:
+        if start == 0 and out.nbytes == entry.nbytes:
             self._backend.get_into(entry.key, out)
         else:
             self._backend.get_range(entry.key, start, out)

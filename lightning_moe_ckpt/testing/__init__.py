@@ -25,7 +25,9 @@ from lightning_moe_ckpt.testing._lives_kill import Kill as Kill
 from lightning_moe_ckpt.testing._proxy import FaultyProxy as FaultyProxy
 from lightning_moe_ckpt.testing._proxy import Weather as Weather
 from lightning_moe_ckpt.testing._seam import Seam as Seam
+from lightning_moe_ckpt.testing._tier_capture import TierHalves as TierHalves
 
 if _find_spec("pytest") is not None:
     from lightning_moe_ckpt.testing._adapter_contract import AdapterContract as AdapterContract
     from lightning_moe_ckpt.testing._backend_contract import BackendContract as BackendContract
+    from lightning_moe_ckpt.testing._tier_contract import TierContract as TierContract

@@ -28,7 +28,7 @@ class Holding:
 
 
 class Tier(Protocol):
-    """Copies of generations that this process can read without any other process.
+    """Copies of generations that this process can read without any other process. `testing.TierContract` tests it.
 
     Reads may come from any thread. Nothing read is trusted before its digest is checked, by the caller.
     """
@@ -44,7 +44,13 @@ class Tier(Protocol):
         """The marker of a copy. Raises `Corrupt` if it is not what was written, `KeyMissing` if it is gone."""
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a segment from `offset` on, unverified. Raises `StorageError`, `KeyMissing`."""
+        """Fill all of `out` with the bytes of a segment from `offset` on, unverified, or raise.
+
+        Raises:
+            KeyMissing: the copy is gone, or has no such bytes.
+            StorageError: it cannot be read.
+            Corrupt: it ends before.
+        """
 
     def close(self) -> None:
         """Let go of what was opened for reading; nothing is deleted."""

@@ -70,7 +70,8 @@ class HostTier:
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a segment from `offset` on, unverified. Raises `StorageError`, `KeyMissing`."""
         place, starts = self._of(holding, lambda place: (place, _current_starts(place)))
-        if entry.key not in starts or offset < 0 or offset + out.nbytes > place.header.slot_nbytes:
+        end = min(entry.nbytes, place.header.slot_nbytes)
+        if entry.key not in starts or offset < 0 or offset + out.nbytes > end:
             raise KeyMissing(f"{place.memory}: has no {out.nbytes} bytes at {offset} of {entry.key}.")
         _read_fully(self._open(place.memory), RING_HEADER_NBYTES + starts[entry.key] + offset, out, place.memory)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_moe_ckpt.errors import KeyMissing
 from lightning_moe_ckpt.storage import Commit, RankMarker, RunStore, SegmentEntry
 from lightning_moe_ckpt.tiers._contract import Holding
 
@@ -31,8 +32,11 @@ class ObjectTier:
         return [holding for generation in newest_first for holding in _holdings(self._commits[generation])]
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        """The marker that the manifest vouches for."""
-        return self._store.read_marker(self._commits[holding.generation], holding.owner)
+        """The marker that the manifest vouches for. Raises `Corrupt` if it is another one, `KeyMissing` if it is gone."""
+        commit = self._commits.get(holding.generation)
+        if commit is None:
+            raise KeyMissing(f"{self._store.url}: no commit of {holding}.")
+        return self._store.read_marker(commit, holding.owner)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
         """Read a range of the object."""

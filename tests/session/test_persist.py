@@ -19,7 +19,6 @@ import torch
 from stored._segments import read_segment, verify_records
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, StorageError
-from lightning_moe_ckpt.native import CpuCopyEngine, Ticket
 from lightning_moe_ckpt.session import _worker
 from lightning_moe_ckpt.session._persist import PersistWorker
 from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
@@ -34,7 +33,6 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     SegmentLayout,
     TensorSpec,
-    digest_of,
     open_backend,
 )
 from lightning_moe_ckpt.tiers._ring import SegmentRing
@@ -58,7 +56,6 @@ def segment(
     *,
     of: GenerationId | None = None,
     rank: int = 0,
-    ticket: Ticket | None = None,
 ) -> SealedSegment:
     """A real segment whose tensors all hold `value`; of the generation of its own step, unless said otherwise."""
     memory = memory if memory is not None else torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
@@ -76,7 +73,7 @@ def segment(
     view = memoryview(memory.numpy().data)[: LAYOUT.nbytes]
     named = of if of is not None else generation(step)
     return SealedSegment.of_file(
-        SealedFile(generation=named, rank=rank, step=step, view=view, records=RecordRows(entries), ticket=ticket)
+        SealedFile(generation=named, rank=rank, step=step, view=view, records=RecordRows(entries))
     )
 
 
@@ -251,22 +248,6 @@ def test_a_generation_that_another_rank_has_given_up_is_not_waited_for(bench: Be
     assert bench.failures() == ["step 1 (epoch 1): not stored: cancelled"]
 
 
-def test_the_marker_says_what_was_stored(bench: Bench) -> None:
-    """Steps in order, sizes, the plan, and digests that differ where bytes differ."""
-    begun = bench.begin(5, 2)
-    bench.worker.add(begun, segment(5, value=2.0))
-    bench.worker.add(begun, segment(4, value=1.0))
-    assert bench.worker.drain(30)
-    (marker,) = bench.sink.markers
-    assert marker.steps == (4, 5)
-    assert marker.policy["plan"] == "{}"
-    assert (marker.run_id, marker.plan_hash, marker.generation) == ("run", "h", generation(5))
-    assert [entry.nbytes for entry in marker.segments] == [LAYOUT.nbytes] * 2
-    digests = [record.digest for entry in marker.segments for record in entry.records]
-    assert len(set(digests)) == 4
-    assert all(len(digest) == 32 for digest in digests)
-
-
 @pytest.mark.parametrize("call", ["segment 1", "marker 1", "commit 1"])
 def test_a_lasting_outage_costs_one_generation(bench: Bench, call: str) -> None:
     """It is reported with its reason, its memory is given back once, and the next one is stored."""
@@ -293,20 +274,6 @@ def test_whatever_is_raised_the_thread_lives_on(bench: Bench, error: BaseExcepti
     assert bench.durable == [2]
 
 
-def test_segments_of_a_failed_generation_are_ignored(bench: Bench) -> None:
-    """The session may go on adding before it reads the failure."""
-    begun = bench.begin(3, 3)
-    bench.sink.faults["segment 1"] = [RuntimeError("x")]
-    bench.sink.hold["segment 1"] = threading.Event()
-    bench.worker.add(begun, segment(1))
-    bench.worker.add(begun, segment(2))  # in the queue while the first one fails
-    bench.sink.hold["segment 1"].set()
-    assert bench.worker.drain(30)
-    bench.worker.add(begun, segment(3))
-    bench.save(4)
-    assert bench.sink.calls == ["segment 1", "release 3", "segment 4", "release 4", "marker 4", "commit 4", "retain 2"]
-
-
 def test_failing_to_delete_does_not_undo_a_commit(bench: Bench) -> None:
     """The generation is durable; that old ones stay is reported."""
     bench.sink.faults["retain 2"] = [StorageError("busy")]
@@ -324,32 +291,6 @@ def test_a_fenced_process_stores_nothing_more(bench: Bench) -> None:
     bench.save(2)
     assert bench.sink.calls[-2:] == ["commit 1", "release 2"]
     assert len(bench.failures()) == 2
-
-
-def test_an_abandoned_generation_is_released_and_never_finished(bench: Bench) -> None:
-    """The window was spoiled: what has arrived stays without a marker."""
-    begun = bench.begin(3, 2)
-    bench.worker.add(begun, segment(2))
-    bench.worker.abandon(begun)
-    bench.worker.add(begun, segment(3))
-    assert bench.worker.drain(30)
-    bench.worker.abandon(begun)
-    assert bench.released == [3]
-    assert bench.durable == []
-    assert not any(call.startswith("marker") for call in bench.sink.calls)
-    assert bench.failures() == []
-
-
-def test_a_generation_that_cannot_be_completed_by_waiting_is_not_waited_for(bench: Bench) -> None:
-    """`drain` stands still while training does: segments that are still to come would never come."""
-    bench.save(1)
-    bench.worker.add(bench.begin(3, 2), segment(2))
-    assert bench.worker.drain(30)
-    assert not bench.idle()
-    bench.worker.abandon(generation(3))
-    assert bench.worker.drain(30)
-    assert bench.idle()
-    assert bench.released == [1, 3]
 
 
 def test_memory_is_not_given_back_while_it_is_read(bench: Bench) -> None:
@@ -381,25 +322,6 @@ def test_a_callback_that_raises_is_reported_and_survived(bench: Bench) -> None:
     assert bench.durable == [2]
 
 
-def test_a_copy_under_way_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest is of the bytes that arrive, and a failed copy is a failed generation."""
-    engine = CpuCopyEngine()
-    memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    sealed = segment(1, memory=memory)
-    (file,) = sealed.files
-    file.ticket = engine.submit([(torch.full((8,), 5.0), LAYOUT.view(memory, "w"))])
-    bench.worker.add(bench.begin(1, 1), sealed)
-    assert bench.worker.drain(30)
-    bad = engine.submit([(torch.ones(1), torch.ones(2))])
-    bench.worker.add(bench.begin(2, 1), segment(2, ticket=bad))
-    assert bench.worker.drain(30)
-    engine.close()
-    (record, _) = bench.sink.markers[0].segments[0].records
-    assert record.digest == digest_of(sealed.view[record.offset : record.offset + record.nbytes])
-    assert len(bench.sink.markers) == 1
-    assert "slices failed" in bench.failures()[0]
-
-
 def test_nothing_of_a_segment_is_kept_after_its_generation_ended(bench: Bench) -> None:
     """Otherwise the ring's memory could not be unmapped."""
     pages = Pages(LAYOUT.nbytes)
@@ -413,19 +335,6 @@ def test_nothing_of_a_segment_is_kept_after_its_generation_ended(bench: Bench) -
     while alive() is not None and time.monotonic() < deadline:  # the thread is on its way back to the queue
         gc.collect()
     assert alive() is None
-
-
-def test_close_abandons_what_is_left_and_ends_the_thread() -> None:
-    """Half a generation is released, and closing twice or without a start is fine."""
-    bench, before = Bench(), threading.active_count()
-    begun = bench.begin(2, 2)
-    bench.worker.add(begun, segment(1))
-    bench.worker.close()
-    bench.worker.close()
-    assert bench.released == [2]
-    assert bench.idle()
-    assert threading.active_count() == before
-    Bench().worker.close()
 
 
 def test_close_interrupts_a_call_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

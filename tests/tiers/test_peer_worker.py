@@ -200,32 +200,6 @@ def test_flush_sends_what_no_step_would_have(two_ranks: Cluster) -> None:
     assert run(two_ranks, work) == [(False, True)] * 2
 
 
-def test_an_abandoned_generation_leaves_no_copy_and_its_slots(two_ranks: Cluster) -> None:
-    """In the middle of the transfer, and the next one is taken as if nothing had happened."""
-
-    def work(rank: Rank) -> list[GenerationId]:
-        bench = Bench(rank)
-        bench.begin(G2)
-        bench.add(G2, 1)
-        bench.step_until(lambda: bench.worker._replication.stream.nbytes_sent > 0)
-        bench.worker.abandon(G2)
-        bench.ring.abort_window(G2)
-        rank.wait_for(lambda: bench.worker.idle)
-        released = list(bench.released)
-        assert bench.ring.free_slots == SLOTS
-        bench.whole(G4)
-        bench.step_until(lambda: bench.worker.holds(G4))
-        assert not bench.worker.holds(G2)
-        assert bench.worker.take_failures() == []
-        bench.meet("end")
-        bench.close()
-        return released
-
-    assert run(two_ranks, work) == [[G2]] * 2
-    for owner in (0, 1):
-        assert copies(two_ranks, owner) == [4]
-
-
 def test_a_holder_that_dies_is_a_failure_and_nothing_else(two_ranks: Cluster) -> None:
     """Training hears of it from `take_failures`; slots come back, the end does not hang, no thread is left."""
 

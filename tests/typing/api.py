@@ -7,6 +7,7 @@ have changed: say so in the changelog.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -517,6 +518,14 @@ class TestMyBackend(testing.BackendContract):
     @override
     def make_backend(self, tmp_path: Path) -> storage.Backend:
         return testing.CrashingBackend(storage.PosixBackend(tmp_path), crash_at=3, when="after")
+
+
+class TestMyTier(testing.TierContract):
+    halves: testing.TierHalves
+
+    @override
+    def make_tier(self, tmp_path: Path) -> AbstractContextManager[testing.TierHalves]:
+        return nullcontext(self.halves)
 
 
 def fit(life: testing.Life) -> dict[str, object]:

@@ -1,0 +1,313 @@
+"""What `TierContract` does around a tier: it fills memory with random bytes, hands it over, and checks what is read.
+
+Memory that a tier gives back is overwritten at once, so a tier that reads it later, or keeps a view of it, is found out by
+the bytes that its readers see.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native import Ticket
+from lightning_moe_ckpt.policies import AUDIENCES
+from lightning_moe_ckpt.session._layout import as_memoryview
+from lightning_moe_ckpt.session._sealed import SealedFile, SealedSegment
+from lightning_moe_ckpt.session._worker import Announced, TierWorker
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RecordEntry,
+    RecordRows,
+    SegmentEntry,
+    SegmentLayout,
+    TensorSpec,
+    digest_of,
+    segment_key,
+)
+from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
+
+TIMEOUT = 30.0
+"""Seconds for everything that a test waits for."""
+PLAN_HASH, PLAN = "plan", '{"of": "the contract"}'
+"""What tests announce."""
+_LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (1000,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
+"""Of every file."""
+SLOT_NBYTES = len(AUDIENCES) * _LAYOUT.nbytes
+"""Of a segment."""
+_GARBAGE = 0xEE
+"""What memory is filled with once it may be used again."""
+
+
+def _generation(step: int) -> GenerationId:
+    return GenerationId(step=step, epoch=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierHalves:
+    """An empty tier of rank 0, as its contract is tested."""
+
+    worker: TierWorker
+    """Writes; closed by the test."""
+    make_reader: Callable[[], Tier]
+    """Makes another reader of what `worker` has written so far, as a later process would."""
+    lose: Callable[[], None]
+    """Everything in the tier goes, behind the back of both halves."""
+    name: Callable[[int], GenerationId] = _generation
+    """The generation of this life at a step."""
+    ring: SegmentRing | None = None
+    """Memory for segments, where the tier keeps them in place; has room for `TierContract.num_slots` of `slot_nbytes`."""
+
+
+class HeldCopy(Ticket):
+    """A copy to a segment, which arrives when the test says so."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: CheckpointError | None = None
+        self.write: Callable[[], object] = lambda: None
+        """What arriving does."""
+
+    @classmethod
+    def failed(cls) -> HeldCopy:
+        """One that does not arrive."""
+        copy = cls()
+        copy._error = CheckpointError("the copy failed")
+        copy._ended.set()
+        return copy
+
+    def arrive(self) -> None:
+        """All bytes are there; once."""
+        if not self.done:
+            self.write()
+            self._ended.set()
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+
+
+class TierCapture:
+    """A session's part: it fills memory with random bytes, hands it over, and overwrites it when it comes back."""
+
+    def __init__(self, tier: TierHalves) -> None:
+        self.tier, self.worker = tier, tier.worker
+        self.released: list[GenerationId] = []
+        self.files: dict[GenerationId, dict[str, bytes]] = {}
+        """Those of the tier's audiences, by key, in order."""
+        self._segments: dict[GenerationId, list[SealedSegment]] = {}
+        self._memory: dict[GenerationId, list[Tensor]] = {}
+        self._copies: list[HeldCopy] = []
+        self._open: GenerationId | None = None
+        self._changed = threading.Condition()
+        self._random = torch.Generator().manual_seed(0)
+        self._num_overwritten = 0
+
+    # -- writing
+
+    def begin(self, step: int, *, num_segments: int) -> GenerationId:
+        """A window begins."""
+        name = self._open = self.tier.name(step)
+        self.files[name], self._segments[name] = {}, []
+        if self.tier.ring is not None:
+            self.tier.ring.begin_window(name)
+            self.tier.ring.pin(name)
+        self.worker.begin(
+            Announced(
+                generation=name,
+                plan_hash=PLAN_HASH,
+                plan_json=PLAN,
+                num_segments=num_segments,
+                on_released=self._released,
+            )
+        )
+        return name
+
+    def add(self, name: GenerationId, step: int, *, copy: HeldCopy | None = None) -> None:
+        """`seal` a segment and hand it over."""
+        self.worker.add(name, self.seal(name, step, copy=copy))
+
+    def seal(self, name: GenerationId, step: int, *, copy: HeldCopy | None = None) -> SealedSegment:
+        """The next segment of the window, with a file per audience; its bytes are there, or come with `copy`."""
+        memory_U8, bytes_U8 = self._take(name, step), self._draw()
+        if copy is None:
+            memory_U8.copy_(bytes_U8)
+        else:
+            copy.write = lambda: memory_U8.copy_(bytes_U8)
+            self._copies.append(copy)
+        if self.tier.ring is None:
+            self._memory.setdefault(name, []).append(memory_U8)
+        segment = _segment(name, step, as_memoryview(memory_U8), copy)
+        self._segments[name].append(segment)
+        for index, file in enumerate(segment.files):
+            if file.audience in self.worker.audiences:
+                part = as_memoryview(bytes_U8)[index * _LAYOUT.nbytes : (index + 1) * _LAYOUT.nbytes]
+                self.files[name][segment_key(name, 0, step, file.audience)] = bytes(part)
+        return segment
+
+    def finish(self, name: GenerationId) -> None:
+        """All segments of the window are sealed."""
+        self._open = None
+        if self.tier.ring is not None:
+            self.tier.ring.finish_window(name)
+
+    def abandon(self, name: GenerationId) -> None:
+        """The window will not be whole."""
+        self._open = None
+        self.worker.abandon(name)
+        if self.tier.ring is not None:
+            self.tier.ring.abort_window(name)
+
+    def whole(
+        self, step: int, *, num_segments: int = 1, copy: HeldCopy | None = None, wait: bool = True
+    ) -> GenerationId:
+        """A generation from its first segment to its last, at `step`; complete in the tier if it is waited for."""
+        name = self.begin(step, num_segments=num_segments)
+        for each in range(step - num_segments + 1, step + 1):
+            self.add(name, each, copy=copy)
+        self.finish(name)
+        if wait:
+            assert self.worker.drain(TIMEOUT)
+            assert self.worker.holds(name), self.worker.take_failures()
+        return name
+
+    def two(self) -> tuple[GenerationId, GenerationId]:
+        """Generations that are in the tier, the older one complete everywhere."""
+        older = self.whole(1)
+        self.worker.complete_everywhere(older)
+        return older, self.whole(3, num_segments=2)
+
+    def wait_released(self, name: GenerationId) -> None:
+        """Until its memory has come back."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: name in self.released, TIMEOUT)
+
+    def end(self) -> None:
+        """Nothing is under way any more."""
+        for copy in self._copies:
+            copy.arrive()
+        self.worker.close()
+
+    # -- reading
+
+    def readable(self) -> list[GenerationId]:
+        """What a new reader lists, newest first, once every byte of it was found to be as it was sealed."""
+        self._overwrite_free()
+        with closing(self.tier.make_reader()) as reader:
+            found = reader.holdings()
+            for holding in found:
+                self.check(reader, holding)
+        return [holding.generation for holding in found]
+
+    def check(self, reader: Tier, holding: Holding) -> None:
+        """All files of a copy are there as they were sealed, and nothing else is."""
+        marker, wanted = reader.read_marker(holding), self.files[holding.generation]
+        assert [entry.key for entry in marker.segments] == list(wanted)
+        for entry in marker.segments:
+            out = bytearray(entry.nbytes)
+            reader.read_into(holding, entry, 0, memoryview(out))
+            assert out == wanted[entry.key], f"{entry.key} is not as it was sealed"
+            assert digest_of(memoryview(out)) == entry.digest
+
+    def entries(self, name: GenerationId) -> list[SegmentEntry]:
+        """What a marker has to say of the files."""
+        segments = [segment.of(self.worker.audiences) for segment in self._segments[name]]
+        return [entry for segment in segments for entry in segment.digested()]
+
+    def nbytes(self, name: GenerationId) -> int:
+        """Of the files."""
+        return sum(map(len, self.files[name].values()))
+
+    def ranges(self, found: list[Holding], seed: int) -> Iterator[tuple[Holding, SegmentEntry, int, int]]:
+        """Ranges of all files, those at the ends among them: first byte, and the one behind the last."""
+        draw = random.Random(seed)
+        for holding in found:
+            for entry in self.entries(holding.generation):
+                size = entry.nbytes
+                drawn = [sorted(draw.choices(range(size + 1), k=2)) for _ in range(4)]
+                for start, stop in [(0, 0), (0, 1), (0, size), (size - 1, size), *drawn]:
+                    yield holding, entry, start, stop
+
+    # -- private
+
+    def _take(self, name: GenerationId, step: int) -> Tensor:
+        if self.tier.ring is None:
+            return torch.zeros(SLOT_NBYTES, dtype=torch.uint8)
+        slot = self.tier.ring.acquire(name, step)
+        self.tier.ring.seal(slot)
+        return slot.view[:SLOT_NBYTES]
+
+    def _draw(self) -> Tensor:
+        bytes_U8 = torch.randint(0, 256, (SLOT_NBYTES,), dtype=torch.uint8, generator=self._random)
+        for file_U8 in torch.split(bytes_U8, _LAYOUT.nbytes):
+            _LAYOUT.write_header(file_U8)
+        return bytes_U8
+
+    def _released(self, name: GenerationId) -> None:
+        for memory_U8 in self._memory.pop(name, []):
+            memory_U8.fill_(_GARBAGE)
+        if self.tier.ring is not None:
+            self.tier.ring.unpin(name)
+        with self._changed:
+            self.released.append(name)
+            self._changed.notify_all()
+
+    def _overwrite_free(self) -> None:
+        """Fill every slot that the ring would give to the next window."""
+        ring = self.tier.ring
+        if ring is None or self._open is not None:
+            return
+        self._num_overwritten += 1
+        window = f"overwritten {self._num_overwritten}"
+        ring.begin_window(window)
+        for step in range(ring.free_slots):
+            ring.acquire(window, step).view.fill_(_GARBAGE)
+        ring.abort_window(window)
+
+
+def _segment(name: GenerationId, step: int, view: memoryview, copy: HeldCopy | None) -> SealedSegment:
+    parts = [view[index * _LAYOUT.nbytes : (index + 1) * _LAYOUT.nbytes] for index in range(len(AUDIENCES))]
+    files = [
+        SealedFile(generation=name, rank=0, step=step, view=part, records=_records(), ticket=copy, audience=audience)
+        for part, audience in zip(parts, AUDIENCES, strict=True)
+    ]
+    return SealedSegment(files=files, view=view)
+
+
+def _records() -> RecordRows:
+    dtypes = {"w": "F32", "b": "BF16"}
+    return RecordRows(
+        [
+            RecordEntry(
+                name=name,
+                operator="op",
+                kind="full",
+                fqn=name,
+                state_key="param",
+                dtype=dtypes[name],
+                global_shape=span.shape,
+                global_start=0,
+                numel=span.shape[0],
+                offset=span.offset,
+                nbytes=span.nbytes,
+                digest="",
+            )
+            for name, span in _LAYOUT.spans.items()
+        ]
+    )
