@@ -4,7 +4,6 @@ No step here needs a restart: a copy that turns out bad or gone is replaced by t
 generation of which something is bad everywhere by the next older one.
 """
 
-from lightning_moe_ckpt.recovery._agreement import usable_versions as usable_versions
 from lightning_moe_ckpt.recovery._assembly import Assembly as Assembly
 from lightning_moe_ckpt.recovery._assembly import Request as Request
 from lightning_moe_ckpt.recovery._assembly import Wanted as Wanted
@@ -25,4 +24,4 @@ from lightning_moe_ckpt.recovery._inventory import plain_versions as plain_versi
 from lightning_moe_ckpt.recovery._inventory import plan_of as plan_of
 from lightning_moe_ckpt.recovery._inventory import version_of as version_of
 from lightning_moe_ckpt.recovery._reader import Reader as Reader
-from lightning_moe_ckpt.recovery._transport import Transport as Transport
+from lightning_moe_ckpt.recovery._rounds import Transport as Transport

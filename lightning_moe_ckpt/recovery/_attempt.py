@@ -45,9 +45,8 @@ from lightning_moe_ckpt.recovery._inventory import (
 )
 from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which
 from lightning_moe_ckpt.recovery._reader import Reader
-from lightning_moe_ckpt.recovery._rounds import Rounds
+from lightning_moe_ckpt.recovery._rounds import Rounds, Transport
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
-from lightning_moe_ckpt.recovery._transport import Transport
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
 
 log = logging.getLogger(__name__)

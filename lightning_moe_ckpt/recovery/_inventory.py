@@ -2,13 +2,15 @@
 
 Processes of one node find the same copies. A copy counts once, however many of them could read it: it is lost, or bad,
 for all of them at once.
+
+Source: TierCheck (2025), Fig. 5, for what ranks resume from.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -147,6 +149,18 @@ class Inventory:
         """What of one rank is somewhere."""
         held = (item.version for stock in self.stocks for item in stock.items if item.owner == owner)
         return self.committed.union(held)
+
+    def usable(self, alive: Collection[Version]) -> list[Version]:
+        """Versions that every rank can be given its part of, newest first.
+
+        The smallest of the newest that each rank has would not do: it may be one that another rank lacks. Two incarnations
+        can hold the same step with different bits, so versions name theirs, and the plan.
+
+        Args:
+            alive: versions that the run's log allows.
+        """
+        everywhere = frozenset.intersection(*(self.versions(owner) for owner in range(self.world_size)))
+        return sorted(everywhere.intersection(alive), reverse=True)
 
     def copies(self, version: Version, owner: int) -> list[Copy]:
         """Copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""

@@ -27,7 +27,6 @@ from lightning_moe_ckpt.recovery import (
     memory_of,
     plain_versions,
     plan_of,
-    usable_versions,
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
@@ -146,7 +145,7 @@ class Search:
         self.committed = inventory.committed
         self.volatile = frozenset(version.generation for version in inventory.in_memory)
         alive = self._alive(inventory)
-        usable = usable_versions(inventory, alive)
+        usable = inventory.usable(alive)
 
         def first_of(versions: Sequence[Version], *, may_lack: bool) -> Found | None:
             for version in versions:

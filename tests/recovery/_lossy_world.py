@@ -23,7 +23,6 @@ from lightning_moe_ckpt.recovery import (
     Transport,
     Version,
     memory_of,
-    usable_versions,
 )
 from lightning_moe_ckpt.storage import (
     Commit,
@@ -292,7 +291,7 @@ class LossyWorld(World):
         inventory = Inventory.of(stocks, offered, set(by_version).difference(offered))
         alive = [each for each in inventory.all_versions if each.generation.step not in dead]
         digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}
-        for version in usable_versions(inventory, alive):
+        for version in inventory.usable(alive):
             yield RestoreAttempt(
                 transport,
                 reader,

@@ -23,9 +23,8 @@ from lightning_moe_ckpt.recovery import (
     Transport,
     Version,
     memory_of,
-    usable_versions,
 )
-from lightning_moe_ckpt.recovery._transport import Parcel
+from lightning_moe_ckpt.recovery._rounds import Parcel
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -224,7 +223,7 @@ class World:
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
         inventory = Inventory.of(stocks, reader.committed)
         digests = {Version(c.generation, c.plan_hash): c.markers[transport.rank] for c in commits}
-        for version in usable_versions(inventory, inventory.all_versions):
+        for version in inventory.usable(inventory.all_versions):
             attempt = RestoreAttempt(
                 *(transport, reader, inventory, version, inventory.all_versions),
                 digests=digests,

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.recovery import Inventory, Stock, Version, usable_versions
+from lightning_moe_ckpt.recovery import Inventory, Stock, Version
 from lightning_moe_ckpt.recovery._inventory import Item
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.storage._log import History
@@ -26,7 +26,7 @@ def inventory(*stocks: tuple[str, set[tuple[Version, int]]], committed: set[Vers
 def usable(world: Inventory, history: History | None = None) -> list[Version]:
     """Versions that every rank can be given its part of and that the log allows, newest first."""
     alive = [each for each in world.all_versions if history is None or history.why_dead(each.generation) is None]
-    return usable_versions(world, alive)
+    return world.usable(alive)
 
 
 def test_the_smallest_of_the_newest_is_not_taken_when_somebody_lacks_it() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
-from lightning_moe_ckpt.recovery import Inventory, Version, usable_versions
+from lightning_moe_ckpt.recovery import Inventory, Version
 from lightning_moe_ckpt.recovery._inventory import Item
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.storage import (
@@ -144,7 +144,7 @@ class World:
             seen = inventory.seen
             foreign = [v for v in inventory.in_memory if store.why_foreign(v.generation, seen.get(v)) is not None]
             alive = [v for v in inventory.all_versions if store.why_dead(v.generation) is None and v not in foreign]
-            usable = usable_versions(inventory, alive)
+            usable = inventory.usable(alive)
             volatile = [version.generation for version in inventory.in_memory]
             if not usable:
                 return None, "", [each.generation for each in foreign], volatile

@@ -21,7 +21,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.recovery import Inventory, Version, usable_versions
+from lightning_moe_ckpt.recovery import Inventory, Version
 from lightning_moe_ckpt.recovery._inventory import Item, Stock
 from lightning_moe_ckpt.storage import (
     Backend,
@@ -309,7 +309,7 @@ class Job:
         stocks = [self._stock(node) for node in self.nodes]
         inventory = Inventory.of([stock.plain() for stock in stocks], [Version(each, "p") for each in commits])
         alive = [each for each in inventory.all_versions if self.store.why_dead(each.generation) is None]
-        versions = usable_versions(inventory, alive)
+        versions = inventory.usable(alive)
         resumed = versions[0].generation if versions else None
         # What a life that died was to give up may still be there.
         self.committed = set(commits)
