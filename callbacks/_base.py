@@ -22,8 +22,8 @@ from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.parallel import restart_is_likely
-from lightning_moe_ckpt.policies import Accounting
-from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report, WindowPolicy
+from lightning_moe_ckpt.policies import Accounting, Policy
+from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report
 from lightning_moe_ckpt.storage import Retention, checked_url
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class CheckpointCallback(Checkpoint):
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
 
-    def _policy(self) -> WindowPolicy:
+    def _policy(self) -> Policy:
         """What is taken when."""
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from typing_extensions import Unpack, override
 from lightning_moe_ckpt.callbacks._arguments import require_count
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
-from lightning_moe_ckpt.session import DenseWindows, WindowPolicy
+from lightning_moe_ckpt.policies import DensePolicy, Policy
 
 
 class DenseCheckpoint(CheckpointCallback):
@@ -39,5 +39,5 @@ class DenseCheckpoint(CheckpointCallback):
         self.every_n_steps = every_n_steps
 
     @override
-    def _policy(self) -> WindowPolicy:
-        return DenseWindows(every_n_steps=self.every_n_steps)
+    def _policy(self) -> Policy:
+        return DensePolicy(every_n_steps=self.every_n_steps)

@@ -11,8 +11,7 @@ from lightning_moe_ckpt.callbacks._arguments import require_choice, require_coun
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.policies import DynamicK, PartialPolicy
-from lightning_moe_ckpt.session import LossyWindows, WindowPolicy
+from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Policy
 
 
 class PartialExpertCheckpoint(CheckpointCallback):
@@ -77,11 +76,12 @@ class PartialExpertCheckpoint(CheckpointCallback):
         self.select, self.plt_budget = select, plt_budget
 
     @override
-    def _policy(self) -> WindowPolicy:
-        return LossyWindows(
+    def _policy(self) -> Policy:
+        return PartialPolicy(
             every_n_steps=self.every_n_steps,
-            experts=PartialPolicy(k=self.k, snapshot_k=self.snapshot_k, order=self.select),
+            k=self.k,
+            snapshot_k=self.snapshot_k,
+            order=self.select,
             dynamic_k=DynamicK(plt_budget=self.plt_budget),
-            callback=type(self).__name__,
             allow_missing_experts=self.allow_missing_experts,
         )

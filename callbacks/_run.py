@@ -27,7 +27,8 @@ from lightning_moe_ckpt.callbacks._trained import Trained
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
-from lightning_moe_ckpt.session import HookClock, Life, LifeConfig, Unread, WindowPolicy, clocked
+from lightning_moe_ckpt.policies import Policy
+from lightning_moe_ckpt.session import HookClock, Life, LifeConfig, Unread, clocked
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class FitRun:
     def __init__(
         self,
         config: LifeConfig,
-        policy: WindowPolicy,
+        policy: Policy,
         trainer: Trainer,
         module: LightningModule,
         *,
@@ -79,7 +80,7 @@ class FitRun:
         )
         _warn_if_short(trainer, self.life.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
-        self._batches = self._batch_log(batches, keep=policy.kind == "sparse")
+        self._batches = self._batch_log(batches, keep=policy.replays)
         self._layers = LayerState(module, self.life.layers)
         self._findings = Findings(trainer, module)
         self._files = _lightning_files.CheckpointFiles(trainer)
@@ -103,7 +104,7 @@ class FitRun:
         )
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._disturbed = self._trained = self._told_to_stop = False
-        self._replays = policy.kind == "sparse"
+        self._replays = policy.replays
 
     def _make_recorder(
         self, skip: tuple[type[Callback], ...], parts: Mapping[str, Part], *, deterministic: bool
@@ -348,7 +349,7 @@ class FitRun:
         return self._trainer.global_step != self._step
 
 
-def _refuse_unsupported(trainer: Trainer, policy: WindowPolicy) -> None:
+def _refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
@@ -364,13 +365,13 @@ def _refuse_unsupported(trainer: Trainer, policy: WindowPolicy) -> None:
             "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that resumes "
             "after that has none of them. Prune when training has ended."
         )
-    if policy.kind == "sparse" and not trainer.lightning_module.automatic_optimization:
+    if policy.replays and not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError(
             "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "
             "module takes them itself. Use DenseCheckpoint, or set `automatic_optimization = True`."
         )
     finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
-    if finetuning and policy.kind not in {"dense", "sparse"}:
+    if finetuning and not policy.exact:
         raise ConfigurationError(
             f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "
             "experts from before and after that has no meaning. Use SparseCheckpoint or DenseCheckpoint."

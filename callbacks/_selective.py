@@ -11,8 +11,7 @@ from lightning_moe_ckpt.callbacks._arguments import require_choice, require_coun
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.policies import SelectivePolicy
-from lightning_moe_ckpt.session import ByteBudgets, Deltas, LossyWindows, WindowPolicy
+from lightning_moe_ckpt.policies import Deltas, Policy, SelectivePolicy
 
 
 class SelectiveExpertCheckpoint(CheckpointCallback):
@@ -78,12 +77,11 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
         self.delta, self.resync_every = delta, resync_every
 
     @override
-    def _policy(self) -> WindowPolicy:
-        return LossyWindows(
+    def _policy(self) -> Policy:
+        return SelectivePolicy(
             every_n_steps=self.every_n_steps,
-            experts=SelectivePolicy(),
-            budgets=ByteBudgets(local=self.local_budget, remote=self.remote_budget),
+            local_budget=self.local_budget,
+            remote_budget=self.remote_budget,
             deltas=None if self.delta is None else Deltas(kind=self.delta, resync_every=self.resync_every),
-            callback=type(self).__name__,
             allow_missing_experts=self.allow_missing_experts,
         )

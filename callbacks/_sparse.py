@@ -13,8 +13,7 @@ from lightning_moe_ckpt.callbacks._arguments import require_choice, require_coun
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.policies import Popularity
-from lightning_moe_ckpt.session import SparseWindows, WindowPolicy
+from lightning_moe_ckpt.policies import Policy, Popularity, SparsePolicy
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +86,10 @@ class SparseCheckpoint(CheckpointCallback):
         self.max_window, self.over_budget = max_window, over_budget
 
     @override
-    def _policy(self) -> WindowPolicy:
+    def _policy(self) -> Policy:
         schedule = None if self.schedule is None else tuple(tuple(slot) for slot in self.schedule)
         by_popularity = self.order == "popularity" and schedule is None
-        return SparseWindows(
+        return SparsePolicy(
             window=None if self.window == "auto" else self.window,
             budget_nbytes=self.budget_nbytes,
             planner=self.planner,

@@ -3,6 +3,7 @@
 from lightning_moe_ckpt.policies._accounting import Accounting as Accounting
 from lightning_moe_ckpt.policies._boost import Debts as Debts
 from lightning_moe_ckpt.policies._boost import boost_factors as boost_factors
+from lightning_moe_ckpt.policies._dense import DensePolicy as DensePolicy
 from lightning_moe_ckpt.policies._dynamic_k import DynamicK as DynamicK
 from lightning_moe_ckpt.policies._dynamic_k import next_k as next_k
 from lightning_moe_ckpt.policies._expert_tables import LEVELS as LEVELS
@@ -11,7 +12,6 @@ from lightning_moe_ckpt.policies._expert_tables import MEMORY as MEMORY
 from lightning_moe_ckpt.policies._expert_tables import PEER as PEER
 from lightning_moe_ckpt.policies._expert_tables import STORAGE as STORAGE
 from lightning_moe_ckpt.policies._expert_tables import ExpertLayout as ExpertLayout
-from lightning_moe_ckpt.policies._expert_tables import ExpertPolicy as ExpertPolicy
 from lightning_moe_ckpt.policies._expert_tables import Experts as Experts
 from lightning_moe_ckpt.policies._expert_tables import ExpertTable as ExpertTable
 from lightning_moe_ckpt.policies._expert_tables import Selection as Selection
@@ -29,6 +29,13 @@ from lightning_moe_ckpt.policies._planner import needs_split as needs_split
 from lightning_moe_ckpt.policies._planner import plan_for_window as plan_for_window
 from lightning_moe_ckpt.policies._planner import plan_window as plan_window
 from lightning_moe_ckpt.policies._planner import split_nbytes as split_nbytes
+from lightning_moe_ckpt.policies._policy import Budget as Budget
+from lightning_moe_ckpt.policies._policy import Deltas as Deltas
+from lightning_moe_ckpt.policies._policy import ExpertPolicy as ExpertPolicy
+from lightning_moe_ckpt.policies._policy import Measurement as Measurement
+from lightning_moe_ckpt.policies._policy import PeriodicPolicy as PeriodicPolicy
+from lightning_moe_ckpt.policies._policy import PlanInputs as PlanInputs
+from lightning_moe_ckpt.policies._policy import Policy as Policy
 from lightning_moe_ckpt.policies._popularity import Order as Order
 from lightning_moe_ckpt.policies._popularity import Popularity as Popularity
 from lightning_moe_ckpt.policies._popularity import decayed_popularity as decayed_popularity
@@ -40,6 +47,7 @@ from lightning_moe_ckpt.policies._positions import all_names as all_names
 from lightning_moe_ckpt.policies._positions import assign_positions as assign_positions
 from lightning_moe_ckpt.policies._positions import positions as positions
 from lightning_moe_ckpt.policies._selective import SelectivePolicy as SelectivePolicy
+from lightning_moe_ckpt.policies._sparse import SparsePolicy as SparsePolicy
 from lightning_moe_ckpt.policies._tier_book import NEVER as NEVER
 from lightning_moe_ckpt.policies._tier_book import Pending as Pending
 from lightning_moe_ckpt.policies._tier_book import TierBook as TierBook

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -161,26 +160,6 @@ class Selection:
     @staticmethod
     def _names(rows: Sequence[Sequence[int]], operators: OperatorSet) -> list[str]:
         return [expert_names(layer)[i] for layer, row in zip(operators.layers, rows, strict=True) for i in row]
-
-
-class ExpertPolicy(Protocol):
-    """Chooses the experts of each generation."""
-
-    def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
-        """The experts that generation `index` takes.
-
-        Args:
-            index: generations of this run before this one.
-            tables: one per MoE layer, in the order of the model.
-            budgets: by level, bytes of experts that one generation may take from one position. Policies that count
-                experts and not bytes leave them alone.
-        """
-
-    def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """The largest age that an expert reaches: it is taken then, whatever else is chosen.
-
-        Memory that keeps this many whole generations holds every expert; beside them there is the one being written.
-        """
 
 
 def expert_names(layer: MoELayerSpec) -> list[str]:

@@ -21,11 +21,17 @@ completed, and in the limit of age.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt.policies._accounting import Accounting
+from lightning_moe_ckpt.policies._dynamic_k import DynamicK
 from lightning_moe_ckpt.policies._expert_tables import (
     MAX_GENERATIONS,
     MEMORY,
@@ -41,6 +47,10 @@ from lightning_moe_ckpt.policies._expert_tables import (
     taken_again,
     unsaved_order,
 )
+from lightning_moe_ckpt.policies._plan import Plan
+from lightning_moe_ckpt.policies._policy import ExpertPolicy, PlanInputs
+
+log = logging.getLogger(__name__)
 
 ExpertOrder = Literal["sequential", "load_aware"]
 
@@ -51,8 +61,8 @@ places to what storage needs in order to make up for skips; a whole one leaves h
 _SPARE = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartialPolicy:
+@dataclass(frozen=True, kw_only=True)
+class PartialPolicy(ExpertPolicy):
     """See the module."""
 
     k: int = 1
@@ -64,6 +74,11 @@ class PartialPolicy:
     age_limit: int | None = None
     """Generations within which every expert is taken again, at least `ceil(E / K)` and the turns of ranks; `None` for
     one and a half times that, load-aware twice, and at least 2 more; and no more than memory keeps, if it can hold all."""
+    dynamic_k: DynamicK = field(default_factory=DynamicK)
+    """Whether more experts are taken after faults."""
+
+    kind = "partial"
+    callback = "PartialExpertCheckpoint"
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -88,8 +103,42 @@ class PartialPolicy:
         snapshot_k = None if self.snapshot_k is None else max(self.snapshot_k, k)
         return replace(self, k=k, snapshot_k=snapshot_k)
 
+    @override
+    def config(self) -> dict[str, Any]:
+        """The period does not change what a generation looks like."""
+        names = ("kind", "k", "snapshot_k", "order", "age_limit")
+        return {name: getattr(self, name) for name in names}
+
+    @override
+    def plan(self, inputs: PlanInputs) -> Plan:
+        policy = self._in_force(inputs)
+        return policy.select(inputs.index, inputs.tables, {}).plan(inputs.operators)
+
+    @override
+    def generations_kept(self, inputs: PlanInputs) -> int:
+        return min(self._in_force(inputs).max_age(inputs.tables, {}), MAX_GENERATIONS)
+
+    @override
+    def after_restart(self, ledger: Accounting, lost_E: Tensor | None) -> Accounting:
+        """With a larger K, if another fault like this one would lose too much."""
+        before = max(ledger.k or 0, self.k)
+        share = 0.0 if lost_E is None else ledger.share(lost_E.clamp(min=0))
+        after = before
+        if share:
+            largest = max(ledger.num_experts)
+            after = self.dynamic_k.after_fault(before, plt=ledger.plt, last_loss=share, num_experts=largest)
+        budget = self.dynamic_k.plt_budget
+        if share and budget is not None and ledger.plt > budget:
+            log.warning(
+                "PLT is %.4f after a fault, above `plt_budget=%s`: %d of %d tokens are lost",
+                *(ledger.plt, budget, int(ledger.lost.sum()), int(ledger.processed.sum())),
+            )
+        if after != before:
+            log.warning("PLT is %.4f after a fault: %d experts per layer instead of %d", ledger.plt, after, before)
+        return ledger.with_k(after)
+
+    @override
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """See `ExpertPolicy.max_age`."""
         rounds = max((self._round(table) for table in tables), default=1)
         waits = max((self._wait(table) for table in tables), default=0)
         if self.age_limit is not None:
@@ -98,12 +147,17 @@ class PartialPolicy:
         least = rounds + _SPARE + waits
         return min(age, MAX_GENERATIONS) if least <= MAX_GENERATIONS else age
 
+    @override
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
-        """See `ExpertPolicy.select`; budgets do not matter here."""
         limit = self.max_age(tables, budgets)
         behind = any(any(table.skipped[STORAGE]) for table in tables)
         chosen = [self._of_layer(_Turn(index, i, behind), table, limit) for i, table in enumerate(tables)]
         return Selection(tuple(memory for memory, _ in chosen), tuple(storage for _, storage in chosen))
+
+    def _in_force(self, inputs: PlanInputs) -> PartialPolicy:
+        """With the K that faults have led to."""
+        k = None if inputs.ledger is None else inputs.ledger.k
+        return self if k is None else self.with_k(k)
 
     def _of_layer(self, now: _Turn, table: ExpertTable, limit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         order = _ORDERS[self.order]

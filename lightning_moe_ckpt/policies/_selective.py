@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt.policies._accounting import Accounting
 from lightning_moe_ckpt.policies._expert_tables import (
     MAX_GENERATIONS,
     MEMORY,
@@ -31,6 +36,8 @@ from lightning_moe_ckpt.policies._expert_tables import (
     taken_again,
     unsaved_order,
 )
+from lightning_moe_ckpt.policies._plan import Audience, Plan
+from lightning_moe_ckpt.policies._policy import Budget, Deltas, ExpertPolicy, Measurement, PlanInputs
 
 _SLACK, _SPARE = 2, 2
 
@@ -38,20 +45,63 @@ Experts = list[list[int]]
 """Global indices by layer, of one position."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectivePolicy:
+@dataclass(frozen=True, kw_only=True)
+class SelectivePolicy(ExpertPolicy):
     """See the module."""
 
+    local_budget: Budget = "auto"
+    """Bytes of a generation that each rank may copy to host memory."""
+    remote_budget: Budget = "auto"
+    """Bytes of it that may leave the node."""
+    deltas: Deltas | None = None
     age_limit: int | None = None
     """Generations within which every expert is taken again, at least as many as take every expert once; `None` for
     twice as many as that, and 2."""
+
+    kind = "selective"
+    callback = "SelectiveExpertCheckpoint"
+    peer_audiences = frozenset[Audience]({"durable"})
 
     def __post_init__(self) -> None:
         if self.age_limit is not None and self.age_limit < 1:
             raise ValueError(f"`SelectivePolicy(age_limit={self.age_limit})` must be one or more, or None.")
 
+    @property
+    @override
+    def needs(self) -> frozenset[Measurement]:
+        measured: set[Measurement] = {"bandwidths"} if "auto" in self.budgets.values() else set()
+        return super().needs | measured
+
+    @property
+    @override
+    def budgets(self) -> Mapping[str, Budget]:
+        return {MEMORY: self.local_budget, STORAGE: self.remote_budget}
+
+    @override
+    def config(self) -> dict[str, Any]:
+        """Period and budgets do not change what a generation looks like."""
+        return {"kind": self.kind, "age_limit": self.age_limit}
+
+    @override
+    def plan(self, inputs: PlanInputs) -> Plan:
+        # The ring is made for so many generations: what is forced follows it, however budgets change.
+        policy = self if inputs.generations_kept is None else replace(self, age_limit=inputs.generations_kept)
+        return policy.select(inputs.index, inputs.tables, inputs.budgets).plan(inputs.operators)
+
+    @override
+    def generations_kept(self, inputs: PlanInputs) -> int:
+        return super().generations_kept(inputs) if inputs.budgets else MAX_GENERATIONS
+
+    @override
+    def copies_kept(self, inputs: PlanInputs) -> int:
+        return min(self.max_wait(inputs.tables, inputs.budgets), MAX_GENERATIONS)
+
+    @override
+    def after_restart(self, ledger: Accounting, lost_E: Tensor | None) -> Accounting:
+        return ledger.with_k(None)
+
+    @override
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """See `ExpertPolicy.max_age`."""
         limit, rounds = _limit(tables, budgets[MEMORY]), _rounds(tables, budgets[MEMORY])
         return limit if self.age_limit is None else max(self.age_limit, rounds)
 
@@ -59,8 +109,9 @@ class SelectivePolicy:
         """Generations of a level outside the node from which on an expert that it lacks comes before others."""
         return _limit(tables, budgets[STORAGE])
 
+    @override
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
-        """See `ExpertPolicy.select`; `index` decides only between experts that are alike, and whose turn it is."""
+        """`index` decides only between experts that are alike, and whose turn it is."""
         memory: Experts = [[] for _ in tables]
         storage: Experts = [[] for _ in tables]
         for position in _positions(tables):

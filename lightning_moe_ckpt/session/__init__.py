@@ -9,15 +9,11 @@ from lightning_moe_ckpt.session._codec import refusals as refusals
 from lightning_moe_ckpt.session._codec import register_enum as register_enum
 from lightning_moe_ckpt.session._config import LifeConfig as LifeConfig
 from lightning_moe_ckpt.session._deltas import DeltaFigures as DeltaFigures
-from lightning_moe_ckpt.session._deltas import Deltas as Deltas
 from lightning_moe_ckpt.session._description import read_extra as read_extra
 from lightning_moe_ckpt.session._journal import decode_journal as decode_journal
 from lightning_moe_ckpt.session._journal import differs as differs
 from lightning_moe_ckpt.session._life import Life as Life
 from lightning_moe_ckpt.session._loss_figures import LossFigures as LossFigures
-from lightning_moe_ckpt.session._lossy_budgets import ByteBudgets as ByteBudgets
-from lightning_moe_ckpt.session._lossy_windows import LossyWindows as LossyWindows
-from lightning_moe_ckpt.session._planners import WindowPolicy as WindowPolicy
 from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._rng import HeldGenerator as HeldGenerator
 from lightning_moe_ckpt.session._rng import RngState as RngState
@@ -29,5 +25,3 @@ from lightning_moe_ckpt.session._stop_signal import EXIT_STATUS as EXIT_STATUS
 from lightning_moe_ckpt.session._stop_signal import StopSignal as StopSignal
 from lightning_moe_ckpt.session._versions import VERSIONS as VERSIONS
 from lightning_moe_ckpt.session._versions import in_words as in_words
-from lightning_moe_ckpt.session._windows import DenseWindows as DenseWindows
-from lightning_moe_ckpt.session._windows import SparseWindows as SparseWindows

@@ -23,7 +23,7 @@ from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._gradients import GradientRecorder, RecordedStep
 from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
 from lightning_moe_ckpt.session._layout import StepLayout, WindowLayout
-from lightning_moe_ckpt.session._reordering import Succession
+from lightning_moe_ckpt.session._planning import Planner
 from lightning_moe_ckpt.session._skips import Misses
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers, Window
@@ -34,7 +34,7 @@ from lightning_moe_ckpt.tiers import SegmentRing, Slot
 log = logging.getLogger(__name__)
 
 _VOTES = 5
-"""Integers that every rank tells the others before a window, before those of the tiers and of the order of experts."""
+"""Integers that every rank tells the others before a window, before those of the tiers and of plans."""
 
 _FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
@@ -51,8 +51,7 @@ class CaptureSession:
         stalls: where every wait is recorded.
         make_ring: allocates a ring for a slot size in bytes and a window length in steps.
         renew_ring: allocates another one like that in use, which has lost its name.
-        relayout: a plan with a larger journal capacity, in bytes.
-        reordering: what the exchange at window boundaries carries for plans that follow each other; `None` without.
+        plans: makes them; the exchange at window boundaries carries what it has to agree on.
         gradients: records what led to each boundary, for tiers that want it; `None` without.
     """
 
@@ -66,13 +65,12 @@ class CaptureSession:
         stalls: StallMeter,
         make_ring: Callable[[int, int], SegmentRing],
         renew_ring: Callable[[], SegmentRing],
-        relayout: Callable[[WindowLayout, int], WindowLayout],
-        reordering: Succession | None = None,
+        plans: Planner,
         gradients: GradientRecorder | None = None,
     ) -> None:
         self._name, self._exchange, self._engine, self._gradients = name, exchange, engine, gradients
         self._tiers, self._stalls, self._make_ring, self._renew_ring = tiers, stalls, make_ring, renew_ring
-        self._relayout, self._reordering, self._arrivals = relayout, reordering, Arrivals()
+        self._plans, self._arrivals = plans, Arrivals()
         self._journal_nbytes = 0
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
@@ -156,15 +154,15 @@ class CaptureSession:
         if self._name(step + len(self._layout.steps) - 1) == self._given_up:
             return False
         # In replay the plan stays, so looks at the order wait: else the next one would overtake a plan made before.
-        reordering = self._reordering if use is not None else None
+        plans = self._plans if use is not None else None
         with self._stalls.measure("plan"):
-            following = reordering.take_next() if reordering is not None else None  # the same on all ranks
-        inputs = reordering.inputs() if reordering is not None else []
+            following = plans.take_next() if plans is not None else None  # the same on all ranks
+        inputs = plans.inputs() if plans is not None else []
         with self._stalls.measure("exchange"):
             votes = self._exchange.gather([*self._votes(following), *self._tiers.votes(), *inputs])
         behind = _VOTES + self._tiers.num_votes
-        if reordering is not None:
-            reordering.agreed([vote[behind:] for vote in votes])
+        if plans is not None:
+            plans.agreed([vote[behind:] for vote in votes])
         self._settle_last(spoiled=[rank for rank, vote in enumerate(votes) if vote[2]])
         self._hear([vote[_VOTES:behind] for vote in votes])
         following, grown = self._grow_journal(max(vote[1] for vote in votes), following)
@@ -182,8 +180,8 @@ class CaptureSession:
             self.misses.missed(step, why_not)
             return False
         self._start(step)
-        if reordering is not None:
-            reordering.started(step, self._layout)
+        if plans is not None:
+            plans.started(step, self._layout)
         return True
 
     def capture(self, step: int, outcome: Journal) -> None:
@@ -332,7 +330,7 @@ class CaptureSession:
         self._window = Window(generation=generation, first=step, layout=self._layout, ring=self._ring)
         self._ring.begin_window(generation)
         if not self._layout.record.plan.partial:
-            self._tiers.offer(self._complete)  # of lossy ones the next is newer and has what tiers lack most
+            self._tiers.offer(self._complete)  # of partial ones the next is newer and has what tiers lack most
         self._tiers.open(self._window)
 
     def _settle_last(self, *, spoiled: Sequence[int]) -> None:
@@ -403,8 +401,8 @@ class CaptureSession:
         assert self._layout is not None
         assert self._ring is not None
         self._journal_nbytes = 0
-        layout = self._relayout(self._layout, nbytes)
-        following = None if following is None else self._relayout(following, nbytes)
+        layout = self._plans.relayout(self._layout, nbytes)
+        following = None if following is None else self._plans.relayout(following, nbytes)
         if not self._fitted(layout):
             return None, False
         self._layout = layout

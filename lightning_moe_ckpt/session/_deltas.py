@@ -14,36 +14,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.policies import Deltas
 from lightning_moe_ckpt.session._sealed import SealedSegment
 from lightning_moe_ckpt.storage import GenerationId, RankMarker
 from lightning_moe_ckpt.tiers import Baseline, EncodedDelta, encode_delta
 
 log = logging.getLogger(__name__)
 
-DeltaKind = Literal["lossless", "bf16"]
-
 _STRIKES = 2
 """Deltas refused without one that was right in between, after which no more are sent."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Deltas:
-    """That gradients are sent to other nodes where they lead to what is there to send, and how."""
-
-    kind: DeltaKind = "lossless"
-    """Whether copies have the bytes of their owner, or are of gradients rounded to bfloat16."""
-    resync_every: int = 64
-    """Generations of rounded gradients until a whole one is sent with them, and the difference is told."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of gradients as they are kept and sent."""
-        return torch.float32 if self.kind == "lossless" else torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)

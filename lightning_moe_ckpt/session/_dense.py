@@ -19,9 +19,9 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._codec import encode
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._journal import Journal
+from lightning_moe_ckpt.session._lay_out import dense_layout
 from lightning_moe_ckpt.session._layout import StateView
 from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._planning import dense_layout
 from lightning_moe_ckpt.session._stall import StallMeter
 from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.session._writer import BoundaryCapture, SegmentWriter

@@ -10,6 +10,7 @@ Source: PEC/MoC (2024), Sec. 3.2 (adaptive data-parallel sharding).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -18,7 +19,9 @@ from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
+    DensePolicy,
     Plan,
+    PlanInputs,
     RecordPiece,
     WindowStep,
     all_names,
@@ -28,6 +31,8 @@ from lightning_moe_ckpt.policies import (
 )
 from lightning_moe_ckpt.session._layout import REGIONS, FileLayout, Part, StateView, StepLayout, WindowLayout
 from lightning_moe_ckpt.session._plan_record import PlanRecord
+
+log = logging.getLogger(__name__)
 
 EXPERT_SPLIT_NBYTES = 4 * 2**10
 """Slices of an expert of this many bytes or more are cut between its holders, where plans are partial."""
@@ -59,6 +64,36 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
     return WindowLayout(
         record=record,
         steps=[_step(shards(step, view, groups), view, groups, journal_nbytes) for step in record.plan.steps],
+    )
+
+
+def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
+    """One step of everything, whatever the policy: the first and the last generation of a run."""
+    policy, nothing = DensePolicy(), [0.0] * view.operators.num_experts
+    inputs = PlanInputs(operators=view.operators, sizes=record_nbytes(view, groups), popularity=nothing)
+    return lay_out(PlanRecord(plan=policy.plan(inputs), config=policy.config()), view, groups, journal_nbytes)
+
+
+def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
+    """Bytes that this rank would write of a snapshot of everything, without alignment and journal."""
+    return sum(full for full, _ in record_nbytes(view, groups).values())
+
+
+def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
+    """Say what a plan comes to.
+
+    Args:
+        layout: in force from here on.
+        dense_nbytes: bytes of a snapshot of everything.
+        again: whether there is such a plan at each generation.
+    """
+    log.log(
+        logging.DEBUG if again else logging.INFO,
+        "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
+        layout.record.plan_hash[:8],
+        len(layout.steps),
+        layout.slot_nbytes / 2**20,
+        dense_nbytes / 2**20,
     )
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.session._averages import Averages
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._codec import encode
@@ -31,22 +33,21 @@ from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
 from lightning_moe_ckpt.session._host import HostWorker, Rings, claim_memory, log_reserved
 from lightning_moe_ckpt.session._identity import Identity
 from lightning_moe_ckpt.session._journal import Journal
+from lightning_moe_ckpt.session._lay_out import dense_nbytes, log_plan
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._leftovers import is_superseded
 from lightning_moe_ckpt.session._loading import load_found
-from lightning_moe_ckpt.session._lossy_base import build_on_stored
-from lightning_moe_ckpt.session._lossy_windows import LossyWindows
 from lightning_moe_ckpt.session._made import made
 from lightning_moe_ckpt.session._peers import join_peers
 from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker, join_storage
-from lightning_moe_ckpt.session._planners import WindowPolicy, make_planner
-from lightning_moe_ckpt.session._planning import dense_nbytes, log_plan
+from lightning_moe_ckpt.session._planning import Planner
 from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, tier_figures
 from lightning_moe_ckpt.session._restore import Runs
 from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.session._search import Job
 from lightning_moe_ckpt.session._stall import HookClock, StallMeter
+from lightning_moe_ckpt.session._stored_base import build_on_stored
 from lightning_moe_ckpt.session._tiers import Tiers, report_failures
 from lightning_moe_ckpt.tiers import RankMemory, SegmentRing
 
@@ -74,7 +75,7 @@ class Life:
         self,
         config: LifeConfig,
         *,
-        policy: WindowPolicy,
+        policy: Policy,
         module: torch.nn.Module,
         schema: StateSchema,
         groups: ParallelGroups,
@@ -88,14 +89,16 @@ class Life:
         self._as_user = as_user
         self._extra, self._autocast_dtype, self._may_skip = dict(extra or {}), autocast_dtype, may_skip and not compiled
         self._config, self._policy, self._groups = config, policy, groups
-        exact = not isinstance(policy, LossyWindows)  # exact ones restore everything, whatever it is
-        self._operators = discover(module, ep_size=groups.ep_size, unknown="dense" if exact else "refuse")
-        policy.check(self._operators.names)
+        unknown: Literal["dense", "refuse"] = "dense" if policy.exact else "refuse"  # exact: everything, whatever it is
+        self._operators = discover(module, ep_size=groups.ep_size, unknown=unknown)
         self.layers, self.least_steps = self._operators.layers, policy.least_steps(len(self._operators))
         self._view = StateView(module, self._operators, schema, {}, averages)
         self._exchange = Exchange(groups)
-        self._planner = make_planner(
-            policy, self._view, groups, self._exchange, module, autocast_dtype=autocast_dtype, may_probe=not compiled
+        self._planner = Planner(
+            policy,
+            *(self._view, groups, self._exchange, module),
+            autocast_dtype=autocast_dtype,
+            may_probe=not compiled,
         )
         device = next(iter(self._view.params.values())).device
         self._stalls, self.clock, self._heap = StallMeter(device), HookClock(), FrozenHeap(wanted=config.freeze_heap)
@@ -139,8 +142,7 @@ class Life:
         self._runs = Runs(
             self._config.url, self._config.storage_options, self._exchange, groups, bandwidth=self._config.bandwidth
         )
-        may_lack = isinstance(self._policy, LossyWindows) and self._policy.allow_missing_experts
-        job = Job(identity=identity, view=view, groups=groups, may_lack_experts=may_lack)
+        job = Job(identity=identity, view=view, groups=groups, may_lack_experts=self._policy.allow_missing_experts)
         self._found = self._runs.open(resume=self._config.resume, job=job)
         self._tiers = self._join_tiers(identity)
         self._capture = CaptureSession(
@@ -151,8 +153,7 @@ class Life:
             stalls=self._stalls,
             make_ring=self._make_ring,
             renew_ring=made(self._rings).renew,
-            relayout=self._planner.relayout,
-            reordering=self._planner.reordering,
+            plans=self._planner,
             gradients=GradientRecorder(view, self._engine) if view.gradient_dtype is not None else None,
         )
         self._planner.begin()
@@ -183,8 +184,7 @@ class Life:
             keep = self._planner.generations_kept
             self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
         self._rings = Rings(self._memory, self._engine)
-        lossy = isinstance(self._policy, LossyWindows)
-        in_turns = self._operators if lossy else ()
+        in_turns = () if self._policy.exact else self._operators
         self._storage = join_storage(runs.store, markers, self._config, in_turns, on_commit=self._memory.saw)
         self._dense = DenseCapture(
             name=runs.name,
@@ -203,9 +203,9 @@ class Life:
             plan=self._planner,
         )
         workers = [HostWorker(self._memory, markers), self._storage, *peers]
-        tiers = Tiers(workers, watcher=self._planner)
+        tiers = Tiers(workers, watcher=self._planner.tokens)
         self._planner.joined(workers)
-        if lossy and resumed is not None:
+        if not self._policy.exact and resumed is not None:
             build_on_stored(runs.store, self._exchange, tiers, self._storage, self._found)
         return tiers
 
@@ -481,7 +481,7 @@ class Life:
         known = [self._tiers.everywhere.get(STORAGE), found.generation if found and found.committed else None]
         if self._exchange.is_coordinator:
             known.append(storage.newest)  # which it committed
-        stored = storage.marker_of if isinstance(self._policy, LossyWindows) else None
+        stored = None if self._policy.exact else storage.marker_of
         return is_superseded(self._memory, known, self._runs.store if ask else None, stored=stored)
 
     @cached_property

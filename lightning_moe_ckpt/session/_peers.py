@@ -25,9 +25,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import Audience
+from lightning_moe_ckpt.policies import Audience, Deltas
 from lightning_moe_ckpt.session._config import LifeConfig
-from lightning_moe_ckpt.session._deltas import DeltaChain, DeltaFigures, Deltas
+from lightning_moe_ckpt.session._deltas import DeltaChain, DeltaFigures
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._worker import Announced, Job, Released, TierWorker

@@ -296,7 +296,7 @@ def test_what_cannot_be_repeated_is_sent_whole_and_the_log_says_why(
 ) -> None:
     """Nothing is recorded, and slots have no room for it; one line, none if it was not asked for."""
     case, given, said = REFUSED[name]
-    with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt.session._lossy"):
+    with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt.session._planning"):
         seen, own = fit(case, tmp_path, monkeypatch, **given)
     lines = [each for each in caplog.messages if "sent to other nodes as they are" in each]
     assert len(lines) == (1 if said else 0)

@@ -220,9 +220,8 @@ def planned(folder: Path, *others: Callback) -> list[float]:
             if trainer.global_step == 5 and own._run is not None:
                 planner = own._run.life._planner
                 assert isinstance(planner, Planner)
-                meter = planner._meter
-                assert meter is not None
-                seen.extend(meter.value().tolist())
+                assert planner.order is not None
+                seen.extend(planner.order.meter.value().tolist())
 
     own = SparseCheckpoint(str(folder / "run"), window=2)
     fit(folder, *others, Peek(), own)

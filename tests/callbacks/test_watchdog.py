@@ -30,7 +30,7 @@ from lightning_moe_ckpt.callbacks import (
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.session._windows import SparseWindows
+from lightning_moe_ckpt.policies import SparsePolicy
 from lightning_moe_ckpt.session._writer import BufferChanged, SegmentWriter
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
@@ -326,9 +326,9 @@ def test_a_window_given_up_for_new_parameters_shares_its_name_with_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slower steps give a shorter window, which would end where that one was to end, and storage still reads from that."""
-    hang, windows, plan = Hang(), iter((3, 1)), SparseWindows.plan
+    hang, windows, plan = Hang(), iter((3, 1)), SparsePolicy.plan
     monkeypatch.setattr(RunStore, "put_segment", hang.standing_still(RunStore.put_segment))
-    monkeypatch.setattr(SparseWindows, "plan", lambda self, *args: plan(replace(self, window=next(windows)), *args))
+    monkeypatch.setattr(SparsePolicy, "plan", lambda self, *args: plan(replace(self, window=next(windows)), *args))
     checkpoint = SparseCheckpoint(tmp_path, window=3)
 
     class Adding(Callback):

@@ -25,7 +25,6 @@ from campaign.test_lossy_recovery import lossy_setup, restarts
 from campaign.test_selective import selective_setup
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.errors import NoUsableGeneration
-from lightning_moe_ckpt.session._lossy import LossyPlanner
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -270,9 +269,9 @@ class SpoilsAndScrubs(Callback):
         own = trainer.checkpoint_callback
         assert isinstance(own, PartialExpertCheckpoint)
         assert own._run is not None
-        planner = own._run.life._planner
-        assert isinstance(planner, LossyPlanner)
-        assert planner._bad.scrubber is not None
+        tokens = own._run.life._planner.tokens
+        assert tokens is not None
+        assert tokens._bad.scrubber is not None
         assert own.wait_committed(), "the newest marker of each rank is that of what is stored last"
         if self._life.rank == 0:
             _, markers = next(iter(stored(self._life.workdir, promote=False).values()))
@@ -280,7 +279,7 @@ class SpoilsAndScrubs(Callback):
             record = entry.segment.records[0]
             flip(checkpoints(self._life.workdir) / entry.segment.key, record)
             (self._life.workdir / "scrubbed").write_text(json.dumps([record.operator, entry.generation.step]))
-        planner._bad.scrubber.round()
+        tokens._bad.scrubber.round()
 
 
 def train_scrubbed(setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt.native import AdamStep
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session import DeltaFigures, Deltas
+from lightning_moe_ckpt.policies import Deltas
+from lightning_moe_ckpt.session import DeltaFigures
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.session._peers import PeerWorker

@@ -297,7 +297,15 @@ def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection
     debts = policies.Debts.none(8).with_lost([1] * 8)
     assert_type(policies.boost_factors(debts.open, 0.1), list[float])
     by: policies.ExpertOrder = "load_aware"
-    rules: list[policies.ExpertPolicy] = [policies.PartialPolicy(k=k, order=by), policies.SelectivePolicy()]
+    given: policies.Budget = "auto"
+    rules: list[policies.ExpertPolicy] = [
+        policies.PartialPolicy(k=k, order=by),
+        policies.SelectivePolicy(local_budget=given, deltas=policies.Deltas(kind="bf16")),
+    ]
+    periodic: list[policies.PeriodicPolicy] = [*rules, policies.DensePolicy(every_n_steps=3)]
+    every: list[policies.Policy] = [*periodic, policies.SparsePolicy(window=3)]
+    assert_type(every[0].needs, frozenset[policies.Measurement])
+    assert_type(every[0].plan(policies.PlanInputs(operators=found)), policies.Plan)
     tables: list[policies.ExpertTable] = accounting.with_k(k).tables(layouts)
     assert_type(rules[0].max_age(tables, {}) <= policies.MAX_GENERATIONS, bool)
     return rules[0].select(accounting.generations, tables, {})

@@ -18,10 +18,10 @@ from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.policies import MAX_GENERATIONS, DynamicK, PartialPolicy, Selection, SelectivePolicy
 from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._lossy import LossyPlanner
-from lightning_moe_ckpt.session._lossy_budgets import ByteBudgets
+from lightning_moe_ckpt.session._ledger import LedgerKeeper
+from lightning_moe_ckpt.session._loss_figures import LossFigures
 from lightning_moe_ckpt.session._lossy_restore import expert_names
-from lightning_moe_ckpt.session._lossy_windows import LossyWindows
+from lightning_moe_ckpt.session._planning import Planner
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
 
@@ -32,24 +32,33 @@ def _groups() -> Iterator[None]:
     set_current_groups(None)
 
 
-def selective(rank: int = 0, world_size: int = 1, ep_size: int = 1, *, local: int, remote: int) -> LossyPlanner:
+def selective(rank: int = 0, world_size: int = 1, ep_size: int = 1, *, local: int, remote: int) -> Planner:
     """Of one rank, under budgets of bytes."""
     view, groups = rank_of_world(rank, world_size, ep_size)
-    policy = LossyWindows(every_n_steps=1, experts=SelectivePolicy(), budgets=ByteBudgets(local=local, remote=remote))
-    return LossyPlanner(policy, view=view, groups=groups, exchange=Exchange(ParallelGroups()), module=view.module)
+    policy = SelectivePolicy(local_budget=local, remote_budget=remote)
+    return Planner(policy, view, groups, Exchange(ParallelGroups()), view.module)
 
 
 def planner(
     rank: int = 0, world_size: int = 1, ep_size: int = 1, num_experts: int = NUM_EXPERTS, **options: Any
-) -> LossyPlanner:
+) -> Planner:
     """Of one rank."""
     view, groups = rank_of_world(rank, world_size, ep_size, num_experts)
-    policy = LossyWindows(
-        every_n_steps=1,
-        experts=PartialPolicy(**options),
-        dynamic_k=DynamicK(plt_budget=0.05),
-    )
-    return LossyPlanner(policy, view=view, groups=groups, exchange=Exchange(ParallelGroups()), module=view.module)
+    policy = PartialPolicy(dynamic_k=DynamicK(plt_budget=0.05), **options)
+    return Planner(policy, view, groups, Exchange(ParallelGroups()), view.module)
+
+
+def tokens_of(planner: Planner) -> LedgerKeeper:
+    """The ledger's keeper."""
+    assert planner.tokens is not None
+    return planner.tokens
+
+
+def figures_of(planner: Planner) -> LossFigures:
+    """What its report says."""
+    figures = planner.loss_figures()
+    assert figures is not None
+    return figures
 
 
 EXPERT_NBYTES = 15_000
@@ -59,7 +68,7 @@ EXPERT_NBYTES = 15_000
 class Run:
     """Windows one after the other, with a storage that is busy for as many of them as `draw` says."""
 
-    def __init__(self, planner: LossyPlanner, draw: random.Random, longest: int) -> None:
+    def __init__(self, planner: Planner, draw: random.Random, longest: int) -> None:
         self._planner, self._draw, self._longest = planner, draw, longest
         self._kept = planner.generations_kept
         self.ring = SegmentRing(Path("unused"), torch.zeros((self._kept + 2) * 4096, dtype=torch.uint8), 4096)
@@ -85,7 +94,7 @@ class Run:
         self._settle()
         self._layout = following if following is not None else self._layout
         newest = (GenerationId(step=self.step, epoch=1), self._layout)
-        self._planner.given("host", *newest, self._kept)
+        tokens_of(self._planner).given("host", *newest, self._kept)
         self.ring.begin_window(self.step)
         self.ring.seal(self.ring.acquire(self.step, self.step))
         self.ring.finish_window(self.step)
@@ -97,14 +106,14 @@ class Run:
     def _settle(self) -> None:
         if self.step > 1:
             self.ring.complete_everywhere(self.step - 1)
-            self._planner.complete_everywhere("host", GenerationId(step=self.step - 1, epoch=1))
+            tokens_of(self._planner).complete_everywhere("host", GenerationId(step=self.step - 1, epoch=1))
         self._busy -= 1
         if self._storing is not None and self._busy <= 0:
-            self._planner.complete_everywhere("storage", self._storing)
+            tokens_of(self._planner).complete_everywhere("storage", self._storing)
             self._storing = None
 
     def _store(self, generation: GenerationId, layout: WindowLayout) -> None:
-        self._planner.given("storage", generation, layout)
+        tokens_of(self._planner).given("storage", generation, layout)
         self._storing, self._busy = generation, self._draw.randint(1, self._longest)
         self.stored.append(Selection.of_plan(layout.record.plan, self._planner._view.operators))
 
@@ -133,7 +142,7 @@ def test_what_memory_keeps_has_every_expert(order: str, longest: int, k: int, sn
     here = planner(k=k, snapshot_k=snapshot_k, order=order)
     run = Run(here, random.Random(k), longest)
     kept = PartialPolicy(k=k, snapshot_k=snapshot_k, order=order).max_age(  # type: ignore[arg-type]
-        here.accounting.tables(here._experts), {}
+        tokens_of(here).ledger.tables(tokens_of(here).layouts), {}
     )
     for step in range(4 * kept):
         run.window([1000 if e % NUM_EXPERTS == 0 else 1 for e in range(2 * NUM_EXPERTS)])
@@ -154,15 +163,15 @@ def test_the_book_of_memory_has_what_the_ring_has(order: str, k: int, snapshot_k
         tokens = [draw.randint(0, 9) for _ in alive]
         alive = [before + more for before, more in zip(alive, tokens, strict=True)]
         run.window(tokens)
-        copies[step] = {e: alive[e] for e in run.taken[-1].flat("memory", here._experts)}
-        book = here.accounting.saved["memory"]
+        copies[step] = {e: alive[e] for e in run.taken[-1].flat("memory", tokens_of(here).layouts)}
+        book = tokens_of(here).ledger.saved["memory"]
         held = [int(str(each)) for each in run.ring.complete if each != step]
         for expert in range(step % 5, 80, 5):
             having = [each for each in held if expert in copies[each]]
             assert int(book.step[expert]) == max(having, default=-1)
             assert int(book.alive[expert]) == (copies[max(having)][expert] if having else 0)
     assert here.generations_kept == (15 if k == 4 and order == "sequential" else MAX_GENERATIONS)
-    assert bool((here.accounting.saved["memory"].step < 0).any()) == (k == 1)
+    assert bool((tokens_of(here).ledger.saved["memory"].step < 0).any()) == (k == 1)
     taken = [set(each.memory[0]) for each in run.taken[-80:]]
     assert set().union(*taken) == set(range(40)), "each expert has its turn, whether memory keeps it or not"
 
@@ -217,12 +226,14 @@ def test_tokens_of_all_ranks_are_counted_and_survive_a_journal() -> None:
     for _ in range(3):
         run.window(list(range(2 * NUM_EXPERTS)))
     total = 3 * sum(range(2 * NUM_EXPERTS))
-    figures = here.loss_figures()
+    figures = figures_of(here)
     assert (figures.processed, figures.lost, figures.plt) == (total, 0, 0.0)
     assert figures.unsaved == {"memory": 0, "storage": 0}, "what is under way counts as saved"
     other = planner(k=NUM_EXPERTS)
-    other.restore({"step": 3, "accounting": here.accounting.to_journal(), "lost": torch.zeros(24, dtype=torch.int64)})
-    assert other.loss_figures() == figures
+    other.restore(
+        {"step": 3, "accounting": tokens_of(here).ledger.to_journal(), "lost": torch.zeros(24, dtype=torch.int64)}
+    )
+    assert figures_of(other) == figures
 
 
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (3, 3)])
@@ -235,7 +246,7 @@ def test_an_expert_of_which_another_rank_found_a_bad_copy_is_stored_again_and_no
     for _ in range(2 * NUM_EXPERTS + 1):
         run.window([10] * (2 * NUM_EXPERTS))
     place = run.stored[-2].storage[1][0] + NUM_EXPERTS
-    step = int(here.accounting.saved["storage"].step[place])
+    step = int(tokens_of(here).ledger.saved["storage"].step[place])
     run.found = [place + 1, step, 1, -1, 1]
     run.window([10] * (2 * NUM_EXPERTS))
     name = expert_names(here._view.operators)[place]
@@ -256,12 +267,12 @@ def test_k_doubles_when_a_fault_costs_too_much(caplog: pytest.LogCaptureFixture)
         run.window([10] * (2 * NUM_EXPERTS))
     lost_E = torch.full((2 * NUM_EXPERTS,), 2, dtype=torch.int64)
     lost_E[0] += 1
-    before = here.accounting
+    before = tokens_of(here).ledger
     after, _ = before.restore(before.alive - lost_E, torch.full_like(lost_E, 4))
     later = planner(k=1)
     kept = later.generations_kept
     later.restore({"step": 4, "accounting": after.to_journal(), "lost": lost_E})
-    figures = later.loss_figures()
+    figures = figures_of(later)
     assert 0.05 < figures.plt < 0.06
     warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warned) == 2
@@ -292,14 +303,14 @@ def test_a_model_without_experts_is_refused() -> None:
     """With what to do instead."""
     model = nn.Linear(3, 3)
     view = StateView(model, discover(model), StateSchema.of(torch.optim.SGD(model.parameters())), {})
-    policy = LossyWindows(every_n_steps=1, experts=PartialPolicy())
+    policy = PartialPolicy()
     with pytest.raises(ConfigurationError, match=r"no Mixture-of-Experts layer was found.*DenseCheckpoint"):
-        LossyPlanner(policy, view=view, groups=ParallelGroups(), exchange=Exchange(ParallelGroups()), module=model)
+        Planner(policy, view, ParallelGroups(), Exchange(ParallelGroups()), model)
 
 
 def test_counts_of_another_model_are_refused() -> None:
     """They are of other experts."""
     here = planner(k=1)
-    stored = {**here.accounting.to_journal(), "num_experts": [2 * NUM_EXPERTS]}
+    stored = {**tokens_of(here).ledger.to_journal(), "num_experts": [2 * NUM_EXPERTS]}
     with pytest.raises(IdentityMismatch, match="counted tokens of"):
         here.restore({"step": 1, "accounting": stored})

@@ -7,54 +7,53 @@ import math
 import pytest
 import torch
 
-from lightning_moe_ckpt.policies import MEMORY, STORAGE, ExpertLayout
-from lightning_moe_ckpt.session._lossy_budgets import Budgets, ByteBudgets, SlotSizes
+from lightning_moe_ckpt.policies import MEMORY, STORAGE, Budget, ExpertLayout
+from lightning_moe_ckpt.session._budgets import ExpertBudgets, SlotSizes
 
 LAYOUTS = [ExpertLayout(layer="moe", rank_of=(0,) * 8, nbytes=1000)]
 SIZES = {MEMORY: SlotSizes(bare=500, full=8500), STORAGE: SlotSizes(bare=500, full=8500)}
 
 
-def budgets(config: ByteBudgets) -> Budgets:
-    return Budgets(config=config, layouts=LAYOUTS, sizes=lambda: SIZES, device=torch.device("cpu"))
+def budgets(local: Budget = "auto", remote: Budget = "auto", every_n_steps: int = 1) -> ExpertBudgets:
+    config = {MEMORY: local, STORAGE: remote}
+    return ExpertBudgets(config, torch.device("cpu"), LAYOUTS, lambda: SIZES, every_n_steps=every_n_steps)
 
 
-def measured(seconds: float, rate: float | None) -> Budgets:
+def measured(seconds: float, rate: float | None, every_n_steps: int = 1) -> ExpertBudgets:
     """As of steps that take so long, with so much leaving the node per second."""
-    found = budgets(ByteBudgets())
+    found = budgets(every_n_steps=every_n_steps)
     found.clock._seconds.extend([seconds] * 3)
     found.remote_rate = lambda: rate
-    assert found.is_ready
     found.measure()
     return found
 
 
-def agree(*ranks: Budgets) -> dict[str, int]:
+def agree(*ranks: ExpertBudgets) -> dict[str, int]:
     rows = [each.inputs() for each in ranks]
     for each in ranks:
         each.agreed(rows)
-    assert all(each.experts == ranks[0].experts for each in ranks)
-    return ranks[0].experts
+    assert all(each.in_force == ranks[0].in_force for each in ranks)
+    return ranks[0].in_force
 
 
 @pytest.mark.parametrize(("given", "left"), [(3500, 3000), (8500, 8000), (10**9, None), (600, 1000), (10, 1000)])
 def test_the_dense_part_comes_first_and_one_expert_always(given: int, left: int | None) -> None:
     """What is given counts all that a rank writes."""
-    found = agree(budgets(ByteBudgets(local=given, remote=given)))
+    found = agree(budgets(given, given))
     assert found[MEMORY] == found[STORAGE]
     assert found[MEMORY] >= 8000 if left is None else found[MEMORY] == left
 
 
 def test_the_smallest_budget_of_all_ranks_counts_and_what_leaves_the_node_is_part_of_what_is_copied() -> None:
     """On all ranks alike."""
-    found = agree(budgets(ByteBudgets(local=4500, remote=4500)), budgets(ByteBudgets(local=2500, remote=8500)))
+    found = agree(budgets(4500, 4500), budgets(2500, 8500))
     assert found == {MEMORY: 2000, STORAGE: 2000}
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 3])
 def test_slower_storage_gets_fewer_experts(every_n_steps: int) -> None:
     """In proportion to what it moves between two generations; memory has one step whatever their number."""
-    slow, fast = measured(1.0, 2000.0), measured(1.0, 4000.0)
-    slow.every_n_steps = fast.every_n_steps = every_n_steps
+    slow, fast = measured(1.0, 2000.0, every_n_steps), measured(1.0, 4000.0, every_n_steps)
     fewer, more = agree(slow), agree(fast)
     assert fewer[STORAGE] == max(1000, math.floor(2000 * every_n_steps * 0.8) - 500)
     assert more[STORAGE] == math.floor(4000 * every_n_steps * 0.8) - 500

@@ -1,4 +1,4 @@
-"""What the first lossy generations of a life are built on: the newest one that storage has of the run.
+"""What the first partial generations of an incarnation are built on: the newest one that storage has of the run.
 
 If there is none, or it cannot be read, the first one that this life stores is a whole one.
 """

@@ -1,8 +1,8 @@
-"""How many bytes of experts a generation may take, from what one rank may write of it in all.
+"""How many bytes a generation may take: as given, or what steps can hide, the smallest of all ranks.
 
-A budget is of one rank and of everything that it writes: the dense part comes first, what is left is for experts. How
-much that is differs between ranks, and so does what was measured; every rank tells its own with the votes of a window,
-and the smallest counts. So all ranks choose alike, and no rank writes more than its budget.
+A budget is of one rank and of everything that it writes. Of a partial generation the dense part comes first, what is left
+is for experts. How much that is differs between ranks, and so does what was measured; every rank tells its own with the
+votes of a window, and the smallest counts. So all ranks choose alike, and no rank writes more than its budget.
 
 Source: MOETION (2024), Sec. 4.3; we differ in measuring over the whole run, and in agreeing on the smallest.
 """
@@ -14,14 +14,14 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import LEVELS, MEMORY, STORAGE, ExpertLayout, Experts, Selection
+from lightning_moe_ckpt.policies import MEMORY, STORAGE, Budget, ExpertLayout, Experts, Selection
 from lightning_moe_ckpt.session._host import RING_HEADROOM
 from lightning_moe_ckpt.session._lay_out import lay_out
 from lightning_moe_ckpt.session._layout import StateView, StepLayout
@@ -30,13 +30,11 @@ from lightning_moe_ckpt.storage import SegmentLayout
 
 log = logging.getLogger(__name__)
 
-AUTO: Literal["auto"] = "auto"
-
 MEASURED_STEPS = 3
-"""Steps of a life before what they can hide is known."""
+"""Steps of an incarnation before what they can hide, and the precisions in which they compute, are known."""
 
 BUDGET_SHARE = 0.8
-"""Part of the measured bandwidth that generations may use; the rest absorbs noise."""
+"""Part of the measured bandwidth that a generation may use; the rest absorbs noise."""
 
 _NOISE = 0.2
 """Part by which measured budgets must change to count."""
@@ -48,20 +46,6 @@ _BANDWIDTH_NBYTES = 16 * 2**20
 
 _NAMES = {MEMORY: "local_budget", STORAGE: "remote_budget"}
 """What the user calls the budget of a level."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteBudgets:
-    """What the user says: bytes of a generation per rank, or `auto` for what a step can hide."""
-
-    local: int | Literal["auto"] = AUTO
-    """To host memory."""
-    remote: int | Literal["auto"] = AUTO
-    """To whatever survives the node."""
-
-    def of(self, level: str) -> int | Literal["auto"]:
-        """The budget of one level. Raises `KeyError`."""
-        return {MEMORY: self.local, STORAGE: self.remote}[level]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,98 +91,136 @@ class StepClock:
             self._since = None
 
     @property
-    def is_known(self) -> bool:
-        """Whether enough steps were measured."""
-        return len(self._seconds) >= MEASURED_STEPS
-
-    @property
     def median(self) -> float:
         """Seconds."""
         return statistics.median(self._seconds)
 
 
-@dataclass(kw_only=True, eq=False)
 class Budgets:
-    """Budgets of experts in force, by level: bytes per position, the same on all ranks.
+    """Bytes that one rank may write of a generation, by level; the same on all ranks.
 
     Args:
-        config: what the user says.
-        layouts: of the experts.
-        sizes: measures this rank's segments, by level.
-        device: where experts are copied from.
+        config: what the policy says.
+        device: where records are copied from.
         every_n_steps: steps between two generations.
     """
 
-    config: ByteBudgets
-    layouts: Sequence[ExpertLayout]
-    sizes: Callable[[], Mapping[str, SlotSizes]]
-    device: torch.device
-    """Where experts are copied from."""
-    every_n_steps: int = 1
-    remote_rate: Callable[[], float | None] = lambda: None
-    """Bytes per second that leave the node while they are not made to wait; `None` as long as nothing did."""
-    clock: StepClock = field(default_factory=StepClock)
-    experts: dict[str, int] = field(default_factory=dict)
-    """By level; empty until ranks have agreed."""
-    _warned: set[str] = field(default_factory=set)
-    _local_rate: float = 0.0
-    _ring_nbytes: int | None = None
-    """What a slot of the ring holds, once it is known: budgets that are measured later do not exceed it."""
+    def __init__(self, config: Mapping[str, Budget], device: torch.device, *, every_n_steps: int = 1) -> None:
+        self._config, self._device, self._every_n_steps = config, device, every_n_steps
+        self.clock = StepClock()
+        self.remote_rate: Callable[[], float | None] = lambda: None
+        """Bytes per second that leave the node while they are not made to wait; `None` as long as nothing did."""
+        self.in_force: dict[str, int] = {}
+        """By level; empty until ranks have agreed."""
+        self._local_rate = 0.0
+        self._ring_nbytes: int | None = None
+        """What a slot of the ring holds, once it is known: budgets that are measured later do not exceed it."""
 
     @property
     def nbytes(self) -> dict[str, int]:
         """Of one generation and rank, as given or measured, by the name of the argument; empty until they are known."""
-        return {_NAMES[level]: self._nbytes(level) for level in LEVELS} if self.experts else {}
+        return {_NAMES[level]: self._nbytes(level) for level in self._config} if self.in_force else {}
 
     @property
     def rates(self) -> dict[str, float]:
         """Bytes per second that were measured, by the name of the argument whose budget follows from them."""
-        rates = {level: self._rate(level) for level in LEVELS if self.experts and self.config.of(level) == AUTO}
-        return {_NAMES[level]: rate for level, rate in rates.items()}
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether what has to be measured was measured; the same on all ranks."""
-        return AUTO not in {self.config.local, self.config.remote} or self.clock.is_known
+        measured = [level for level, given in self._config.items() if self.in_force and given == "auto"]
+        return {_NAMES[level]: self._rate(level) for level in measured}
 
     def measure(self) -> None:
         """A first estimate of what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
-        if AUTO in {self.config.local, self.config.remote}:
-            self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self.device)
-            self._ring_nbytes = int(self._segment_nbytes * (1 + RING_HEADROOM))
+        if "auto" in self._config.values():
+            self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self._device)
             log.info("copies to memory run at %.1f MiB/s, steps compute for %.4f s", rate / 2**20, self.clock.median)
+
+    def inputs(self) -> list[int]:
+        """What this rank adds to the exchange: what it could take, by level."""
+        return [self._nbytes(level) for level in self._config]
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """What every rank added."""
+        self.in_force = {
+            level: min(column) for level, column in zip(self._config, zip(*rows, strict=True), strict=True)
+        }
+
+    def _nbytes(self, level: str) -> int:
+        """Of a generation; what is measured does not outgrow the ring, which is made once, nor does what leaves the node."""
+        given = self._config[level]
+        if given != "auto":
+            return given
+        # Copies to memory must be over by the next optimizer step, whenever the next generation is.
+        steps = 1 if level == MEMORY else self._every_n_steps
+        nbytes = max(1, int(self._rate(level) * self.clock.median * steps * BUDGET_SHARE))
+        return nbytes if self._ring_nbytes is None else min(nbytes, self._ring_nbytes)
+
+    def _rate(self, level: str) -> float:
+        rate = self.remote_rate() if level == STORAGE else None
+        return self._local_rate if rate is None else rate
+
+
+class ExpertBudgets(Budgets):
+    """What a budget leaves for experts: bytes per position. To memory and to storage.
+
+    Args:
+        config: what the policy says.
+        device: where experts are copied from.
+        layouts: of the experts.
+        sizes: measures this rank's segments, by level.
+        every_n_steps: steps between two generations.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Budget],
+        device: torch.device,
+        layouts: Sequence[ExpertLayout],
+        sizes: Callable[[], Mapping[str, SlotSizes]],
+        *,
+        every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(config, device, every_n_steps=every_n_steps)
+        self._layouts, self._sizes = layouts, sizes
+        self._warned: set[str] = set()
+
+    @override
+    def measure(self) -> None:
+        super().measure()
+        if "auto" in self._config.values():
+            self._ring_nbytes = int(self._segment_nbytes * (1 + RING_HEADROOM))
 
     @property
     def reserve_nbytes(self) -> int:
         """Bytes of this rank's segment, once a budget is in force, and of the gradients behind it."""
         # What is measured may grow up to what memory takes; gradients are of the experts that leave the node.
-        remote = self._nbytes(MEMORY) if self.config.remote == AUTO else min(self._nbytes(MEMORY), self.config.remote)
-        return self._segment_nbytes + self.sizes()[STORAGE].behind(max(remote, self._least_nbytes))
+        given = self._config[STORAGE]
+        remote = self._nbytes(MEMORY) if given == "auto" else min(self._nbytes(MEMORY), given)
+        return self._segment_nbytes + self._sizes()[STORAGE].behind(max(remote, self._least_nbytes))
 
     @property
     def peer_nbytes(self) -> int:
         """Bytes that holders of copies reserve for a segment of this rank, and to rebuild one from gradients."""
-        sizes, nbytes = self.sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)
+        sizes, nbytes = self._sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)
         return int((min(nbytes, sizes.full) + sizes.behind(nbytes)) * (1 + RING_HEADROOM))
 
+    @override
     def inputs(self) -> list[int]:
-        """What this rank adds to the exchange: bytes of experts of one position that it could take, by level."""
-        sizes, nbytes, least = self.sizes(), self._position_nbytes(), self._least()
+        """Bytes of experts of one position that it could take, by level."""
+        sizes, nbytes, least = self._sizes(), self._position_nbytes(), self._least()
         found = []
-        for level in LEVELS:
+        for level in self._config:
             budget = self._nbytes(level)
             found.append(sizes[level].experts(budget, nbytes))
             if found[-1] < least:
                 self._warn(level, budget, sizes[level].missing(budget, least, nbytes))
         return found
 
+    @override
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """What every rank added."""
         smallest = [max(self._least(), min(column)) for column in zip(*rows, strict=True)]
-        memory, storage = (self._unless_noise(level, nbytes) for level, nbytes in zip(LEVELS, smallest, strict=True))
-        found = {MEMORY: memory, STORAGE: min(storage, memory)}
-        if found != self.experts:
-            self.experts = found
+        found = {level: self._unless_noise(level, n) for level, n in zip(self._config, smallest, strict=True)}
+        found[STORAGE] = min(found[STORAGE], found[MEMORY])
+        if found != self.in_force:
+            self.in_force = found
             said = ", ".join(f"{nbytes / 2**20:.2f} MiB to {level}" for level, nbytes in found.items())
             log.info("budgets: of the experts of one position, %s (of %.2f MiB)", said, self._position_nbytes() / 2**20)
 
@@ -207,42 +229,28 @@ class Budgets:
     @property
     def _segment_nbytes(self) -> int:
         """Of this rank's segment, once a budget is in force."""
-        return min(self._nbytes(MEMORY), self.sizes()[MEMORY].full)
+        return min(self._nbytes(MEMORY), self._sizes()[MEMORY].full)
 
     @property
     def _least_nbytes(self) -> int:
         """Of this rank's segment with the least that is taken."""
-        sizes = self.sizes()[STORAGE]
+        sizes = self._sizes()[STORAGE]
         return sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
-
-    def _nbytes(self, level: str) -> int:
-        """Of a generation; what is measured does not outgrow the ring, which is made once, nor does what leaves the node."""
-        given = self.config.of(level)
-        if given != AUTO:
-            return given
-        # Copies to memory must be over by the next optimizer step, whenever the next generation is.
-        steps = 1 if level == MEMORY else self.every_n_steps
-        nbytes = max(1, int(self._rate(level) * self.clock.median * steps * BUDGET_SHARE))
-        return nbytes if self._ring_nbytes is None else min(nbytes, self._ring_nbytes)
-
-    def _rate(self, level: str) -> float:
-        rate = self.remote_rate() if level == STORAGE else None
-        return self._local_rate if rate is None else rate
 
     def _unless_noise(self, level: str, nbytes: int) -> int:
         """What is in force, where a measured budget has changed by little: plans that stay are laid out once."""
-        before = self.experts.get(level)
-        if before is None or self.config.of(level) != AUTO or abs(nbytes - before) >= _NOISE * before:
+        before = self.in_force.get(level)
+        if before is None or self._config[level] != "auto" or abs(nbytes - before) >= _NOISE * before:
             return nbytes
         return before
 
     def _position_nbytes(self) -> int:
-        positions = len({rank for each in self.layouts for rank in each.rank_of})
-        return sum(each.nbytes * each.num_experts for each in self.layouts) // positions
+        positions = len({rank for each in self._layouts for rank in each.rank_of})
+        return sum(each.nbytes * each.num_experts for each in self._layouts) // positions
 
     def _least(self) -> int:
         """One expert of each position is taken whatever the budget: else some would never be."""
-        return max(each.nbytes for each in self.layouts)
+        return max(each.nbytes for each in self._layouts)
 
     def _warn(self, level: str, budget: int, missing: int) -> None:
         if level not in self._warned:

@@ -1,0 +1,121 @@
+"""Sparse windows, one after the other: each step takes FULL of some operators and COMPUTE of those still to come.
+
+A window is planned by schedule, by length, or by the bytes that a step may copy, as given or measured.
+
+Source: MoEvement (2024), Sec. 3.2-3.5.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.operators import OperatorSet
+from lightning_moe_ckpt.policies._expert_tables import MEMORY
+from lightning_moe_ckpt.policies._plan import Plan
+from lightning_moe_ckpt.policies._planner import PlanItem, plan_for_window, plan_window, split_nbytes
+from lightning_moe_ckpt.policies._policy import Budget, Measurement, PlanInputs, Policy
+from lightning_moe_ckpt.policies._popularity import Popularity
+from lightning_moe_ckpt.policies._positions import assign_positions, positions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsePolicy(Policy):
+    """Arguments as in `SparseCheckpoint`, `None` for `auto`."""
+
+    window: int | None = None
+    budget_nbytes: int | None = None
+    planner: Literal["packed", "algorithm1"] = "packed"
+    order: Literal["popularity", "fixed", "back_to_front"] = "popularity"
+    schedule: tuple[tuple[str, ...], ...] | None = None
+    max_window: int = 16
+    over_budget: Literal["stall", "dense"] = "stall"
+    popularity: Popularity | None = None
+    """Given if and only if the order depends on it."""
+
+    kind = "sparse"
+    replays = True
+
+    @property
+    @override
+    def needs(self) -> frozenset[Measurement]:
+        """Precisions, for COMPUTE; the rest as far as plans depend on it."""
+        found: set[Measurement] = {"compute_dtypes"}
+        found |= {"popularity"} if self.popularity is not None else set()
+        found |= {"bandwidths"} if "auto" in self.budgets.values() else set()
+        return frozenset(found)
+
+    @property
+    @override
+    def budgets(self) -> Mapping[str, Budget]:
+        if self.window is not None or self.schedule is not None:
+            return {}
+        return {MEMORY: "auto" if self.budget_nbytes is None else self.budget_nbytes}
+
+    @override
+    def least_steps(self, num_operators: int) -> int:
+        """One window; each step of it takes an operator at least."""
+        return min(self.window or 1, num_operators) if self.schedule is None else len(self.schedule)
+
+    @override
+    def config(self) -> dict[str, Any]:
+        return {**json.loads(json.dumps(asdict(self))), "kind": self.kind}
+
+    @override
+    def refusal(self, operators: OperatorSet) -> str | None:
+        """A schedule must name every operator once."""
+        if self.schedule is None:
+            return None
+        names = operators.names
+        times = Counter(name for slot in self.schedule for name in slot)
+        missing = [name for name in names if name not in times]
+        wrong = sorted(name for name, count in times.items() if count > 1 or name not in set(names))
+        if not missing and not wrong:
+            return None
+        return (
+            f"`SparseCheckpoint(schedule=...)` must name every operator once. Not named: {missing[:8] or 'none'}; unknown or "
+            f"repeated: {wrong[:8] or 'none'}. `moe-ckpt inspect` shows the names of a run."
+        )
+
+    @override
+    def due(self, step: int, last: int | None, interval_steps: int) -> bool:
+        """Back to back, unless the plan asks for a longer interval."""
+        return last is None or step - last >= interval_steps
+
+    @override
+    def split_nbytes(self, inputs: PlanInputs) -> int:
+        budget = inputs.budgets.get(MEMORY)
+        return 0 if budget is None else split_nbytes(self._items(inputs), budget)
+
+    @override
+    def plan(self, inputs: PlanInputs) -> Plan:
+        """By schedule, by window, or by budget."""
+        if self.schedule is not None:
+            return Plan.of_slots(self.schedule)
+        plan = self._plan(self._items(inputs), inputs.budgets)
+        return assign_positions(plan, inputs.operators, inputs.popularity, by=self.order)
+
+    def _plan(self, items: Sequence[PlanItem], budgets: Mapping[str, int]) -> Plan:
+        if self.window is not None:
+            return plan_for_window(items, self.window).plan
+        budget, least = budgets[MEMORY], max(item.full_nbytes for item in items)
+        if budget < least:
+            log.warning("a budget of %d bytes is less than a piece of the model; it is %d now", budget, least)
+        return plan_window(
+            items,
+            budget_nbytes=max(budget, least),
+            planner=self.planner,
+            max_window=self.max_window,
+            over_budget=self.over_budget,
+        ).plan
+
+    def _items(self, inputs: PlanInputs) -> list[PlanItem]:
+        return positions(inputs.operators, inputs.popularity, sizes=inputs.sizes, by=self.order)
