@@ -18,7 +18,7 @@ from campaign._lossy_damage import Damage, damage, list_memory
 from campaign._models import ListMoE
 from campaign._states import state_of
 from campaign._training import Setup, quiet
-from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint, SelectiveExpertCheckpoint
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe._dispatch import Dispatch, plan_dispatch
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.testing import Seam
@@ -98,9 +98,7 @@ class RecordsLossy(Callback):
         tokens: where they are logged.
     """
 
-    def __init__(
-        self, own: PartialExpertCheckpoint | SelectiveExpertCheckpoint, life: Life, ep_size: int, tokens: TokenLog
-    ) -> None:
+    def __init__(self, own: CheckpointCallback, life: Life, ep_size: int, tokens: TokenLog) -> None:
         self._own, self._life, self._ep_size, self._tokens = own, life, ep_size, tokens
         self._found: OperatorSet | None = None
 
@@ -142,7 +140,7 @@ def train_lossy(setup: Setup, machines: Machines, life: Life, *others: Callback)
     os.environ[DIRECTORY_VARIABLE] = str(memory)
     assert setup.checkpointing is not None
     own = setup.checkpointing.make(life.url)
-    assert isinstance(own, PartialExpertCheckpoint | SelectiveExpertCheckpoint)
+    assert isinstance(own, CheckpointCallback)
     own.replicas = machines.replicas
     tokens = TokenLog()
     recorder = RecordsLossy(own, life, setup.expert_parallel, tokens)

@@ -37,7 +37,7 @@ Schedule = tuple[tuple[str, ...], ...]
 class Checkpointing:
     """Which callback protects the run, and its arguments."""
 
-    policy: Literal["dense", "sparse", "partial", "selective"]
+    policy: Literal["dense", "sparse", "partial", "selective", "alternating"]
     every_n_steps: int = 1
     window: int | Literal["auto"] = 3
     budget_nbytes: int | None = None
@@ -78,6 +78,10 @@ class Checkpointing:
                 keep=self.keep,
                 **common,
             )
+        if self.policy == "alternating":
+            from campaign._alternating import AlternatingCheckpoint
+
+            return AlternatingCheckpoint(url, keep=self.keep, **common)
         if self.policy == "selective":
             return callbacks.SelectiveExpertCheckpoint(
                 url,
