@@ -22,7 +22,7 @@ from lightning_moe_ckpt.callbacks._run import FitRun
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.parallel import restart_is_likely
-from lightning_moe_ckpt.policies import Accounting, Policy
+from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report
 from lightning_moe_ckpt.storage import Retention, checked_url
 
@@ -100,8 +100,8 @@ class CheckpointCallback(Checkpoint):
         return self._run is not None and self._run.life.replaying
 
     @property
-    def accounting(self) -> Accounting | None:
-        """Tokens of every expert, saved and lost, under a lossy policy and in `fit`; `None` under policies that are exact."""
+    def accounting(self) -> TokenLedger | None:
+        """Tokens of every expert, saved and lost, under a policy of partial generations and in `fit`; `None` under policies that are exact."""
         figures = self._run.life.report().lost if self._run is not None else None
         return None if figures is None else figures.accounting
 

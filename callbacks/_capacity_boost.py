@@ -1,4 +1,4 @@
-"""Gives experts that a lossy recovery has put back more tokens for a while, so that they make up for what was lost.
+"""Gives experts that a partial restore has put back more tokens for a while, so that they make up for what was lost.
 
 Invariant: without a loss nothing is touched, counted or sent; and once every debt is repaid, capacity is what it was, in
 bits. All ranks set the same capacity at the same boundary, since debts and counts are summed over all of them.
@@ -29,7 +29,7 @@ from lightning_moe_ckpt.callbacks._boost_routes import MarginRoute, find_router
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import Accounting, Debts, boost_factors
+from lightning_moe_ckpt.policies import TokenDeficits, TokenLedger, boost_factors
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class _Boost:
     layer: MoELayerSpec
     view: CapacityView | None
     """`None` for a layer that drops nothing."""
-    debts: Debts
+    debts: TokenDeficits
     base: Capacity = None
     """Capacity without boost, while there is one."""
     meter: Meter | MarginRoute | BiasRoute | None = None
@@ -52,15 +52,15 @@ class _Boost:
 
 
 class CapacityBoost(Callback):
-    """Raises the capacity of experts whose tokens a lossy recovery gave up, until they have processed as many more.
+    """Raises the capacity of experts whose tokens a partial restore gave up, until they have processed as many more.
 
-    Stands beside a lossy checkpoint callback. After a recovery that lost tokens, each expert in debt gets a tenth more
+    Stands beside a callback whose generations are partial. After a recovery that lost tokens, each expert in debt gets a tenth more
     capacity, taken from what others leave unused in the step before; a debt is paid with the tokens that the expert
     would have dropped without that. So only experts that overflow repay, and one that does not stays in debt. Where a
     layer has one capacity for all experts, or a model one for all layers, that one is raised, and the log says so.
     Layers that drop nothing have no capacity to raise; the log names them.
 
-    Debts are part of the callback's state and survive further crashes, as the raised capacity does. While there are
+    TokenDeficits are part of the callback's state and survive further crashes, as the raised capacity does. While there are
     debts, each step has one small collective and `moe/boost_debt` is logged: tokens still to make up for.
 
     Args:
@@ -162,8 +162,8 @@ class CapacityBoost(Callback):
     def _resume(self, layer: MoELayerSpec, view: CapacityView | None, lost_E: Sequence[int]) -> _Boost:
         stored = self._stored.get(layer.fqn)
         if stored is None:
-            return _Boost(layer, view, Debts.none(layer.num_experts).with_lost(lost_E))
-        debts = Debts.from_state(stored).with_lost(lost_E)
+            return _Boost(layer, view, TokenDeficits.none(layer.num_experts).with_lost(lost_E))
+        debts = TokenDeficits.from_state(stored).with_lost(lost_E)
         return _Boost(layer, view, debts, _as_capacity(stored["base"]), factors=stored["factors"], term=stored["term"])
 
     def _begin(self, found: OperatorSet, module: nn.Module) -> None:
@@ -252,13 +252,13 @@ def _layers_of(trainer: Trainer, module: LightningModule) -> OperatorSet:
     return discover(module, ep_size=groups.ep_size if isinstance(groups, ParallelGroups) else 1)
 
 
-def _accounting_of(trainer: Trainer) -> Accounting | None:
+def _accounting_of(trainer: Trainer) -> TokenLedger | None:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     checkpoint = next((c for c in callbacks if isinstance(c, CheckpointCallback)), None)
     return None if checkpoint is None else checkpoint.accounting
 
 
-def _lost_by_layer(accounting: Accounting | None, found: OperatorSet) -> list[tuple[int, ...]]:
+def _lost_by_layer(accounting: TokenLedger | None, found: OperatorSet) -> list[tuple[int, ...]]:
     sizes = [layer.num_experts for layer in found.layers]
     lost_E = torch.zeros(sum(sizes), dtype=torch.int64) if accounting is None else accounting.lost
     return [tuple(max(lost, 0) for lost in part.tolist()) for part in torch.split(lost_E, sizes)]

@@ -164,6 +164,21 @@ def _is_constant(node: ast.AST | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
+def asks_which_policy(module: str, tree: ast.AST) -> Iterator[str]:
+    """Policies say what differs between them as data; callbacks make one, and hand it on."""
+    if _part(module) in {"policies", *TOOLS}:
+        return
+    for node in ast.walk(tree):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            asked = [each.value for each in operands if isinstance(each, ast.Attribute) and each.attr == "kind"]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            asked = [node.args[0]]
+        if any("policy" in _words(each) for each in asked):
+            yield f"{module}:{node.lineno} asks which policy runs: let `policies.Policy` say what follows from it"  # type: ignore[attr-defined]
+
+
 def too_long(module: str, tree: ast.Module) -> Iterator[str]:
     lines = max((node.end_lineno or 0 for node in tree.body), default=0)
     if lines > MAX_MODULE_LINES:
@@ -192,7 +207,9 @@ def _check(rule: Rule, files: list[Path]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("rule", [wrong_direction, lightning_below, private_of_lightning, unsafe_reads])
+@pytest.mark.parametrize(
+    "rule", [wrong_direction, lightning_below, private_of_lightning, unsafe_reads, asks_which_policy]
+)
 def test_package_keeps(rule: Rule) -> None:
     """No module of the package violates the rule."""
     assert _check(rule, _package_files()) == []
@@ -230,6 +247,9 @@ VIOLATIONS = [
     (unsafe_reads, "storage._format", "torch.load(path)"),
     (unsafe_reads, "storage._format", "torch.load(path, weights_only=False)"),
     (unsafe_reads, "strategy._moe", "self.checkpoint_io.load_checkpoint(path, weights_only=False)"),
+    (asks_which_policy, "session._life", "x = isinstance(self._policy, DensePolicy)"),
+    (asks_which_policy, "session._life", "x = self._policy.kind in {'dense'}"),
+    (asks_which_policy, "callbacks._run", "x = 'sparse' == policy.kind"),
     (too_long, "storage._format", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
     (too_long, "storage._format", "x = 1\n" * (MAX_MODULE_LINES + 1)),
 ]

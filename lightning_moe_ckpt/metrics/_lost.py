@@ -1,6 +1,6 @@
-"""Tokens whose updates a lossy recovery gave up, and what is at risk now, as metrics of torchmetrics.
+"""Tokens whose updates a partial restore gave up, and what is at risk now, as metrics of torchmetrics.
 
-All take totals of the run that are summed over ranks already (`policies.Accounting` has them, and the journal of every
+All take totals of the run that are summed over ranks already (`policies.TokenLedger` has them, and the journal of every
 generation has an accounting), and show the newest. So nothing is counted twice over ranks, and a resumed run shows what
 the run before it would have shown.
 

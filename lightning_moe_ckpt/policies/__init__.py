@@ -1,7 +1,6 @@
 """Pure decisions: which record to take of which operator, at which step, for which tier."""
 
-from lightning_moe_ckpt.policies._accounting import Accounting as Accounting
-from lightning_moe_ckpt.policies._boost import Debts as Debts
+from lightning_moe_ckpt.policies._boost import TokenDeficits as TokenDeficits
 from lightning_moe_ckpt.policies._boost import boost_factors as boost_factors
 from lightning_moe_ckpt.policies._dense import DensePolicy as DensePolicy
 from lightning_moe_ckpt.policies._dynamic_k import DynamicK as DynamicK
@@ -48,9 +47,10 @@ from lightning_moe_ckpt.policies._positions import assign_positions as assign_po
 from lightning_moe_ckpt.policies._positions import positions as positions
 from lightning_moe_ckpt.policies._selective import SelectivePolicy as SelectivePolicy
 from lightning_moe_ckpt.policies._sparse import SparsePolicy as SparsePolicy
-from lightning_moe_ckpt.policies._tier_book import NEVER as NEVER
-from lightning_moe_ckpt.policies._tier_book import Pending as Pending
-from lightning_moe_ckpt.policies._tier_book import TierBook as TierBook
+from lightning_moe_ckpt.policies._tier_ledger import NEVER as NEVER
+from lightning_moe_ckpt.policies._tier_ledger import Pending as Pending
+from lightning_moe_ckpt.policies._tier_ledger import TierLedger as TierLedger
+from lightning_moe_ckpt.policies._token_ledger import TokenLedger as TokenLedger
 from lightning_moe_ckpt.policies._writers import RecordPiece as RecordPiece
 from lightning_moe_ckpt.policies._writers import WrittenPart as WrittenPart
 from lightning_moe_ckpt.policies._writers import assign_adaptively as assign_adaptively

@@ -1,4 +1,4 @@
-"""How much more capacity experts get that a lossy recovery has put back, and who gives it.
+"""How much more capacity experts get that a restore has put back, and who gives it.
 
 An expert in debt gets a part more than its share until it has processed as many tokens beyond that share as were lost.
 What it gets is taken from experts that do not fill theirs, as far as these have room; so the cost of a step stays what it was.
@@ -19,16 +19,16 @@ from lightning_moe_ckpt.errors import Corrupt
 
 
 @dataclass(frozen=True, slots=True)
-class Debts:
+class TokenDeficits:
     """Of one layer; entries by global expert index."""
 
     lost: tuple[int, ...]
-    """Tokens lost over all faults, as the accounting has them."""
+    """Tokens lost over all faults, as the ledger has them."""
     repaid: tuple[int, ...]
     """Tokens processed beyond what the capacity without boost takes."""
 
     @classmethod
-    def none(cls, num_experts: int) -> Debts:
+    def none(cls, num_experts: int) -> TokenDeficits:
         """Nothing lost."""
         return cls((0,) * num_experts, (0,) * num_experts)
 
@@ -42,11 +42,11 @@ class Debts:
         """Whether some expert is in debt."""
         return any(self.open)
 
-    def with_lost(self, lost_E: Sequence[int]) -> Debts:
-        """The accounting's numbers now; what was repaid stays repaid."""
+    def with_lost(self, lost_E: Sequence[int]) -> TokenDeficits:
+        """The ledger's numbers now; what was repaid stays repaid."""
         return replace(self, lost=tuple(lost_E))
 
-    def repay(self, extra_E: Sequence[int]) -> Debts:
+    def repay(self, extra_E: Sequence[int]) -> TokenDeficits:
         """Experts in debt have processed so many tokens more than they would have; others owe nothing."""
         paid = (a + b if owed else a for a, b, owed in zip(self.repaid, extra_E, self.open, strict=True))
         return replace(self, repaid=tuple(paid))
@@ -56,7 +56,7 @@ class Debts:
         return {"lost": list(self.lost), "repaid": list(self.repaid)}
 
     @classmethod
-    def from_state(cls, state: Any) -> Debts:
+    def from_state(cls, state: Any) -> TokenDeficits:
         """Read what `to_state` wrote. Raises `Corrupt`."""
         try:
             found = cls(tuple(map(int, state["lost"])), tuple(map(int, state["repaid"])))

@@ -1,6 +1,6 @@
 """What a choice of experts is made of, and what it says.
 
-A lossy policy takes FULL of some experts at each generation. What it looks at (tokens not saved yet, when an expert
+A partial generation takes FULL of some experts. What a policy looks at (tokens not saved yet, when an expert
 was saved last) is one table per MoE layer, equal on all ranks; what it says is a `Selection`, which is a pure function
 of the tables, hence equal on all ranks without an exchange.
 

@@ -30,7 +30,6 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.policies._accounting import Accounting
 from lightning_moe_ckpt.policies._dynamic_k import DynamicK
 from lightning_moe_ckpt.policies._expert_tables import (
     MAX_GENERATIONS,
@@ -49,6 +48,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
 )
 from lightning_moe_ckpt.policies._plan import Plan
 from lightning_moe_ckpt.policies._policy import ExpertPolicy, PlanInputs
+from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class PartialPolicy(ExpertPolicy):
         return min(self._in_force(inputs).max_age(inputs.tables, {}), MAX_GENERATIONS)
 
     @override
-    def after_restart(self, ledger: Accounting, lost_E: Tensor | None) -> Accounting:
+    def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
         """With a larger K, if another fault like this one would lose too much."""
         before = max(ledger.k or 0, self.k)
         share = 0.0 if lost_E is None else ledger.share(lost_E.clamp(min=0))

@@ -20,10 +20,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.operators import OperatorSet
-from lightning_moe_ckpt.policies._accounting import Accounting
 from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS, ExpertLayout, ExpertTable, Selection
 from lightning_moe_ckpt.policies._plan import AUDIENCES, Audience, Plan
 from lightning_moe_ckpt.policies._popularity import Popularity
+from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 # Shape suffix: E experts of all layers.
 
@@ -64,7 +64,7 @@ class PlanInputs:
     """By level, the smallest of all ranks: bytes of a step, or of the experts of one position if generations are partial."""
     index: int = 0
     """Generations of this run before this one."""
-    ledger: Accounting | None = None
+    ledger: TokenLedger | None = None
     """What tiers have saved, where tokens are counted."""
     layouts: Sequence[ExpertLayout] = ()
     """Of the experts in the ledger."""
@@ -157,7 +157,7 @@ class Policy(ABC):
         """Generations that other nodes keep, in slots made for the budget; `None` for those of memory as they are."""
         return None
 
-    def after_restart(self, ledger: Accounting, lost_E: Tensor | None) -> Accounting:
+    def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
         """What to go on with, after a recovery that lost `lost_E` tokens; `None` at a start, and if it lost nothing."""
         return ledger
 

@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.policies._accounting import Accounting
 from lightning_moe_ckpt.policies._expert_tables import (
     MAX_GENERATIONS,
     MEMORY,
@@ -38,6 +37,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
 )
 from lightning_moe_ckpt.policies._plan import Audience, Plan
 from lightning_moe_ckpt.policies._policy import Budget, Deltas, ExpertPolicy, Measurement, PlanInputs
+from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 _SLACK, _SPARE = 2, 2
 
@@ -97,7 +97,7 @@ class SelectivePolicy(ExpertPolicy):
         return min(self.max_wait(inputs.tables, inputs.budgets), MAX_GENERATIONS)
 
     @override
-    def after_restart(self, ledger: Accounting, lost_E: Tensor | None) -> Accounting:
+    def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
         return ledger.with_k(None)
 
     @override

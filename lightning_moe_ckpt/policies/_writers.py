@@ -3,7 +3,7 @@
 Replicated state is written once, not once per rank. The assignment is a pure function of its arguments, so every
 holder computes the same and a reader knows who wrote what.
 
-`assign_writers` shares everything alike. `assign_adaptively` gives more to ranks that have less else to write: of a lossy
+`assign_writers` shares everything alike. `assign_adaptively` gives more to ranks that have less else to write: of a partial
 generation, some ranks write more experts than others. Source: PEC (2024), Sec. 3.2, Adaptive Data-Parallel Sharding.
 """
 

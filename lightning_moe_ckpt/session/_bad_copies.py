@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from lightning_moe_ckpt.policies import NEVER, TierBook
+from lightning_moe_ckpt.policies import NEVER, TierLedger
 from lightning_moe_ckpt.session._scrubbing import BadCopy, Scrubber
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
 
@@ -58,12 +58,12 @@ class BadCopyList:
                 self._newest.add(self._places[name])
                 self._known.setdefault(self._places[name], set()).update(generations)
 
-    def again(self, storage: TierBook) -> list[int]:
+    def again(self, storage: TierLedger) -> list[int]:
         """Places of experts that have to be taken once more, as none that storage is given has them."""
         under_way = {expert for each in storage.pending for expert in each.experts.tolist()}
         return sorted(self._known.keys() - under_way)
 
-    def completed(self, storage: TierBook, step: int) -> None:
+    def completed(self, storage: TierLedger, step: int) -> None:
         """Storage has all of generation `step`; call before its book takes that in."""
         for each in storage.pending:
             for expert in each.experts.tolist() if each.step == step else ():
@@ -84,7 +84,7 @@ class BadCopyList:
         told = [number for copy in found if copy.operator in self._places for number in self._numbers(copy)]
         return told + [0] * (WIDTH - len(told))
 
-    def agreed(self, rows: Sequence[Sequence[int]], storage: TierBook) -> None:
+    def agreed(self, rows: Sequence[Sequence[int]], storage: TierLedger) -> None:
         """Take what all ranks told."""
         for row in rows:
             for i in range(0, WIDTH, _INTEGERS):

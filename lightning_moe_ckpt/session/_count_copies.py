@@ -1,6 +1,6 @@
 """Token counts on their way from the device to the host while the optimizer steps.
 
-Accounting is as of a boundary, so counts cannot come a window late: the journal of that boundary has them. But nothing
+The ledger is as of a boundary, so counts cannot come a window late: the journal of that boundary has them. But nothing
 is counted between the end of backward and the boundary, so the copy begins there, on a stream of its own. Whoever needs
 the numbers at the boundary then waits for backward at most, and never for the optimizer or for copies of snapshots.
 """

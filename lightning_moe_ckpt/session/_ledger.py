@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
-from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Accounting, Policy, Selection, expert_layouts
+from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Policy, Selection, TokenLedger, expert_layouts
 from lightning_moe_ckpt.session._bad_copies import WIDTH as BAD_COPIES_WIDTH
 from lightning_moe_ckpt.session._bad_copies import BadCopyList
 from lightning_moe_ckpt.session._count_copies import CountCopies
@@ -55,7 +55,7 @@ class LedgerKeeper:
         self.layouts = layouts = expert_layouts(view.operators, nbytes)
         self._counter = LoadCounter(view.operators, module)
         self.counts = CountCopies(self._counter)
-        self.ledger = policy.after_restart(Accounting.start([each.num_experts for each in layouts]), None)
+        self.ledger = policy.after_restart(TokenLedger.start([each.num_experts for each in layouts]), None)
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
         self._bad = BadCopyList(expert_names(view.operators))
@@ -143,7 +143,7 @@ class LedgerKeeper:
         if stored is None:
             log.info("the generation that is resumed from was not counted: tokens are counted from here on")
             return
-        ledger = Accounting.from_journal(stored)
+        ledger = TokenLedger.from_journal(stored)
         if ledger.num_experts != self.ledger.num_experts:
             raise IdentityMismatch(
                 f"The generation counted tokens of {ledger.num_experts} experts by layer, the model has "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.policies import TokenLedger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class LossFigures:
     """Of them, those whose updates are in no weights any more."""
     unsaved: dict[str, int]
     """Of them, those whose updates only live weights have: what losing everything but `memory` or `storage` would cost."""
-    accounting: Accounting = field(repr=False, compare=False)
+    accounting: TokenLedger = field(repr=False, compare=False)
     """What all of these are taken from, by expert."""
     budgets: dict[str, int] = field(default_factory=dict, compare=False)
     """Bytes of a generation of this rank in force, `local_budget` and `remote_budget`, where a policy has some."""

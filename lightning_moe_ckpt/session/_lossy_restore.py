@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.operators import OperatorSet
-from lightning_moe_ckpt.policies import NEVER, PEER, Accounting
+from lightning_moe_ckpt.policies import NEVER, PEER, TokenLedger
 from lightning_moe_ckpt.recovery import Chosen, RestoreAttempt
 from lightning_moe_ckpt.session._found import Found
 from lightning_moe_ckpt.session._journal import Journal, decode_journal
@@ -32,10 +32,10 @@ def _alive(record: memoryview) -> object:
     """The tokens in live weights as a journal has them; an empty tensor where they were not counted."""
     journal = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
     stored = journal["outcome"].get("accounting")
-    return torch.empty(0, dtype=torch.int64) if stored is None else Accounting.from_journal(stored).alive
+    return torch.empty(0, dtype=torch.int64) if stored is None else TokenLedger.from_journal(stored).alive
 
 
-def account(outcome: Journal, found: Found, operators: OperatorSet) -> tuple[Accounting, Tensor] | None:
+def account(outcome: Journal, found: Found, operators: OperatorSet) -> tuple[TokenLedger, Tensor] | None:
     """The accounting to go on with, and int64 `[E]`: tokens that this recovery has lost.
 
     Args:
@@ -49,7 +49,7 @@ def account(outcome: Journal, found: Found, operators: OperatorSet) -> tuple[Acc
     stored = outcome.get("accounting")
     if stored is None:
         return None
-    accounting = Accounting.from_journal(stored)
+    accounting = TokenLedger.from_journal(stored)
     generations = [found.chosen.generations.get(name) for name in expert_names(operators)]
     alive = [_tokens_behind(i, generation, found, accounting) for i, generation in enumerate(generations)]
     apart = PEER in accounting.saved
@@ -76,7 +76,7 @@ def expert_names(operators: OperatorSet) -> list[str]:
     return [f"{layer.prefix}/expert.{i}" for layer in operators.layers for i in range(layer.num_experts)]
 
 
-def _tokens_behind(expert: int, generation: GenerationId | None, found: Found, accounting: Accounting) -> int:
+def _tokens_behind(expert: int, generation: GenerationId | None, found: Found, accounting: TokenLedger) -> int:
     """Tokens in the copy of `expert` (place over all layers) that a generation supplies; none without a copy.
 
     Where nobody can read the generation's journal, the book has what it said, if it is of the newest copy.
@@ -112,7 +112,7 @@ def note_recovery(found: Found, outcome: Journal, operators: OperatorSet) -> Non
 
 def log_recovery(
     found: Found,
-    accounted: tuple[Accounting, Tensor] | None,
+    accounted: tuple[TokenLedger, Tensor] | None,
     operators: OperatorSet,
 ) -> None:
     """One line: how many experts are how old and from where, and what that has cost; and one for each that lost a copy."""

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.callbacks._boost_routes import weights as route_weights
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world
-from lightning_moe_ckpt.policies import Accounting, Debts, boost_factors
+from lightning_moe_ckpt.policies import TokenDeficits, TokenLedger, boost_factors
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 # Shape suffixes: B sequences, S tokens of one, T tokens, E experts, D model dim.
@@ -45,8 +45,8 @@ class Lossy(DenseCheckpoint):
 
     @property
     @override
-    def accounting(self) -> Accounting | None:
-        return replace(Accounting.start((E,)), lost=self.lost)
+    def accounting(self) -> TokenLedger | None:
+        return replace(TokenLedger.start((E,)), lost=self.lost)
 
 
 class Model(LightningModule):
@@ -460,7 +460,7 @@ def test_factors() -> None:
 
 def test_only_experts_in_debt_repay() -> None:
     """Extra tokens of others are not credit for a later loss."""
-    debts = Debts.none(3).with_lost([5, 0, 2]).repay([3, 4, 2])
+    debts = TokenDeficits.none(3).with_lost([5, 0, 2]).repay([3, 4, 2])
     assert (debts.repaid, debts.open) == ((3, 0, 2), (2, 0, 0))
-    assert Debts.from_state(debts.to_state()) == debts
+    assert TokenDeficits.from_state(debts.to_state()) == debts
     assert debts.with_lost([5, 6, 2]).open == (2, 6, 0)

@@ -54,7 +54,7 @@ def logged(found: Restarts) -> dict[int, dict[str, float]]:
 
 @dataclass
 class Ledger:
-    """Debts as they have to be, and the factors of capacity that follow from them."""
+    """TokenDeficits as they have to be, and the factors of capacity that follow from them."""
 
     lost: list[int]
     repaid: list[int]

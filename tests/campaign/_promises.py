@@ -16,7 +16,7 @@ from torch import Tensor
 from campaign._campaign import checkpoints
 from campaign._lossy_damage import Spoilt, stored_markers
 from campaign._states import Key
-from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.policies import TokenLedger
 from lightning_moe_ckpt.session import decode_journal
 from lightning_moe_ckpt.session._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend, segment_key
@@ -244,7 +244,7 @@ class Restarts:
         return dict(zip(self.sizes, lost.tolist(), strict=True))
 
     @cached_property
-    def accountings(self) -> dict[GenerationId, Accounting]:
+    def accountings(self) -> dict[GenerationId, TokenLedger]:
         """What every generation in storage says, oldest first."""
         backend = open_backend(checkpoints(self.workdir).as_uri())
         store = RunStore.open(backend, resume="must")
@@ -257,11 +257,11 @@ class Restarts:
             buffer = torch.empty(record.nbytes, dtype=torch.uint8)
             store.read_range(segment, record.offset, as_memoryview(buffer))
             journal: Mapping[str, Any] = decode_journal(buffer)["outcome"]["accounting"]
-            found[commit.generation] = Accounting.from_journal(journal)
+            found[commit.generation] = TokenLedger.from_journal(journal)
         backend.close()
         return found
 
-    def stored_accounting(self) -> Accounting:
+    def stored_accounting(self) -> TokenLedger:
         """What the last generation in storage says."""
         return list(self.accountings.values())[-1]
 

@@ -14,7 +14,7 @@ from campaign._campaign import Campaigns
 from campaign._lossy import Machines, train_lossy
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.policies import Accounting
+from lightning_moe_ckpt.policies import TokenLedger
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
@@ -62,7 +62,7 @@ STRICT = Story(num_experts=8, first=16, every=2, faults=20, budget=0.05)
 NODES = Story(num_experts=6, first=16, every=2, faults=6, budget=0.2, nodes=3)
 
 
-def require_counts(found: Restarts, life: int) -> Accounting:
+def require_counts(found: Restarts, life: int) -> TokenLedger:
     """What the first generation after a fault says is what counting one by one gives."""
     generation, said = next((g, each) for g, each in found.accountings.items() if g.epoch == life + 1)
     tally = found.tally(restarts=life)

@@ -21,12 +21,12 @@ from campaign._lossy_damage import Damage
 from campaign._promises import Restarts
 from campaign.test_boosted import BASE, BATCH, require_boosted, run_boosted
 from campaign.test_lossy_recovery import KILL, TURN, lossy_setup, restarts
-from lightning_moe_ckpt.policies import Accounting, PartialPolicy, Selection
+from lightning_moe_ckpt.policies import PartialPolicy, Selection, TokenLedger
 from lightning_moe_ckpt.recovery._index import newest_whole
 from lightning_moe_ckpt.testing import Seam
 
 EXPERT = "model.moe.layer/expert.4"
-ADD, SELECT = Accounting.add, PartialPolicy.select
+ADD, SELECT = TokenLedger.add, PartialPolicy.select
 
 
 def _one_is_older(
@@ -39,7 +39,7 @@ def _one_is_older(
     return {**chosen, **older}, missing
 
 
-def _forget_a_step(self: Accounting, tokens_E: Any) -> Accounting:
+def _forget_a_step(self: TokenLedger, tokens_E: Any) -> TokenLedger:
     """Tokens of one step are not counted."""
     return self if self.generations == 4 else ADD(self, tokens_E)
 
@@ -82,7 +82,7 @@ ABLATIONS = {
         says=re.escape(EXPERT),
     ),
     "a step not counted": Ablation(
-        seam=_seam("policies", "Accounting.add", _forget_a_step),
+        seam=_seam("policies", "TokenLedger.add", _forget_a_step),
         check=Restarts.require_accounting,
         says="tensor",
     ),

@@ -11,7 +11,7 @@ import torch
 from campaign._campaign import Campaigns
 from campaign._states import Taken, in_memory, in_storage, recorded, require_recorded, states, tokens
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.policies import AUDIENCES, Accounting, Audience
+from lightning_moe_ckpt.policies import AUDIENCES, Audience, TokenLedger
 
 ROWS = [
     (1, 1, 3, True),
@@ -62,7 +62,7 @@ def test_generations_hold_what_the_state_was(
     for commit, parts in stored:
         for part in parts:
             require_recorded(part, known[part.rank][part.step])
-            accounting = Accounting.from_journal(part.journal["outcome"]["accounting"])
+            accounting = TokenLedger.from_journal(part.journal["outcome"]["accounting"])
             assert torch.equal(accounting.alive, counted[part.step])
             assert torch.equal(accounting.processed, counted[part.step])
         taken = {record.operator for part in parts for record, _ in part.records}

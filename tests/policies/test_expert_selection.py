@@ -18,7 +18,6 @@ from lightning_moe_ckpt.policies import (
     MEMORY,
     PEER,
     STORAGE,
-    Accounting,
     ExpertLayout,
     ExpertPolicy,
     Experts,
@@ -26,6 +25,7 @@ from lightning_moe_ckpt.policies import (
     PartialPolicy,
     Selection,
     SelectivePolicy,
+    TokenLedger,
 )
 from lightning_moe_ckpt.policies._partial import spread
 from lightning_moe_ckpt.policies._selective import compute_s
@@ -173,7 +173,7 @@ def run(
     skips: Any = lambda _: False,
 ) -> tuple[list[Selection], int]:
     """Generations and the limit of age, with storage that is whole at once but for those it skips."""
-    accounting = Accounting.start([each.num_experts for each in layouts])
+    accounting = TokenLedger.start([each.num_experts for each in layouts])
     accounting = accounting.take(0, Selection.everything(layouts))
     for level in LEVELS:
         accounting = accounting.complete(level, 0)
@@ -285,7 +285,7 @@ def test_no_expert_is_kept_from_storage_by_losing_all_memory_again_and_again(
 ) -> None:
     """Memory lacks all of them alike then: who was saved longest ago comes first, and not the same few each time."""
     where = layouts(1, 8, positions)
-    accounting = Accounting.start([8]).take(0, Selection.everything(where))
+    accounting = TokenLedger.start([8]).take(0, Selection.everything(where))
     stored = []
     for step in range(1, 61):
         for level in LEVELS:
@@ -383,7 +383,7 @@ def run_remotely(
     every: dict[str, int],
 ) -> tuple[list[Selection], dict[str, list[Selection]]]:
     """All generations, and those that each level outside the node took: every so many, whole at once."""
-    accounting = Accounting.start([each.num_experts for each in shapes], levels=[MEMORY, *every])
+    accounting = TokenLedger.start([each.num_experts for each in shapes], levels=[MEMORY, *every])
     accounting = accounting.take(0, Selection.everything(shapes), accounting.saved)
     for level in accounting.saved:
         accounting = accounting.complete(level, 0)
@@ -477,7 +477,7 @@ def test_random_runs_balance_bytes_over_ranks() -> None:
     loads = [chooser.randrange(1000) for _ in range(36)]
     for policy in (PartialPolicy(k=2), PartialPolicy(k=2, order="load_aware")):
         found, _ = run(policy, shapes, 30, loads=loads)
-        tables = Accounting.start([12] * 3).tables(shapes)
+        tables = TokenLedger.start([12] * 3).tables(shapes)
         totals = [0, 0, 0]
         for chosen in found:
             counts = per_position(chosen.memory, tables)
@@ -499,7 +499,7 @@ def routed(alpha: float, num_layers: int = 4, num_experts: int = 16, steps: int 
 def mean_at_risk(policy: ExpertPolicy, tokens: Sequence[torch.Tensor], k: int = 4) -> float:
     """Tokens that a fault behind a generation would lose, mean over the later steps; storage has each generation."""
     layouts = [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * 16, nbytes=1) for i in range(4)]
-    accounting, found = Accounting.start([16] * 4).take(0, Selection.everything(layouts)), []
+    accounting, found = TokenLedger.start([16] * 4).take(0, Selection.everything(layouts)), []
     for step, tokens_E in enumerate(tokens, start=1):
         accounting = accounting.add(tokens_E)
         chosen = policy.select(step, accounting.tables(layouts), dict.fromkeys(LEVELS, 4 * k))

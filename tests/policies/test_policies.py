@@ -15,7 +15,6 @@ from lightning_moe_ckpt.policies import (
     LEVELS,
     MEMORY,
     STORAGE,
-    Accounting,
     Deltas,
     DensePolicy,
     DynamicK,
@@ -26,6 +25,7 @@ from lightning_moe_ckpt.policies import (
     Popularity,
     SelectivePolicy,
     SparsePolicy,
+    TokenLedger,
     expert_layouts,
 )
 
@@ -54,7 +54,7 @@ def inputs(policy: Policy, rank: int = 0, **options: Any) -> PlanInputs:
     operators = view.operators
     sizes = {op.name: (view.record_nbytes(op, RecordKind.FULL), op.numel) for op in operators}
     layouts = expert_layouts(operators, {name: full for name, (full, _) in sizes.items()})
-    ledger = Accounting.start([each.num_experts for each in layouts])
+    ledger = TokenLedger.start([each.num_experts for each in layouts])
     given = PlanInputs(
         operators=operators,
         sizes=sizes,
@@ -105,7 +105,7 @@ def test_rounds_of_partial_plans_hold_every_expert(name: str) -> None:
     assert len(taken) == 2 * NUM_EXPERTS
 
 
-def _take(ledger: Accounting, step: int, plan: Plan) -> Accounting:
+def _take(ledger: TokenLedger, step: int, plan: Plan) -> TokenLedger:
     from lightning_moe_ckpt.policies import Selection
 
     ledger = ledger.take(step, Selection.of_plan(plan, _operators()))
@@ -156,7 +156,7 @@ def test_periods_count_from_the_first_step() -> None:
 
 def test_what_a_restart_changes() -> None:
     """K of policies that count, and nothing else."""
-    start = Accounting.start((4,), k=7)
+    start = TokenLedger.start((4,), k=7)
     assert POLICIES["selective"].after_restart(start, None).k is None
     assert POLICIES["alternating"].after_restart(start, None) is start
     assert PartialPolicy(k=2, dynamic_k=DynamicK(plt_budget=None)).after_restart(start, None).k == 7

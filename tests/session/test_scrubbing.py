@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_moe_ckpt.errors import KeyMissing, StorageError
-from lightning_moe_ckpt.policies import TierBook
+from lightning_moe_ckpt.policies import TierLedger
 from lightning_moe_ckpt.session._bad_copies import WIDTH, BadCopyList
 from lightning_moe_ckpt.session._scrubbing import BadCopy, Scrubber
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry, digest_of
@@ -148,7 +148,7 @@ def test_ranks_tell_each_other_and_forget_when_storage_has_the_expert_again(stor
     ranks[1].scrubber = scrubber
     rows = [each.inputs() for each in ranks]
     assert {len(row) for row in rows} == {WIDTH}
-    book = TierBook.empty(2)
+    book = TierLedger.empty(2)
     book = replace(book, step=book.step.fill_(3))
     for each in ranks:
         each.agreed(rows, book)
@@ -167,7 +167,7 @@ def test_a_bad_copy_is_remembered_until_what_was_begun_since_is_complete(stored:
     found.scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
     stored.files["file3"][150] ^= 1
     found.scrubber.round()
-    book = TierBook.empty(2)
+    book = TierLedger.empty(2)
     book = replace(book, step=book.step.fill_(3)).take(4, [1], book.alive)
     found.agreed([found.inputs()], book)
     found.completed(book, 4)
@@ -181,7 +181,7 @@ def test_a_bad_copy_is_remembered_until_what_was_begun_since_is_complete(stored:
 
 def test_without_another_copy_nothing_is_built_on_what_is_stored(stored: Stored) -> None:
     """The newest one is bad, and no older one is named, or that is bad too: what comes next must be whole."""
-    book = TierBook.empty(2)
+    book = TierLedger.empty(2)
     book = replace(book, step=book.step.fill_(3))
     for hit, spares in ((["file3"], ()), (["file3", "file2"], (stored.entry(1, 0), stored.entry(2, 1)))):
         stored.names(stored.entry(3, 0, 1), spares=spares)
@@ -205,7 +205,7 @@ def test_a_bad_spare_is_made_up_for_and_the_newest_copy_stays_in_use(stored: Sto
     scrubber.round()
     found = BadCopyList(["e0", "e1"])
     found.scrubber = scrubber
-    book = TierBook.empty(2)
+    book = TierLedger.empty(2)
     book = replace(book, step=book.step.fill_(3))
     found.agreed([found.inputs()], book)
     assert (found.not_borrowed, found.again(book)) == ({}, [1])

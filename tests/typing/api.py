@@ -61,7 +61,7 @@ def train(model: LightningModule) -> None:
     )
     monitor = callbacks.ExpertLoadMonitor(every_n_steps=10)
     assert_type(callbacks.CapacityBoost(boost=0.1, dropless=True).debts, dict[str, tuple[int, ...]])
-    assert_type(sparse.accounting, policies.Accounting | None)
+    assert_type(sparse.accounting, policies.TokenLedger | None)
     plan = MoEStrategy(expert_parallel=2, gradient_reduction="allreduce", timeout=timedelta(minutes=1))
     assert_type(plan.groups, parallel.ParallelGroups)
     assert_type(plan.reducer, parallel.GradientReducer | None)
@@ -281,20 +281,20 @@ def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> po
 def choose(found: operators.OperatorSet, tokens_E: Tensor) -> policies.Selection:
     layouts = policies.expert_layouts(found, dict.fromkeys(found.names, 1024))
     assert_type(layouts, tuple[policies.ExpertLayout, ...])
-    accounting = policies.Accounting.start(
+    accounting = policies.TokenLedger.start(
         [each.num_experts for each in layouts], k=1, levels=[*policies.LEVELS, policies.PEER]
     )
     accounting = accounting.add(tokens_E).take(0, policies.Selection.everything(layouts))
     accounting = accounting.complete(policies.MEMORY, 0).complete(policies.STORAGE, 0)
     accounting, lost_E = accounting.restore(tokens_E, torch.full_like(tokens_E, policies.NEVER))
     book = accounting.saved[policies.STORAGE]
-    assert_type(book, policies.TierBook)
+    assert_type(book, policies.TierLedger)
     assert_type(book.pending, tuple[policies.Pending, ...])
     assert_type(accounting.plt, float)
     assert_type(lost_E, Tensor)
     k = policies.next_k(1, plt=0.01, last_loss=0.01, plt_budget=0.05, num_experts=8)
     k = policies.DynamicK(plt_budget=0.05).after_fault(k, plt=0.01, last_loss=0.01, num_experts=8)
-    debts = policies.Debts.none(8).with_lost([1] * 8)
+    debts = policies.TokenDeficits.none(8).with_lost([1] * 8)
     assert_type(policies.boost_factors(debts.open, 0.1), list[float])
     by: policies.ExpertOrder = "load_aware"
     given: policies.Budget = "auto"

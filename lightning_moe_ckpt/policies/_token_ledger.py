@@ -6,7 +6,7 @@ twice, and what a rollback of everything gives up is not lost but trained on aga
 
 Invariant: `processed == alive + lost`, for every expert.
 
-All of it is a function of counts summed over ranks and of what ranks agreed on: equal on all ranks. An accounting is
+All of it is a function of counts summed over ranks and of what ranks agreed on: equal on all ranks. A ledger is
 never changed; methods return a new one.
 
 Sources: PEC (2024), Sec. 3.1; MOETION (2024), Sec. 4.1.
@@ -33,11 +33,11 @@ from lightning_moe_ckpt.policies._expert_tables import (
     ExpertTable,
     Selection,
 )
-from lightning_moe_ckpt.policies._tier_book import NEVER, TierBook, counts
+from lightning_moe_ckpt.policies._tier_ledger import NEVER, TierLedger, counts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Accounting:
+class TokenLedger:
     """See the module."""
 
     num_experts: tuple[int, ...]
@@ -56,11 +56,11 @@ class Accounting:
     """Taken so far: the index of the next one."""
     taken: Tensor
     """int64 `[E]`: index of the newest generation that took each expert to memory, `NEVER` for none."""
-    saved: Mapping[str, TierBook]
+    saved: Mapping[str, TierLedger]
     """By level."""
 
     @classmethod
-    def start(cls, num_experts: Sequence[int], *, k: int | None = None, levels: Sequence[str] = LEVELS) -> Accounting:
+    def start(cls, num_experts: Sequence[int], *, k: int | None = None, levels: Sequence[str] = LEVELS) -> TokenLedger:
         """Of a run that has done nothing yet."""
         total = sum(num_experts)
         zeros = torch.zeros(total, dtype=torch.int64)
@@ -71,45 +71,45 @@ class Accounting:
             lost=zeros,
             k=k,
             taken=torch.full_like(zeros, NEVER),
-            saved={level: TierBook.empty(total) for level in levels},
+            saved={level: TierLedger.empty(total) for level in levels},
         )
 
     # -- what happens
 
-    def add(self, tokens_E: Tensor) -> Accounting:
+    def add(self, tokens_E: Tensor) -> TokenLedger:
         """Training has processed `tokens_E`, int64, of all ranks together."""
         tokens_E = tokens_E.to(self.alive)
         return replace(self, alive=self.alive + tokens_E, processed=self.processed + tokens_E)
 
-    def take(self, step: int, selection: Selection, levels: Collection[str] = LEVELS) -> Accounting:
+    def take(self, step: int, selection: Selection, levels: Collection[str] = LEVELS) -> TokenLedger:
         """Generation `step` takes `selection` to `levels`; call at its boundary, before its journal is written."""
         places = {level: selection.flat(level, self._shapes()) for level in self.saved}
         saved = {
-            level: book.take(step, places[level], self.alive) if level in levels else book
-            for level, book in self.saved.items()
+            level: ledger.take(step, places[level], self.alive) if level in levels else ledger
+            for level, ledger in self.saved.items()
         }
         taken_E = self.taken.clone()
         taken_E[list(places[MEMORY])] = self.generations
         return replace(self, saved=saved, taken=taken_E, generations=self.generations + 1)
 
-    def complete(self, level: str, step: int) -> Accounting:
+    def complete(self, level: str, step: int) -> TokenLedger:
         """On every rank `level` has all of generation `step`; call in the order in which generations completed."""
         return replace(self, saved={**self.saved, level: self.saved[level].complete(step)})
 
-    def give_up(self, level: str, step: int, *, place_is_free: bool) -> Accounting:
-        """Some rank has failed to bring its part of generation `step` to `level`; see `TierBook.give_up`."""
-        book = self.saved[level].give_up(step, place_is_free=place_is_free)
-        return replace(self, saved={**self.saved, level: book})
+    def give_up(self, level: str, step: int, *, place_is_free: bool) -> TokenLedger:
+        """Some rank has failed to bring its part of generation `step` to `level`; see `TierLedger.give_up`."""
+        ledger = self.saved[level].give_up(step, place_is_free=place_is_free)
+        return replace(self, saved={**self.saved, level: ledger})
 
-    def forget(self, level: str) -> Accounting:
+    def forget(self, level: str) -> TokenLedger:
         """What `level` held is gone."""
-        saved = {**self.saved, level: TierBook.empty(len(self.alive))}
+        saved = {**self.saved, level: TierLedger.empty(len(self.alive))}
         return replace(self, saved=saved, taken=torch.full_like(self.taken, NEVER) if level == MEMORY else self.taken)
 
     def restore(
         self, alive_E: Tensor, step_E: Tensor, read_from: Mapping[str, Tensor] | None = None
-    ) -> tuple[Accounting, Tensor]:
-        """After a recovery; of the accounting that the restored generation has in its journal.
+    ) -> tuple[TokenLedger, Tensor]:
+        """After a recovery; of the ledger that the restored generation has in its journal.
 
         Args:
             alive_E: int64, tokens in the copy that each expert was restored from (`tokens_at`).
@@ -117,14 +117,14 @@ class Accounting:
             read_from: by level, bool `[E]`: whether the level holds that copy.
 
         Returns:
-            The accounting to go on with, and int64 `[E]`: tokens that this recovery has lost; below zero for an expert
+            The ledger to go on with, and int64 `[E]`: tokens that this recovery has lost; below zero for an expert
             that an earlier recovery had put back further than to this copy.
         """
         lost_E = self.alive - alive_E
         nowhere = torch.zeros_like(alive_E, dtype=torch.bool)
         saved = {
-            level: book.restore(alive_E, step_E, (read_from or {}).get(level, nowhere), durable=level == STORAGE)
-            for level, book in self.saved.items()
+            level: ledger.restore(alive_E, step_E, (read_from or {}).get(level, nowhere), durable=level == STORAGE)
+            for level, ledger in self.saved.items()
         }
         in_memory_E = saved[MEMORY].step != NEVER
         after = replace(
@@ -137,12 +137,12 @@ class Accounting:
         )
         return after, lost_E
 
-    def with_peers(self, *, kept: bool) -> Accounting:
+    def with_peers(self, *, kept: bool) -> TokenLedger:
         """With a level of copies on other nodes, of which nothing is known yet, or without one."""
-        others = {level: book for level, book in self.saved.items() if level != PEER}
-        return replace(self, saved={**others, PEER: TierBook.empty(len(self.alive))} if kept else others)
+        others = {level: ledger for level, ledger in self.saved.items() if level != PEER}
+        return replace(self, saved={**others, PEER: TierLedger.empty(len(self.alive))} if kept else others)
 
-    def with_k(self, k: int | None) -> Accounting:
+    def with_k(self, k: int | None) -> TokenLedger:
         """The same with another K in force."""
         return replace(self, k=k)
 
@@ -167,15 +167,15 @@ class Accounting:
         return portion_of_lost_tokens(tokens_E, self.processed)
 
     def unsaved(self, level: str) -> Tensor:
-        """int64 `[E]`: tokens in the live weights that `level` lacks, as `TierBook.expected` has it."""
+        """int64 `[E]`: tokens in the live weights that `level` lacks, as `TierLedger.expected` has it."""
         return self.alive - self.saved[level].expected()[0]
 
     def tokens_at(self, expert: int, step: int) -> int | None:
-        """Tokens in the copy of `expert` (place over all layers) from boundary `step`, if some level's book has it.
+        """Tokens in the copy of `expert` (place over all layers) from boundary `step`, if some level's ledger has it.
 
         Otherwise the journal of that generation has it, as `alive`.
         """
-        found = (book.tokens_at(expert, step) for book in self.saved.values())
+        found = (ledger.tokens_at(expert, step) for ledger in self.saved.values())
         return next((tokens for tokens in found if tokens is not None), None)
 
     def tables(self, layouts: Sequence[ExpertLayout], again: Collection[int] = ()) -> list[ExpertTable]:
@@ -186,8 +186,8 @@ class Accounting:
         expected = {level: self._within_reach(level) for level in self.saved}
         unsaved = {level: self._by_layer(self.alive - alive_E) for level, (alive_E, _) in expected.items()}
         saved_at = {level: self._by_layer(step_E) for level, (_, step_E) in expected.items()}
-        skipped = {level: self._by_layer(book.skipped.long()) for level, book in self.saved.items()}
-        waited = {level: self._by_layer(book.waited()) for level, book in self.saved.items()}
+        skipped = {level: self._by_layer(ledger.skipped.long()) for level, ledger in self.saved.items()}
+        waited = {level: self._by_layer(ledger.waited()) for level, ledger in self.saved.items()}
         age = self._by_layer(self.generations - self.taken)
         return [
             ExpertTable(
@@ -218,15 +218,15 @@ class Accounting:
             "k": self.k,
             "generations": self.generations,
             "taken": self.taken,
-            "saved": {level: book.to_journal() for level, book in self.saved.items()},
+            "saved": {level: ledger.to_journal() for level, ledger in self.saved.items()},
         }
 
     @classmethod
-    def from_journal(cls, stored: Mapping[str, Any]) -> Accounting:
+    def from_journal(cls, stored: Mapping[str, Any]) -> TokenLedger:
         """Read what `to_journal` wrote.
 
         Raises:
-            Corrupt: it is no accounting.
+            Corrupt: it is no ledger.
         """
         try:
             found = cls(
@@ -238,7 +238,7 @@ class Accounting:
                 k=None if stored["k"] is None else int(stored["k"]),
                 generations=int(stored["generations"]),
                 taken=counts(stored["taken"]),
-                saved={str(level): TierBook.from_journal(book) for level, book in stored["saved"].items()},
+                saved={str(level): TierLedger.from_journal(ledger) for level, ledger in stored["saved"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Corrupt(f"The token accounting of a journal cannot be read: {error}. Use an older one.") from error
@@ -250,7 +250,7 @@ class Accounting:
     # -- private
 
     def _within_reach(self, level: str) -> tuple[Tensor, Tensor]:
-        """`(alive_E, step_E)` of the newest copies if all is lost but `level` and storage, as `TierBook.expected` has it.
+        """`(alive_E, step_E)` of the newest copies if all is lost but `level` and storage, as `TierLedger.expected` has it.
 
         What memory has dropped is restored from storage: only what an expert has learned since is at risk.
         """

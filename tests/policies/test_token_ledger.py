@@ -17,11 +17,11 @@ from lightning_moe_ckpt.policies import (
     MEMORY,
     NEVER,
     STORAGE,
-    Accounting,
     DynamicK,
     ExpertLayout,
     PartialPolicy,
     Selection,
+    TokenLedger,
     next_k,
 )
 from lightning_moe_ckpt.session._codec import decode, encode
@@ -72,7 +72,7 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.log, self.accounting = TokenLog(), Accounting.start(LAYERS, k=1)
+        self.log, self.accounting = TokenLog(), TokenLedger.start(LAYERS, k=1)
         self.step, self.faults = 0, 0
         self.complete: dict[str, set[int]] = {level: set() for level in LEVELS}
         self.journals: dict[int, Any] = {}
@@ -112,7 +112,7 @@ class Run:
             max((self.log.newest(level, e, until, self.complete[level]), level) for level in LEVELS)
             for e in range(sum(LAYERS))
         ]
-        stored = Accounting.from_journal(self.journals[until])
+        stored = TokenLedger.from_journal(self.journals[until])
         tokens = [
             known if (known := stored.tokens_at(e, g)) is not None else int(self.journals[g]["alive"][e])
             for e, (g, _) in enumerate(newest)
@@ -159,8 +159,8 @@ def test_counts_equal_a_token_log(seed: int) -> None:
         run.check()
 
 
-def accounting() -> Accounting:
-    return Accounting.start((2, 2), k=1).add(torch.tensor([10, 20, 30, 40]))
+def accounting() -> TokenLedger:
+    return TokenLedger.start((2, 2), k=1).add(torch.tensor([10, 20, 30, 40]))
 
 
 def test_restoring_counts_no_token_twice() -> None:
@@ -210,11 +210,11 @@ SHAPES_OF_TWO = [ExpertLayout(layer=name, rank_of=(0, 0), nbytes=1) for name in 
 def test_a_journal_without_its_parts_is_corrupt(wrong: str) -> None:
     """Named, so that an older generation is tried."""
     stored = accounting().take(1, Selection(((0,), ()), ((), ()))).to_journal()
-    assert Accounting.from_journal(stored).alive.tolist() == [10, 20, 30, 40]
+    assert TokenLedger.from_journal(stored).alive.tolist() == [10, 20, 30, 40]
     with pytest.raises(Corrupt, match="token accounting"):
-        Accounting.from_journal({key: value for key, value in stored.items() if key != wrong})
+        TokenLedger.from_journal({key: value for key, value in stored.items() if key != wrong})
     with pytest.raises(Corrupt, match="token accounting"):
-        Accounting.from_journal({**stored, wrong: torch.zeros(3, dtype=torch.float32)})
+        TokenLedger.from_journal({**stored, wrong: torch.zeros(3, dtype=torch.float32)})
 
 
 def test_nothing_processed_is_nothing_lost() -> None:
@@ -234,7 +234,7 @@ def test_dynamic_k_keeps_plt_within_its_budget(seed: int, budget: float, order: 
     chance, num_experts = random.Random(seed), 16
     shapes = [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * num_experts, nbytes=1) for i in range(2)]
     weights = [chance.expovariate(1) ** 2 for _ in range(2 * num_experts)]
-    found = Accounting.start((num_experts,) * 2, k=1).take(0, Selection.everything(shapes)).complete(STORAGE, 0)
+    found = TokenLedger.start((num_experts,) * 2, k=1).take(0, Selection.everything(shapes)).complete(STORAGE, 0)
     policy, step, worst = PartialPolicy(k=1, order=order), 0, 0.0
     for _ in range(20):
         for _ in range(chance.randint(1, 30)):

@@ -4,9 +4,9 @@ A generation that is under way counts as saved, so that the next one takes other
 a newer one without it, it was skipped and counts no more. An expert that was skipped counts as saved only when that is
 certain: otherwise a level that takes every second generation could miss the same experts for ever, since they would be
 given to it once, left out of the next one, and given to it again in the one after that. What the level has completed comes from all ranks at once
-(with the votes of a window), so every rank has the same book.
+(with the votes of a window), so every rank has the same ledger.
 
-A level that keeps so many generations only has dropped the others: the book then knows of no copy in those.
+A level that keeps so many generations only has dropped the others: the ledger then knows of no copy in those.
 
 Shape suffixes: E experts of all layers, S experts of one generation.
 """
@@ -36,8 +36,8 @@ class Pending:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TierBook:
-    """One level; every method returns a new book."""
+class TierLedger:
+    """One level; every method returns a new ledger."""
 
     alive: Tensor
     """int64 `[E]`: tokens in the weights of the newest complete copy of each expert; 0 without one."""
@@ -57,12 +57,12 @@ class TierBook:
     """Where it keeps so many only: boundaries of those that it was given and has not dropped, oldest first."""
 
     @classmethod
-    def empty(cls, num_experts: int) -> TierBook:
+    def empty(cls, num_experts: int) -> TierLedger:
         """A level that has nothing."""
         zeros = torch.zeros(num_experts, dtype=torch.int64)
         return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool(), index=zeros)
 
-    def take(self, step: int, experts: Sequence[int], alive_E: Tensor, kept: int | None = None) -> TierBook:
+    def take(self, step: int, experts: Sequence[int], alive_E: Tensor, kept: int | None = None) -> TierLedger:
         """The level was given generation `step`.
 
         Args:
@@ -75,7 +75,7 @@ class TierBook:
         pending = (*self.pending, Pending(step=step, experts=chosen, alive=alive_E[chosen]))
         return replace(self, pending=pending, kept=kept, given=() if kept is None else (*self.given, step))
 
-    def complete(self, step: int) -> TierBook:
+    def complete(self, step: int) -> TierLedger:
         """The level has all of generation `step`; older ones still under way are given up, and what is too old is dropped.
 
         A boundary that was never given, or was given up, changes nothing but that. Places in the level are also taken
@@ -98,7 +98,7 @@ class TierBook:
         left = tuple(each for each in self.pending if each.step > step)
         given = self._held(step)
         dropped_E = step_E < given[0] if given else torch.zeros_like(skipped_E)
-        return TierBook(
+        return TierLedger(
             alive=torch.where(dropped_E, 0, alive_E),
             step=torch.where(dropped_E, NEVER, step_E),
             skipped=skipped_E,
@@ -109,7 +109,7 @@ class TierBook:
             given=given,
         )
 
-    def give_up(self, step: int, *, place_is_free: bool) -> TierBook:
+    def give_up(self, step: int, *, place_is_free: bool) -> TierLedger:
         """Generation `step` will not be complete in the level: its experts were skipped. One never given changes nothing.
 
         Args:
@@ -146,7 +146,7 @@ class TierBook:
             index_E[each.experts[~self.skipped[each.experts]]] = number
         return self.completed + len(self.pending) + 1 - index_E
 
-    def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor, *, durable: bool) -> TierBook:
+    def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor, *, durable: bool) -> TierLedger:
         """After a recovery: what is known of the level now.
 
         Nothing is under way. Copies newer than what was restored were lost or belong to the timeline that ended. An
@@ -163,7 +163,7 @@ class TierBook:
         kept_step_E = torch.where(keep_E, self.step, NEVER)
         kept_index_E = torch.where(keep_E, self.index, 0)
         newer_E = read_here_E & (step_E > self.step)
-        return TierBook(
+        return TierLedger(
             alive=torch.where(read_here_E, alive_E, kept_alive_E),
             step=torch.where(read_here_E, step_E, kept_step_E),
             skipped=torch.zeros_like(self.skipped),
@@ -174,7 +174,7 @@ class TierBook:
         )
 
     def tokens_at(self, expert: int, step: int) -> int | None:
-        """Tokens in the copy of `expert` from boundary `step`, if the book has it."""
+        """Tokens in the copy of `expert` from boundary `step`, if the ledger has it."""
         found = [
             int(each.alive[place])
             for each in self.pending
@@ -200,7 +200,7 @@ class TierBook:
         }
 
     @classmethod
-    def from_journal(cls, stored: Mapping[str, object]) -> TierBook:
+    def from_journal(cls, stored: Mapping[str, object]) -> TierLedger:
         """Read what `to_journal` wrote. Raises `KeyError`, `TypeError` for anything else."""
         pending = stored["pending"]
         if not isinstance(pending, list):
@@ -208,7 +208,7 @@ class TierBook:
         rows = tuple(
             Pending(step=int(p["step"]), experts=counts(p["experts"]), alive=counts(p["alive"])) for p in pending
         )
-        kept, given = stored.get("kept"), stored.get("given", [])  # books that do not have them dropped nothing
+        kept, given = stored.get("kept"), stored.get("given", [])  # ledgers that do not have them dropped nothing
         if not isinstance(given, list) or not isinstance(kept, int | None):
             raise TypeError("`kept` or `given` is not what it should be")
         completed = stored["completed"]
