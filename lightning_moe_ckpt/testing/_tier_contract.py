@@ -130,15 +130,15 @@ class TierContract:
         assert capture.readable() == [name]
 
     def test_memory_that_a_copy_writes_to_is_not_given_back(self, capture: TierCapture) -> None:
-        """Though nobody wants the generation any more."""
-        copy, name = HeldCopy(), capture.begin(2, num_segments=2)
+        """Though nobody wants the generation any more; nor is it complete when its last copy arrives."""
+        copy, name = HeldCopy(), capture.begin(1, num_segments=1)
         capture.add(name, 1, copy=copy)
         capture.abandon(name)
         assert not capture.worker.drain(0.0)
         assert capture.released == []
         copy.arrive()
         assert capture.worker.drain(TIMEOUT)
-        assert capture.released == [name]
+        assert (capture.released, capture.worker.gave_up(name), capture.readable()) == ([name], True, [])
 
     # -- writing: what goes wrong
 
