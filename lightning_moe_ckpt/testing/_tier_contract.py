@@ -7,8 +7,9 @@ class TestMyTier(TierContract):
         yield TierHalves(worker=MyWorker(...), make_reader=lambda: MyTier(...), lose=...)
 ```
 
-Writing (`TierWorker`). The training thread calls `begin`, `add`, `abandon`, `give_up` and `complete_everywhere`, and none
-of them waits for the medium. One thread of the tier copies, and digests, in the order in which generations were begun.
+Writing (`TierWorker`). The training thread calls `begin`, `add` in the order of steps, `abandon`, `give_up` and
+`complete_everywhere`, and none of them waits for the medium. One thread of the tier does the work, one generation after the
+other.
 
 Memory. It is the caller's. From `add` on the tier may read a segment, once the segment's copy has arrived, and nobody may
 write to it; `on_released` ends that, once per generation and from any thread: when the generation failed or was abandoned,
