@@ -43,9 +43,9 @@ PUBLIC: dict[str, str] = {
     "lightning_moe_ckpt.policies": """
         AUDIENCES TokenLedger Audience Budget TokenDeficits Deltas DensePolicy DynamicK ExpertLayout ExpertOrder ExpertPolicy ExpertTable Experts LEVELS
         MAX_GENERATIONS MEMORY Measurement NEVER Order PEER PartialPolicy Pending PeriodicPolicy Plan PlanInputs PlanItem Policy Popularity
-        RecordPiece STORAGE Selection SelectivePolicy SparsePolicy TierLedger WindowPlan WindowStep WrittenPart all_names assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts expert_names
-        needs_split next_k order plan_for_window plan_window popularity_per_capacity
-        positions should_reorder soft_popularity split_nbytes
+        RecordPiece STORAGE Selection SelectivePolicy SparsePolicy TierLedger WindowStep WrittenPart all_names assign_adaptively assign_positions assign_writers boost_factors decayed_popularity expert_layouts expert_names
+        next_k plan_for_window plan_window popularity_per_capacity
+        positions should_reorder split_nbytes
     """,
     "lightning_moe_ckpt.parallel": """
         ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode WorldFailed

@@ -23,8 +23,6 @@ from lightning_moe_ckpt.policies._plan import Audience as Audience
 from lightning_moe_ckpt.policies._plan import Plan as Plan
 from lightning_moe_ckpt.policies._plan import WindowStep as WindowStep
 from lightning_moe_ckpt.policies._planner import PlanItem as PlanItem
-from lightning_moe_ckpt.policies._planner import WindowPlan as WindowPlan
-from lightning_moe_ckpt.policies._planner import needs_split as needs_split
 from lightning_moe_ckpt.policies._planner import plan_for_window as plan_for_window
 from lightning_moe_ckpt.policies._planner import plan_window as plan_window
 from lightning_moe_ckpt.policies._planner import split_nbytes as split_nbytes
@@ -38,10 +36,8 @@ from lightning_moe_ckpt.policies._policy import Policy as Policy
 from lightning_moe_ckpt.policies._popularity import Order as Order
 from lightning_moe_ckpt.policies._popularity import Popularity as Popularity
 from lightning_moe_ckpt.policies._popularity import decayed_popularity as decayed_popularity
-from lightning_moe_ckpt.policies._popularity import order as order
 from lightning_moe_ckpt.policies._popularity import popularity_per_capacity as popularity_per_capacity
 from lightning_moe_ckpt.policies._popularity import should_reorder as should_reorder
-from lightning_moe_ckpt.policies._popularity import soft_popularity as soft_popularity
 from lightning_moe_ckpt.policies._positions import all_names as all_names
 from lightning_moe_ckpt.policies._positions import assign_positions as assign_positions
 from lightning_moe_ckpt.policies._positions import positions as positions

@@ -30,4 +30,4 @@ class DensePolicy(PeriodicPolicy):
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
         items = positions(inputs.operators, inputs.popularity, sizes=inputs.sizes, by="fixed")
-        return assign_positions(plan_for_window(items, 1).plan, inputs.operators, inputs.popularity, by="fixed")
+        return assign_positions(plan_for_window(items, 1), inputs.operators, inputs.popularity, by="fixed")

@@ -116,11 +116,6 @@ class Selection:
         rows = tuple(tuple(range(each.num_experts)) for each in layouts)
         return cls(rows, rows)
 
-    @property
-    def has_two_levels(self) -> bool:
-        """Whether storage gets less than memory does."""
-        return self.memory != self.storage
-
     def of(self, level: str) -> tuple[tuple[int, ...], ...]:
         """The experts of one level. Raises `KeyError`."""
         return {MEMORY: self.memory, STORAGE: self.storage, PEER: self.storage}[level]

@@ -5,8 +5,7 @@ real bytes, and since the frozen set shrinks along the window, later slots take 
 parameter (12 in FULL, 2 in COMPUTE) Algorithm 1 needs 20 slots, packing 9.
 
 A slot goes over the budget only if COMPUTE of all operators does, if the window would exceed `max_window`, or if an
-operator is too large for what COMPUTE leaves (see `needs_split`). It is always slot 0, and `stall_nbytes` says by
-how much.
+operator is too large for what COMPUTE leaves (see `split_nbytes`). It is always slot 0.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from lightning_moe_ckpt.policies._packing import (
     excess,
     pack,
     pack_by_algorithm1,
-    slot_nbytes,
 )
 from lightning_moe_ckpt.policies._plan import Plan
 
@@ -50,41 +48,6 @@ class PlanItem:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowPlan:
-    """A plan and what it costs."""
-
-    plan: Plan
-    planner: Planner
-    budget_nbytes: int
-    """Bytes per step that were allowed."""
-    slot_nbytes: tuple[int, ...]
-    """Bytes each slot takes."""
-
-    @property
-    def interval_steps(self) -> int:
-        """Steps from one window's first boundary to the next one's; more than the window has slots where everything is
-        captured at once, every so many steps.
-        """
-        return self.plan.interval_steps
-
-    @property
-    def window(self) -> int:
-        """Slots of the window."""
-        return self.plan.window
-
-    @property
-    def stall_nbytes(self) -> int:
-        """Bytes by which the largest slot exceeds what its steps can hide; zero if none does."""
-        steps = max(1, self.interval_steps // self.window)
-        return max(0, *(nbytes - steps * self.budget_nbytes for nbytes in self.slot_nbytes))
-
-    @property
-    def keeps_budget(self) -> bool:
-        """Whether no slot makes training wait."""
-        return self.stall_nbytes == 0
-
-
 def plan_window(
     items: Sequence[PlanItem],
     *,
@@ -92,7 +55,7 @@ def plan_window(
     planner: Planner = "packed",
     max_window: int | None = 16,
     over_budget: OverBudget = "stall",
-) -> WindowPlan:
+) -> Plan:
     """Plan a window for `items`.
 
     Args:
@@ -121,16 +84,16 @@ def plan_window(
     interval = len(slots)
     if over_budget == "dense" and excess(slots, full_N, compute_N, budget_nbytes):
         slots, interval = [np.arange(len(items))], -(-int(full_N.sum()) // budget_nbytes)
-    return WindowPlan(
-        plan=Plan.of_slots([[ordered[i].name for i in slot.tolist()] for slot in slots], interval_steps=interval),
-        planner=planner,
-        budget_nbytes=budget_nbytes,
-        slot_nbytes=tuple(slot_nbytes(slots, full_N, compute_N)),
-    )
+    return Plan.of_slots([[ordered[i].name for i in slot.tolist()] for slot in slots], interval_steps=interval)
 
 
-def plan_for_window(items: Sequence[PlanItem], window: int) -> WindowPlan:
-    """The packed plan with the smallest budget that needs at most `window` slots.
+def plan_for_window(items: Sequence[PlanItem], window: int) -> Plan:
+    """The packed plan with the smallest budget that needs at most `window` slots. Raises as `smallest_budget`."""
+    return plan_window(items, budget_nbytes=smallest_budget(items, window), max_window=window)
+
+
+def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
+    """The smallest budget with which a packed plan needs at most `window` slots and does not stall.
 
     The smallest in the sense that one byte less needs more slots or a stall.
 
@@ -147,7 +110,7 @@ def plan_for_window(items: Sequence[PlanItem], window: int) -> WindowPlan:
             low = middle
         else:
             high = middle
-    return plan_window(items, budget_nbytes=high, max_window=window)
+    return high
 
 
 def split_nbytes(items: Sequence[PlanItem], budget_nbytes: int) -> int:
@@ -158,12 +121,6 @@ def split_nbytes(items: Sequence[PlanItem], budget_nbytes: int) -> int:
     """
     left = budget_nbytes - sum(item.compute_nbytes for item in items)
     return max(left // 2, budget_nbytes // 64, 1)
-
-
-def needs_split(items: Sequence[PlanItem], budget_nbytes: int) -> tuple[str, ...]:
-    """Names of the items that should be split into pieces of at most `split_nbytes` before planning."""
-    limit = split_nbytes(items, budget_nbytes)
-    return tuple(item.name for item in items if item.full_nbytes > limit)
 
 
 def _arrays(items: Sequence[PlanItem]) -> tuple[list[PlanItem], Ints, Ints]:
@@ -181,5 +138,5 @@ def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
         more = f" and {len(large) - 3} more" if len(large) > 3 else ""
         raise ValueError(
             f"Operators {', '.join(large[:3])}{more} exceed the budget of {budget_nbytes} bytes per step alone. "
-            "Split those that `needs_split` names before planning."
+            "Split those above `split_nbytes` before planning."
         )

@@ -16,7 +16,7 @@ Source: MoEvement (2024), Sec. 3.5, Appendix B and E.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.operators import Operator
 
 Order = Literal["popularity", "fixed", "back_to_front"]
 
@@ -73,26 +72,6 @@ class Popularity:
             )
 
 
-def order(operators: Sequence[Operator], *, by: Order, loads: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """Names of the operators in the order of capture.
-
-    Args:
-        operators: in the order of the model.
-        by: `popularity`: experts by ascending load, then everything else; `fixed`: as given; `back_to_front`: from
-            the output to the input.
-        loads: popularity by expert operator; an expert not named had none. Without it, experts keep their order.
-    """
-    if by == "fixed":
-        return tuple(op.name for op in operators)
-    if by == "back_to_front":
-        return tuple(op.name for op in reversed(operators))
-    known = loads or {}
-    ranked = sorted(
-        operators, key=lambda op: (op.kind != "expert", known.get(op.name, 0) if op.kind == "expert" else 0)
-    )
-    return tuple(op.name for op in ranked)
-
-
 def should_reorder(
     old_counts: Tensor | Sequence[float],
     new_counts: Tensor | Sequence[float],
@@ -118,21 +97,6 @@ def should_reorder(
     before, now = old / old.sum() if float(old.sum()) else old, new / new.sum()
     changed = (now - before).abs() > reorder_threshold * before
     return float(changed.double().mean()) >= reorder_fraction
-
-
-def soft_popularity(probs_TE: Tensor) -> Tensor:
-    """The router's probabilities, summed over tokens: also experts that were nearly chosen count.
-
-    Args:
-        probs_TE: after softmax or sigmoid, before the choice of experts; `[..., E]`.
-
-    Returns:
-        float64 `[E]` on the device of the input; sums of several steps or ranks add up.
-
-    Source: MoEvement (2024), Appendix B, "Soft-Count Popularity".
-    """
-    # Not the dtype of the router: in bf16 a sum over thousands of tokens stops growing.
-    return probs_TE.detach().reshape(-1, probs_TE.shape[-1]).sum(dim=0, dtype=torch.float64)
 
 
 def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps: float) -> Tensor:

@@ -105,7 +105,7 @@ class SparsePolicy(Policy):
 
     def _plan(self, items: Sequence[PlanItem], budgets: Mapping[str, int]) -> Plan:
         if self.window is not None:
-            return plan_for_window(items, self.window).plan
+            return plan_for_window(items, self.window)
         budget, least = budgets[MEMORY], max(item.full_nbytes for item in items)
         if budget < least:
             log.warning("a budget of %d bytes is less than a piece of the model; it is %d now", budget, least)
@@ -115,7 +115,7 @@ class SparsePolicy(Policy):
             planner=self.planner,
             max_window=self.max_window,
             over_budget=self.over_budget,
-        ).plan
+        )
 
     def _items(self, inputs: PlanInputs) -> list[PlanItem]:
         return positions(inputs.operators, inputs.popularity, sizes=inputs.sizes, by=self.order)

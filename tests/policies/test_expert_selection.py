@@ -466,8 +466,6 @@ def test_places_over_all_layers() -> None:
     shapes = layouts(2, 3, 1)
     assert chosen.flat(MEMORY, shapes) == (1, 3, 5)
     assert chosen.flat(STORAGE, shapes) == (5,)
-    assert chosen.has_two_levels
-    assert not Selection.everything(shapes).has_two_levels
 
 
 def test_random_runs_balance_bytes_over_ranks() -> None:

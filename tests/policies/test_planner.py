@@ -6,22 +6,18 @@ import itertools
 import math
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lightning_moe_ckpt import policies
 from lightning_moe_ckpt.operators import Operator, ParamSlice, split
-from lightning_moe_ckpt.policies import (
-    PlanItem,
-    WindowPlan,
-    needs_split,
-    plan_for_window,
-    plan_window,
-    split_nbytes,
-)
+from lightning_moe_ckpt.policies import Plan, PlanItem, plan_for_window, split_nbytes
 from lightning_moe_ckpt.policies._packing import pack_in_order
+from lightning_moe_ckpt.policies._planner import smallest_budget
 
 
 def sizes_to_items(sizes: list[tuple[int, int]]) -> list[PlanItem]:
@@ -36,14 +32,23 @@ uniform_lists = st.builds(
 )
 
 
-def brute_nbytes(items: list[PlanItem], plan: WindowPlan) -> list[int]:
-    """Bytes per slot, from the definition."""
-    by_name = {item.name: item for item in items}
-    return [
-        sum(by_name[n].full_nbytes for n in plan.plan.full(j))
-        + sum(by_name[n].compute_nbytes for n in plan.plan.compute(j))
-        for j in range(plan.window)
-    ]
+class Window:
+    """A plan, and what it costs, from the definition."""
+
+    def __init__(self, plan: Plan, items: list[PlanItem], budget: int) -> None:
+        by_name = {item.name: item for item in items}
+        self.plan, self.window, self.interval_steps = plan, plan.window, plan.interval_steps
+        self.slot_nbytes = [
+            sum(by_name[n].full_nbytes for n in plan.full(j)) + sum(by_name[n].compute_nbytes for n in plan.compute(j))
+            for j in range(plan.window)
+        ]
+        steps = max(1, self.interval_steps // self.window)
+        self.stall_nbytes = max(0, *(nbytes - steps * budget for nbytes in self.slot_nbytes))
+        self.keeps_budget = self.stall_nbytes == 0
+
+
+def plan_window(items: list[PlanItem], *, budget_nbytes: int, **options: Any) -> Window:
+    return Window(policies.plan_window(items, budget_nbytes=budget_nbytes, **options), items, budget_nbytes)
 
 
 def compute_of(items: list[PlanItem]) -> int:
@@ -64,11 +69,7 @@ def test_packed_plans(items: list[PlanItem], budget: int, max_window: int | None
     plan = plan_window(items, budget_nbytes=budget, max_window=max_window)
     assert sorted(plan.plan.names) == sorted(item.name for item in items)
     assert max_window is None or plan.window <= max_window
-    nbytes = brute_nbytes(items, plan)
-    assert list(plan.slot_nbytes) == nbytes
-    assert all(n <= budget for n in nbytes[1:])
-    assert plan.stall_nbytes == max(0, nbytes[0] - budget)
-    assert plan.keeps_budget == (plan.stall_nbytes == 0)
+    assert all(n <= budget for n in plan.slot_nbytes[1:])
     assert plan.interval_steps == plan.window
     if max_window is None and fits_anywhere(items, budget):
         assert plan.keeps_budget
@@ -137,7 +138,7 @@ def test_algorithm1_is_the_papers(items: list[PlanItem], budget: int) -> None:
     """The closed form gives the loop's schedule; slots over the budget are reported."""
     plan = plan_window(items, budget_nbytes=budget, planner="algorithm1", max_window=None)
     assert [list(plan.plan.full(j)) for j in range(plan.window)] == paper_schedule(items, budget)
-    assert plan.keeps_budget == (max(brute_nbytes(items, plan)) <= budget)
+    assert plan.keeps_budget == (max(plan.slot_nbytes) <= budget)
 
 
 def model_of(num: int, seed: int | None = None) -> tuple[list[PlanItem], int]:
@@ -157,8 +158,9 @@ def test_fifteen_thousand_operators(budget: float, packed: int, paper: int, seed
     items, num_params = model_of(15_000, seed)
     nbytes = int(budget * num_params)
     start = time.process_time()
-    plan = plan_window(items, budget_nbytes=nbytes, max_window=None)
+    policies.plan_window(items, budget_nbytes=nbytes, max_window=None)
     elapsed = time.process_time() - start
+    plan = plan_window(items, budget_nbytes=nbytes, max_window=None)
     assert plan.window == packed
     assert plan.keeps_budget
     assert elapsed < 1.0  # about 10 ms on an idle core
@@ -224,10 +226,11 @@ def test_the_window_is_bounded() -> None:
 @settings(max_examples=100, deadline=None)
 def test_the_smallest_budget_for_a_window(items: list[PlanItem], window: int) -> None:
     """It keeps its budget, and one byte less does not suffice."""
-    plan = plan_for_window(items, window)
+    budget = smallest_budget(items, window)
+    plan = Window(plan_for_window(items, window), items, budget)
     assert plan.window <= window
     assert plan.keeps_budget
-    less = plan.budget_nbytes - 1
+    less = budget - 1
     if less >= max(1, *(item.full_nbytes for item in items)):
         assert not plan_window(items, budget_nbytes=less, max_window=window).keeps_budget
 
@@ -239,7 +242,7 @@ def test_splitting_what_needs_it_lets_every_slot_keep_the_budget(items: list[Pla
     left = budget - compute_of(items)
     assume(left >= 2 and left // 2 >= budget // 64)
     limit = split_nbytes(items, budget)
-    large = set(needs_split(items, budget))
+    large = {item.name for item in items if item.full_nbytes > limit}
     pieces: list[PlanItem] = []
     for item in items:
         if item.name not in large:
@@ -259,9 +262,8 @@ def test_operators_split_by_rows_fit() -> None:
     ops = [Operator(name=f"op{i}", kind="dense", slices=(piece,)) for i in range(3)]
     budget = 3 * 2 * 6400 + 20_000
     items = [PlanItem(op.name, 12 * op.numel, 2 * op.numel) for op in ops]
-    with pytest.raises(ValueError, match=r"op0, op1, op2 exceed the budget.*needs_split"):
+    with pytest.raises(ValueError, match=r"op0, op1, op2 exceed the budget.*split_nbytes"):
         plan_window(items, budget_nbytes=budget)
-    assert needs_split(items, budget) == ("op0", "op1", "op2")
     cut = [p for op in ops for p in split(op, split_nbytes(items, budget), 12)]
     plan = plan_window(
         [PlanItem(p.name, 12 * p.numel, 2 * p.numel) for p in cut], budget_nbytes=budget, max_window=None

@@ -1,4 +1,4 @@
-"""In which order operators are captured, and when to plan anew."""
+"""What popularity is made of, and when to plan anew."""
 
 from __future__ import annotations
 
@@ -10,56 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.operators import Operator
 from lightning_moe_ckpt.policies import (
     Popularity,
     decayed_popularity,
-    order,
     popularity_per_capacity,
     should_reorder,
-    soft_popularity,
 )
-
-
-def expert(layer: int, j: int) -> Operator:
-    return Operator(name=f"{layer}/expert.{j}", kind="expert", slices=(), layer=str(layer), expert_idx=j)
-
-
-OPERATORS = [
-    Operator(name="emb", kind="dense", slices=()),
-    Operator(name="0/router", kind="router", slices=(), layer="0"),
-    expert(0, 0),
-    expert(0, 1),
-    expert(1, 0),
-    expert(1, 1),
-    Operator(name="head", kind="dense", slices=()),
-]
-
-
-def test_popular_experts_come_late_and_dense_operators_last() -> None:
-    """Equals keep the order of the model; an expert not named had no tokens."""
-    loads = {"0/expert.0": 9, "0/expert.1": 3, "1/expert.0": 3}
-    assert order(OPERATORS, by="popularity", loads=loads) == (
-        "1/expert.1",
-        "0/expert.1",
-        "1/expert.0",
-        "0/expert.0",
-        "emb",
-        "0/router",
-        "head",
-    )
-
-
-def test_without_loads_experts_keep_their_order() -> None:
-    """Before the first step there is nothing to sort by."""
-    names = order(OPERATORS, by="popularity")
-    assert names == ("0/expert.0", "0/expert.1", "1/expert.0", "1/expert.1", "emb", "0/router", "head")
-
-
-def test_other_orders() -> None:
-    """As given, and from the back."""
-    assert order(OPERATORS, by="fixed") == tuple(op.name for op in OPERATORS)
-    assert order(OPERATORS, by="back_to_front") == tuple(op.name for op in OPERATORS[::-1])
 
 
 @pytest.mark.parametrize(
@@ -91,22 +47,6 @@ def test_thresholds_can_be_chosen() -> None:
     assert not should_reorder(old, [140, 60] + [100] * 6, reorder_fraction=0.5)
     with pytest.raises(ValueError, match="2 and 1 experts"):
         should_reorder([1, 2], [1])
-
-
-def test_soft_counts_add_up_probabilities() -> None:
-    """Over all leading dimensions, without a graph, and in a sum that bf16 would stop."""
-    probs = torch.tensor([[[0.5, 0.25, 0.25]], [[0.0, 1.0, 0.0]]], requires_grad=True)
-    soft = soft_popularity(probs)
-    assert soft.tolist() == [0.5, 1.25, 0.25]
-    assert not soft.requires_grad
-    many = torch.full((5000, 2), 0.5, dtype=torch.bfloat16)
-    assert soft_popularity(many).tolist() == [2500, 2500]
-
-
-def test_soft_counts_of_parts_add_up() -> None:
-    """Steps and ranks are summed as for hard counts."""
-    probs = torch.rand(12, 4, dtype=torch.float64).softmax(-1)
-    torch.testing.assert_close(soft_popularity(probs[:5]) + soft_popularity(probs[5:]), soft_popularity(probs))
 
 
 ZEROS = torch.zeros(2)

@@ -80,7 +80,7 @@ def plan_on(operators: OperatorSet, counts: list[int], budget: float, by: By = "
     """What one rank does: plan positions, put its own experts into them."""
     items = positions(operators, counts, sizes=sizes(operators), by=by)
     nbytes = int(budget * sum(op.numel for op in operators))
-    plan = plan_window(items, budget_nbytes=nbytes, max_window=None).plan
+    plan = plan_window(items, budget_nbytes=nbytes, max_window=None)
     return plan, local(assign_positions(plan, operators, counts, by=by), operators)
 
 
@@ -128,7 +128,7 @@ def test_every_rank_names_the_operators_of_all(case: tuple[int, tuple[int, int],
     counts = [rng.randint(0, 5) for _ in range(num_layers * num_experts)]
     ranks = [cut(model(num_layers, num_experts, ep_size, r), 3.5) for r in range(ep_size)]
     items = positions(ranks[0], counts, sizes=sizes(ranks[0]), by=by)
-    plan = plan_window(items, budget_nbytes=int(3.5 * sum(op.numel for op in ranks[0])), max_window=None).plan
+    plan = plan_window(items, budget_nbytes=int(3.5 * sum(op.numel for op in ranks[0])), max_window=None)
     named = [assign_positions(plan, rank, counts, by=by) for rank in ranks]
     assert all(each == named[0] for each in named)
     assert (

@@ -249,23 +249,20 @@ def look(model: nn.Module, optimizer: Optimizer) -> None:
 # -- policies
 
 
-def plan(found: operators.OperatorSet, counts_E: Tensor, probs_TE: Tensor) -> policies.Plan:
+def plan(found: operators.OperatorSet, counts_E: Tensor) -> policies.Plan:
     by: policies.Order = "popularity"
-    assert_type(policies.order(list(found), by=by), tuple[str, ...])
     assert_type(policies.decayed_popularity(counts_E, counts_E, half_life_steps=10.0), Tensor)
     assert_type(policies.popularity_per_capacity(counts_E, counts_E), Tensor)
-    assert_type(policies.soft_popularity(probs_TE), Tensor)
     assert_type(policies.should_reorder(counts_E, [1.0, 2.0]), bool)
     popularity: policies.Popularity = callbacks.Popularity()
     assert_type(popularity.reorder_every_n_steps, int)
     items = policies.positions(found, counts_E, sizes={}, by=by)
     assert_type(items, list[policies.PlanItem])
     window = policies.plan_window(items, budget_nbytes=4096, planner="algorithm1", over_budget="dense")
-    assert_type(window, policies.WindowPlan)
-    assert_type(policies.plan_for_window(items, 4), policies.WindowPlan)
-    assert_type(policies.needs_split(items, 4096), tuple[str, ...])
+    assert_type(window, policies.Plan)
+    assert_type(policies.plan_for_window(items, 4), policies.Plan)
     assert_type(policies.split_nbytes(items, 4096), int)
-    named = policies.assign_positions(window.plan, found, counts_E)
+    named = policies.assign_positions(window, found, counts_E)
     assert_type(named, policies.Plan)
     assert_type(named.full(0), tuple[str, ...])
     (audience,) = named.steps[0].audiences
