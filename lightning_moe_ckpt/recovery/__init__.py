@@ -21,7 +21,6 @@ from lightning_moe_ckpt.recovery._inventory import Stock as Stock
 from lightning_moe_ckpt.recovery._inventory import Version as Version
 from lightning_moe_ckpt.recovery._inventory import memory_of as memory_of
 from lightning_moe_ckpt.recovery._inventory import plain_versions as plain_versions
-from lightning_moe_ckpt.recovery._inventory import plan_of as plan_of
 from lightning_moe_ckpt.recovery._inventory import version_of as version_of
 from lightning_moe_ckpt.recovery._reader import Reader as Reader
 from lightning_moe_ckpt.recovery._rounds import Transport as Transport

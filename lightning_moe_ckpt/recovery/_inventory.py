@@ -195,14 +195,6 @@ def memory_of(directory: Path) -> str:
     return f"{boot}:{place.st_dev}:{place.st_ino}"
 
 
-def plan_of(plan_hash: str, policy: Mapping[str, object]) -> str:
-    """What tells the plan of a generation from others, whatever tier a marker or manifest is of.
-
-    Markers of a partial plan have a hash of their own in each kind of tier, and name the plan that is common to all.
-    """
-    return str(_record(policy).get("family", plan_hash))
-
-
 def is_partial(policy: Mapping[str, object]) -> bool:
     """Whether a generation holds some experts only, by what its markers say of the policy."""
     plan = _record(policy).get("plan")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE, described
-from lightning_moe_ckpt.recovery._inventory import Copy, Item, SourceName, Version, is_partial, plan_of
+from lightning_moe_ckpt.recovery._inventory import Copy, Item, SourceName, Version, is_partial
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import Ask
@@ -124,7 +124,7 @@ class MarkerSearch:
         What memory has of a partial generation may be more files than are committed.
         """
         version = copy.version
-        found = (marker.generation, plan_of(marker.plan_hash, marker.policy), marker.rank)
+        found = (marker.generation, marker.plan_hash, marker.rank)
         if found != (version.generation, version.plan_hash, self._rank):
             raise Corrupt(f"is of rank {marker.rank}, {marker.generation}, plan {marker.plan_hash[:8]}.")
         digest = self._digests.get(version)
@@ -173,8 +173,6 @@ def _rows(rows: object) -> list[tuple[int, int, int]]:
 
 def _common(marker: RankMarker) -> str:
     """Digest of what the markers of all ranks must say alike."""
-    plan = plan_of(marker.plan_hash, marker.policy)
-    policy = {key: value for key, value in marker.policy.items() if key != "plan"}
-    said = [marker.run_id, marker.world_size, plan, list(marker.steps), policy]
+    said = [marker.run_id, marker.world_size, marker.plan_hash, list(marker.steps), dict(marker.policy)]
     generation = [marker.generation.step, marker.generation.epoch, marker.generation.life]
     return digest_of(json.dumps([said, generation], sort_keys=True).encode())

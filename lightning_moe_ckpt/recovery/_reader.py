@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE
-from lightning_moe_ckpt.recovery._inventory import Item, Stock, Version, plan_of
+from lightning_moe_ckpt.recovery._inventory import Item, Stock, Version
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Holding, Tier
 
@@ -22,19 +22,16 @@ class Reader:
         run_id: copies of other runs are refused.
         memory: tiers in memory, with names of their own.
         storage: the tier over commits.
-        plans: what manifests say of the plans of commits, see `plan_of`; by default their hashes.
     """
 
-    def __init__(
-        self, run_id: str, memory: Sequence[Tier], storage: Tier, plans: Mapping[GenerationId, str] | None = None
-    ) -> None:
+    def __init__(self, run_id: str, memory: Sequence[Tier], storage: Tier) -> None:
         self._run_id = run_id
         self._tiers = {tier.name: tier for tier in (*memory, storage)}
-        self._storage, self._plans = storage.name, dict(plans or {})
+        self._storage = storage.name
         self._holdings: dict[Item, Holding] = {}
         for tier in self._tiers.values():
             for each in _holdings(tier):
-                self._holdings.setdefault(Item(self._version(tier, each), each.owner, tier.name), each)
+                self._holdings.setdefault(Item(Version(each.generation, each.plan_hash), each.owner, tier.name), each)
         self._markers: dict[Item, RankMarker] = {}
         self._lock = threading.Lock()
 
@@ -85,20 +82,11 @@ class Reader:
         holding = Holding(generation=version.generation, plan_hash=version.plan_hash, owner=owner, nbytes=entry.nbytes)
         self._tiers[self._storage].read_into(holding, entry, offset, out)
 
-    def _version(self, tier: Tier, holding: Holding) -> Version:
-        if tier.name == self._storage:
-            return Version(holding.generation, self._plans.get(holding.generation, holding.plan_hash))
-        try:
-            marker = tier.read_marker(holding)
-        except UNREADABLE:  # gone bad since it was listed: nobody is given anything by this copy
-            return Version(holding.generation, holding.plan_hash)
-        return Version(holding.generation, plan_of(marker.plan_hash, marker.policy))
-
     def _read_marker(self, item: Item) -> RankMarker:
         if item not in self._holdings:
             raise KeyMissing(f"{item}: not here.")
         marker = self._tiers[item.tier].read_marker(self._holdings[item])
-        found = (marker.run_id, marker.generation, plan_of(marker.plan_hash, marker.policy), marker.rank)
+        found = (marker.run_id, marker.generation, marker.plan_hash, marker.rank)
         if found != (self._run_id, item.version.generation, item.version.plan_hash, item.owner):
             raise Corrupt(f"{item}: its marker is of rank {found[3]}, {found[1]} of run {found[0]}. It is skipped.")
         return marker

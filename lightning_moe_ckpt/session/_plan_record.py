@@ -40,13 +40,6 @@ class PlanRecord:
         """Canonical text."""
         return self._json
 
-    def at(self, level: str) -> tuple[str, str]:
-        """Hash and text as markers of a level have them: of a partial plan, levels hold different files."""
-        if not self.plan.partial:
-            return self.plan_hash, self.to_json()
-        text = json.dumps({**json.loads(self._json), "family": self.plan_hash, "level": level}, sort_keys=True)
-        return xxh3_128_hexdigest(text.encode()), text
-
     @classmethod
     def from_json(cls, text: str) -> PlanRecord:
         """Read what `to_json` wrote.

@@ -161,7 +161,8 @@ class Markers:
         self._lineage = lineage
         self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
         self._lock = threading.Lock()
-        self._made: dict[tuple[GenerationId, str], RankMarker] = {}
+        self._made: dict[tuple[GenerationId, int, bool], RankMarker] = {}
+        """By generation, files, and whether they refer to others: tiers that hold the same have the same marker."""
         self._times: dict[GenerationId, int] = {}
 
     def of(
@@ -186,7 +187,8 @@ class Markers:
         """
         segments = tuple(sorted(entries, key=lambda entry: entry.step))  # files of one step stay as they lie
         with self._lock:
-            known = self._made.get((generation, plan_hash))
+            key = generation, len(segments), bool(borrowed or spares)
+            known = self._made.get(key)
             if known is not None and [e.digest for e in known.segments] == [e.digest for e in segments]:
                 return known
             marker = RankMarker(
@@ -203,7 +205,7 @@ class Markers:
                 spares=tuple(spares),
                 lineage=self._lineage,
             )
-            self._made[generation, plan_hash] = marker
+            self._made[key] = marker
             _forget(self._made, _REMEMBERED)
             _forget(self._times, _REMEMBERED_TIMES)
             return marker

@@ -26,7 +26,6 @@ from lightning_moe_ckpt.recovery import (
     described,
     memory_of,
     plain_versions,
-    plan_of,
     version_of,
 )
 from lightning_moe_ckpt.session._exchange import Exchange
@@ -138,8 +137,7 @@ class Search:
         """
         commits = self._commits()
         in_storage = {**commits, **self._lenders}
-        plans = {version.generation: version.plan_hash for version in in_storage}
-        reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(in_storage.values())), plans)
+        reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(in_storage.values())))
         stocks = self._exchange.gather_values(reader.stock(memory_of(shared_directory())).plain())
         inventory = Inventory.of(stocks, commits, self._lenders)
         self.committed = inventory.committed
@@ -322,4 +320,4 @@ class Search:
 
 
 def _version(commit: Commit) -> Version:
-    return Version(commit.generation, plan_of(commit.plan_hash, commit.policy))
+    return Version(commit.generation, commit.plan_hash)

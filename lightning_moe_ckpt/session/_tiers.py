@@ -376,7 +376,7 @@ class Tiers:
             self._watcher.given(worker.name, window.generation, layout, worker.generations_kept)
         lane.take(window.generation)
         window.ring.pin(window.generation)
-        (plan_hash, plan_json), borrows = layout.record.at(worker.level), worker.borrows and layout.is_incomplete
+        borrows = worker.borrows and layout.is_incomplete
         bad, completes = (
             ({}, True) if self._watcher is None else (self._watcher.bad_copies, self._watcher.all_have_copies)
         )
@@ -384,8 +384,8 @@ class Tiers:
         worker.begin(
             Announced(
                 generation=window.generation,
-                plan_hash=plan_hash,
-                plan_json=plan_json,
+                plan_hash=layout.record.plan_hash,
+                plan_json=layout.record.to_json(),
                 num_segments=len(layout.steps),
                 on_released=window.ring.unpin,
                 base=base,

@@ -142,11 +142,6 @@ class TierWorker(ABC):
     audiences: frozenset[Audience] = frozenset(AUDIENCES)
     """Files that it takes."""
 
-    @property
-    def level(self) -> str:
-        """What markers call that."""
-        return "memory" if "node" in self.audiences else "storage" if self.borrows else "peer"
-
     def __init__(
         self, name: str, markers: Markers, *, on_complete: Callable[[GenerationId, float, int], None] | None = None
     ) -> None:

@@ -80,6 +80,8 @@ class RankMarker:
     """Older copies of operators than the one above, or than its own, oldest first; see `carry_spares`."""
     lineage: Lineage | None = None
     """What its life descends from; rank 0 says it for all."""
+    rounded: bool = False
+    """Whether this is a replica that was rebuilt from rounded gradients: its bytes are not those of its owner."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -136,6 +138,7 @@ class RankMarker:
             policy=_read_policy(body, where),
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
             unix_time=body.integer("unix_time"),
+            rounded=body.has("rounded") and body.flag("rounded"),
         )
         marker = replace(marker, lineage=Lineage.read(body, marker.generation, where))
         body.end()
@@ -296,6 +299,7 @@ def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str,
         **({"borrowed": borrowed} if borrowed or spares else {}),
         **({"spares": spares} if spares else {}),
         **_lineage_body(marker.lineage),
+        **({"rounded": True} if marker.rounded else {}),
         "run_id": marker.run_id,
         "rank": marker.rank,
         "world_size": marker.world_size,

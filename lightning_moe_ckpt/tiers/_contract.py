@@ -23,6 +23,8 @@ class Holding:
     """Rank whose segments these are."""
     nbytes: int
     """Of all its segments together."""
+    exact: bool = True
+    """Whether these are the owner's bytes, and not rebuilt from rounded gradients."""
     seen: GenerationId | None = field(default=None, compare=False)
     """In memory: the newest commit that was known when it was taken."""
 

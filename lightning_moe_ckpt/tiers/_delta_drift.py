@@ -62,4 +62,4 @@ def rounded_marker(marker: RankMarker, segment_U8: Tensor, literal: frozenset[st
         records.append(replace(record, digest=digest))
     if view.nbytes != entry.nbytes:
         raise Corrupt(f"{entry.key}: {view.nbytes} bytes, its marker says {entry.nbytes}. The next one may arrive.")
-    return replace(marker, segments=(replace(entry, digest=digest_of(view), records=records),))
+    return replace(marker, segments=(replace(entry, digest=digest_of(view), records=records),), rounded=True)

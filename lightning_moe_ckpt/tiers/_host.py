@@ -161,6 +161,7 @@ def _holding(file: MemoryMarker, name: MemoryName) -> Holding:
         plan_hash=marker.plan_hash,
         owner=marker.rank,
         nbytes=sum(segment.nbytes for segment in marker.segments),
+        exact=not marker.rounded,
         seen=file.seen,
     )
 
