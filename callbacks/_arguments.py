@@ -1,4 +1,4 @@
-"""Checks of arguments as a user wrote them: each error quotes the call and says what it may be."""
+"""Check the arguments of callbacks; each error quotes the call as the user wrote it and names the allowed values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lightning_moe_ckpt.errors import ConfigurationError
 
 
 def require_count(owner: object, name: str, value: object, *, what: str, also: Sequence[object] = ()) -> None:
-    """Refuse what is not a whole number of one or more.
+    """Raise unless `value` is an integer of at least 1, or one of `also`.
 
     Args:
-        owner: whose argument it is.
-        name: of the argument.
-        value: as given.
-        what: what is counted.
+        owner: the object whose constructor took the argument.
+        name: name of the argument.
+        value: the value that the user gave.
+        what: what the number counts; the message says it.
         also: other values that are allowed.
 
     Raises:
@@ -30,7 +30,7 @@ def require_count(owner: object, name: str, value: object, *, what: str, also: S
 
 
 def require_choice(owner: object, name: str, value: object, choices: Sequence[str | None]) -> None:
-    """Refuse what is not one of `choices`.
+    """Raise unless `value` is one of `choices`.
 
     Raises:
         ConfigurationError: the message shows the call.

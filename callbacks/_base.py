@@ -1,7 +1,8 @@
-"""The two callbacks behind every checkpoint policy: one that runs last and captures, one that runs first and replays.
+"""Define the base class of all checkpoint callbacks, which captures state and inserts the callback that replays.
 
-Capturing has to see the state after every other callback, replaying has to repair it before any other callback (a
-ModelCheckpoint, a validation) looks at it. The user adds only the first; it inserts the second.
+The user adds one `CheckpointCallback`. It runs last, so that it captures the state that all other callbacks have left.
+It inserts a `Replay` callback, which runs first. Replay repairs the state before any other callback (a
+ModelCheckpoint, a validation) sees it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from lightning_moe_ckpt.storage import Retention, checked_url
 log = logging.getLogger(__name__)
 
 _LAST_SECONDS = 2.0
-"""How long an exception is held up for checkpoints under way."""
+"""Seconds that an exception waits for checkpoints under way."""
 
 
 class CheckpointCallback(Checkpoint):
-    """Takes checkpoints of a run and resumes it from them; subclasses choose what is taken when.
+    """Take checkpoints of a run and resume it from them; subclasses choose what is taken at which step.
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
+        **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
         TypeError: an argument that the callback does not have.
@@ -60,20 +61,20 @@ class CheckpointCallback(Checkpoint):
         self._lightning_resume: LightningResume | None = None
 
     def _policy(self) -> Policy:
-        """What is taken when."""
+        """Return the policy that chooses what is taken at which step."""
         raise NotImplementedError
 
     best_model_path = ""
-    """Of `ModelCheckpoint`, which Lightning asks for it: none, for weights that are best are not what is kept here."""
+    """Always empty: this callback does not look for the best weights. Lightning reads it from every `Checkpoint`."""
 
     @property
     def keep(self) -> int:
-        """Newest committed generations that stay, whatever else `retention` keeps."""
+        """Number of newest committed generations that stay, whatever else `retention` keeps."""
         return self.retention.last
 
     @property
     def report(self) -> Report:
-        """Figures of this life: window, bytes, stall, overhead, generations; final after `fit`.
+        """Figures of this process's run: window, bytes, stall, overhead, generations. They are final after `fit`.
 
         Raises:
             ConfigurationError: `fit` was not called yet.
@@ -86,22 +87,22 @@ class CheckpointCallback(Checkpoint):
 
     @property
     def run_id(self) -> str | None:
-        """Name of the run at `url`, which its files and its shared memory carry; `None` outside of `fit`."""
+        """Name of the run at `url`. Its files and its shared memory carry it; `None` outside of `fit`."""
         return self._run.life.run_id if self._run is not None else None
 
     @property
     def memory_tag(self) -> str | None:
-        """What names of this run's shared memory have in common, while training."""
+        """Text that all names of this run's shared memory contain; `None` outside of `fit`."""
         return self._run.life.memory_tag if self._run is not None else None
 
     @property
     def replaying(self) -> bool:
-        """Whether a resumed fit is still re-running steps that the run before it had taken."""
+        """Whether a resumed fit is still repeating steps that the previous process had taken."""
         return self._run is not None and self._run.life.replaying
 
     @property
     def accounting(self) -> TokenLedger | None:
-        """Tokens of every expert, saved and lost, under a policy of partial generations and in `fit`; `None` under policies that are exact."""
+        """Saved and lost tokens of every expert; `None` outside of `fit` and under policies whose restarts are exact."""
         figures = self._run.life.report().lost if self._run is not None else None
         return None if figures is None else figures.accounting
 
@@ -112,7 +113,7 @@ class CheckpointCallback(Checkpoint):
             timeout: seconds to wait at most.
 
         Returns:
-            Whether it is.
+            Whether all of it became durable in time.
         """
         return self._run is None or self._run.life.drain(timeout)
 
@@ -168,7 +169,7 @@ class CheckpointCallback(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         name_status(exception, EXIT_STATUS)
         try:
-            self.wait_committed(_LAST_SECONDS)  # what is whole already; other ranks may be gone
+            self.wait_committed(_LAST_SECONDS)  # commits complete generations; other ranks may be gone
             self._close(
                 trainer, keep_memory=restart_is_likely(exception) and not isinstance(exception, (Fenced, SystemExit))
             )

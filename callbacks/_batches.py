@@ -1,14 +1,13 @@
-"""Batches that are logged with the journal, for data that cannot be read twice.
+"""Log batches with the journal, for data that cannot be read twice.
 
-By default a resumed run repositions its loaders: it fetches again what was fetched, and replay sees the same batches. A
-pipeline that cannot give the same batches again (a queue, a service, live data) can have the batches of every step
-logged instead. Replay then trains on the logged ones, each with the random state that followed its fetch, and is exact up
-to the step at which the state is dense. From there on batches are whatever the pipeline gives: the rest of the run is a
-valid run, not the same one.
+By default a resumed run repositions its loaders: it fetches the same batches again, and replay trains on them. Some
+pipelines cannot give the same batches again (a queue, a service, live data). Their batches can be logged instead.
+Replay then trains on the logged batches, each with the random state that followed its fetch. It is exact up to the
+step at which the state is dense. After that, batches are whatever the pipeline gives: the run is valid, but not the same.
 
-A batch is logged as the loader gave it, before any hook of the module or the strategy has seen it. The logged batches of
-a step are part of its journal record, whose size is reserved in every segment from the first steps, twice over. A step
-with more than that spoils its window, which is reported, and the next plan reserves twice what that step took.
+A batch is logged as the loader gave it, before any hook of the module or the strategy has seen it. The batches of a step
+are part of its journal record. Every segment reserves twice the size that the first steps needed. A step that needs more
+makes its window useless. This is reported, and the next plan reserves twice what that step needed.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ Logged = Sequence[dict[str, Any]]
 
 
 class BatchLog:
-    """Logs the batches of the step under way, and in replay gives those of the original one; digests the others.
+    """Log or digest the batches of the current step; in replay, give the batches of the original step.
 
     Args:
-        trainer: its batches are seen.
-        mode: `log`, or `reposition`, which logs nothing.
-        keep: whether replay will need batches at all; a snapshot of everything needs none.
-        original: the batches that the step under way was trained on, in a replay; `None` outside of one.
-        compared: whether the batch that was fetched is compared, now or by a later life.
+        trainer: the trainer whose batches are logged.
+        mode: `log` logs every batch, `reposition` none.
+        keep: whether replay needs batches; it needs none where every snapshot is complete.
+        original: in replay, returns the batches that the current step was trained on; else `None`.
+        compared: returns whether the fetched batch is compared, now or by a later process.
     """
 
     def __init__(
@@ -62,14 +61,14 @@ class BatchLog:
             log.info("batches='log': a restart replays logged batches; later batches are whatever the pipeline gives")
 
     def take(self) -> dict[str, Any]:
-        """How this run deals with its data."""
+        """Return the mode in which this run treats its batches."""
         return {"mode": self._mode}
 
     def follow(self, state: dict[str, Any]) -> None:
-        """Nothing: how a run deals with its data does not change."""
+        """Do nothing: the mode does not change during a run."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Say what this resume is worth."""
+        """Log how exact this resume is."""
         if self._mode != state["mode"]:
             raise ConfigurationError(
                 f"`batches={self._mode!r}`, but the checkpoint was written with {state['mode']!r}. "
@@ -82,17 +81,17 @@ class BatchLog:
             )
 
     def step_ended(self) -> list[dict[str, Any]]:
-        """The batches of the step that just ended, in order, for its journal."""
+        """Return the logged batches of the step that just ended, in order, for its journal."""
         batches, self._step = self._step, []
         return batches
 
     def take_digest(self) -> str | None:
-        """Of the batch that was fetched last, if it is compared."""
+        """Return the digest of the last fetched batch; `None` if the batch is not compared."""
         digest, self._digest = self._digest, None
         return digest
 
     def remove(self) -> None:
-        """Give the trainer its own method back."""
+        """Undo the change to the trainer's method."""
         self._tap.remove()
 
     # -- private
@@ -114,7 +113,7 @@ class BatchLog:
 
     def _require_storable(self, batch: Any) -> None:
         if self._accepted:
-            return  # a later batch of another type spoils its window and is reported then
+            return  # a later batch of another type makes its window useless, which is reported then
         reasons = refusals(batch)
         if reasons:
             raise ConfigurationError(

@@ -1,10 +1,10 @@
-"""More tokens for some experts of a layer whose router chooses by a bias: a second term, removed when all is repaid.
+"""Give some experts more tokens in a layer whose router chooses by a bias, by a second term beside the bias.
 
-The term is steered to a quota from step to step; the bias that the model trains is left alone, since the rule that
-balances it would fight back. What the router would choose without the term is asked of it in the same forward, so what
-experts process more is counted, not estimated.
+The term is adjusted at each step until experts get their quota. The bias that the model trains is not changed, since
+the rule that balances it would work against the change. The router is asked in the same forward what it would choose
+without the term, so that additional tokens are counted, not estimated.
 
-This is an extension: no source says what a boost without capacity is.
+This is an extension: no source describes a boost for layers without capacity.
 
 Shape suffixes: T tokens, K top-k, E experts.
 """
@@ -23,17 +23,17 @@ from lightning_moe_ckpt.operators import BiasView, MoELayerSpec
 from lightning_moe_ckpt.operators._taps import in_backward
 
 _RATE = 0.05
-"""How much of the shortfall of a step, in mean loads, the term moves by; scores are between 0 and 1."""
+"""Change of the term per step, for a shortfall of one mean load; scores are between 0 and 1."""
 
 
 def find_bias(layer: MoELayerSpec, module: nn.Module) -> BiasView | None:
-    """The layer's selection-only bias, if it is in a router that can be asked twice."""
+    """Return the layer's selection-only bias, if its router can be called a second time in a forward."""
     view = layer.bias
     return view if view is not None and view.owner != view.layer else None
 
 
 class BiasRoute:
-    """Steers one layer, and counts what it has moved, from construction to `remove`."""
+    """Adjust one layer's routing and count the tokens that it moves, from construction to `remove`."""
 
     exact = True
 
@@ -42,14 +42,14 @@ class BiasRoute:
     ) -> None:
         self._boost, self._num_experts, self._name = boost, layer.num_experts, view.attribute
         self.term = list(term or [0.0] * layer.num_experts)
-        """What is added to the bias, by expert."""
+        """Term that is added to the bias, by expert."""
         self._sums = torch.zeros(3, layer.num_experts, dtype=torch.int64)
         self._asking = False
         router = module.get_submodule(view.owner)
         self._handle = router.register_forward_hook(self._routed, with_kwargs=True)
 
     def aim(self, debt_E: Sequence[int], extra_E: Sequence[int], kept_E: Sequence[int]) -> None:
-        """Bring experts in debt nearer to what they should have, by what the last step has shown."""
+        """Adjust the term so that experts in debt come nearer to their quota, by the counts of the last step."""
         mean = max(sum(kept_E) / self._num_experts, 1.0)
         short_E = [(1 + self._boost) * (kept - extra) - kept for kept, extra in zip(kept_E, extra_E, strict=True)]
         self.term = [
@@ -58,12 +58,12 @@ class BiasRoute:
         ]
 
     def take(self, factor: float) -> Measured:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         taken, self._sums = self._sums, torch.zeros_like(self._sums)
         return Measured(*taken)
 
     def remove(self) -> None:
-        """Route as the router says."""
+        """Stop changing the router's choices."""
         self._handle.remove()
 
     def _routed(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -87,7 +87,7 @@ class BiasRoute:
 
 
 def _count(out: Any, num_experts: int) -> Tensor:
-    """Of what a router returns, the integers are choices."""
+    """Count the choices in a router's output: its integer tensor."""
     found = [each for each in out if isinstance(each, Tensor) and not each.is_floating_point()]
     flat = found[0].reshape(-1).to(torch.int64)
     return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))

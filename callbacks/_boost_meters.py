@@ -1,7 +1,7 @@
-"""Tokens that experts process only because their capacity was raised, counted in the same forward.
+"""Count the tokens that experts process only because their capacity was raised, in the same forward.
 
-Without boost an expert would have processed what it did, at most up to the capacity it has without: that is exact where
-the layer says what a factor comes to in tokens, and needs no second forward. Nothing here waits for the device.
+Without boost an expert would have processed the same tokens, up to its normal capacity. This is exact for layers that
+tell how many tokens a factor stands for, and needs no second forward. Nothing here waits for the device.
 
 Shape suffixes: B sequences, S tokens of one, E all experts of the layer.
 """
@@ -20,7 +20,7 @@ from lightning_moe_ckpt.operators._taps import in_backward
 
 
 class Measured(NamedTuple):
-    """Of this rank, since the last reading; int64 `[E]`."""
+    """Counts of this rank since the last reading; int64 `[E]`."""
 
     extra: Tensor
     """Tokens that would have been dropped without boost."""
@@ -31,20 +31,20 @@ class Measured(NamedTuple):
 
 
 class Meter(Protocol):
-    """Counts one layer in training forwards, from construction to `remove`."""
+    """Count the tokens of one layer in training forwards, from construction to `remove`."""
 
     exact: bool
-    """Whether what is called extra was counted, or estimated."""
+    """Whether `extra` is counted; else it is estimated."""
 
     def take(self, factor: float) -> Measured:
-        """What was counted since the last call, in which the layer's largest factor was `factor`."""
+        """Return the counts since the last call, during which the layer's largest factor was `factor`."""
 
     def remove(self) -> None:
         """Stop counting."""
 
 
 def meter_of(found: OperatorSet, layer: MoELayerSpec, module: nn.Module, base: Capacity) -> Meter:
-    """The most exact one there is for a layer whose capacity without boost is `base`."""
+    """Return the most exact meter for a layer whose capacity without boost is `base`."""
     view = layer.live_capacity
     assert view is not None
     block = module.get_submodule(layer.fqn)
@@ -79,7 +79,7 @@ class _Hooked:
 
 
 class _SlotMeter(_Hooked):
-    """Of layers like our own: a running count, and a method that turns their factor into slots per expert."""
+    """Meter for layers that keep a running count and can turn a factor into slots per expert."""
 
     def __init__(self, layer: MoELayerSpec, view: CapacityView, module: nn.Module, base: Capacity) -> None:
         super().__init__(layer.num_experts)
@@ -109,7 +109,7 @@ class _SlotMeter(_Hooked):
 
 
 class _MaskMeter(_Hooked):
-    """Of Switch routers: a mask `[B, S, E]` of tokens within capacity, which counts per sequence."""
+    """Meter for Switch routers, which give a mask `[B, S, E]` of tokens within capacity, per sequence."""
 
     def __init__(self, layer: MoELayerSpec, view: ExpertCapacity, module: nn.Module, base: Capacity) -> None:
         super().__init__(layer.num_experts)
@@ -124,7 +124,7 @@ class _MaskMeter(_Hooked):
 
 
 class _LoadMeter:
-    """Of other layers: only what was processed is known; the part of it that the factor adds is taken for extra."""
+    """Meter for other layers, of which only processed tokens are known; it estimates `extra` from the factor."""
 
     exact = False
 

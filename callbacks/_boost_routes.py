@@ -1,11 +1,11 @@
-"""More tokens for some experts of a layer that drops none: tokens that almost chose them go there.
+"""Give some experts more tokens in a layer that drops none: tokens that almost chose them go there.
 
-Of the tokens that did not choose an expert in debt, those with the smallest margin between their last choice and it give
-up that last choice: a part of as many as chose it by themselves. That is a bias which is right for each batch, with an
-exact quota; weights follow from the router's own formula, so gradients flow as ever. It is a pure function of what the
-router says, so a forward that activation checkpointing repeats routes alike: who is in debt changes between steps only.
+Some tokens that did not choose an expert in debt give up their last choice for it: those with the smallest margin
+between the two. Their number is a fraction of the tokens that chose the expert by themselves, so the quota is exact.
+Weights follow from the router's own formula, so gradients flow as before. The choices are a pure function of the
+router's output, so a forward that activation checkpointing repeats routes alike; debts change between steps only.
 
-This is an extension: no source says what a boost without capacity is.
+This is an extension: no source describes a boost for layers without capacity.
 
 Shape suffixes: T tokens, K top-k, E experts.
 """
@@ -24,7 +24,7 @@ from lightning_moe_ckpt.operators import MoELayerSpec
 from lightning_moe_ckpt.operators._taps import in_backward
 
 Formula: TypeAlias = Literal["softmax", "normalised", "chosen"]
-"""Weights of the choices: their probabilities, these divided by their sum, or a softmax over the chosen alone."""
+"""How weights of choices are made: probabilities, probabilities divided by their sum, or a softmax over the chosen."""
 
 _FORMULAS: dict[str, Formula | None] = {
     "MixtralTopKRouter": "normalised",
@@ -35,17 +35,17 @@ _FORMULAS: dict[str, Formula | None] = {
     "GraniteMoeTopKRouter": "chosen",
     "GraniteMoeTopKGating": "chosen",
 }
-"""Hugging Face routers, which return `(logits [T, E], weights [T, K], indices [T, K])`; `None`: it has a switch for it."""
+"""Hugging Face routers, which return `(logits [T, E], weights [T, K], indices [T, K])`; `None` if a switch decides."""
 
 
 def find_router(layer: MoELayerSpec, module: nn.Module) -> nn.Module | None:
-    """The layer's router, if it is of a family whose formula is known."""
+    """Return the layer's router, if its formula is known."""
     block = module.get_submodule(layer.fqn)
     return next((child for child in block.children() if _formula(child) is not None), None)
 
 
 class MarginRoute:
-    """Routes for one layer, and counts what it has moved, from construction to `remove`."""
+    """Change one layer's routing and count the tokens that it moves, from construction to `remove`."""
 
     exact = True
 
@@ -59,16 +59,16 @@ class MarginRoute:
         self._handle = router.register_forward_hook(self._routed)
 
     def aim(self, debt_E: Sequence[int], extra_E: Sequence[int] = (), kept_E: Sequence[int] = ()) -> None:
-        """Experts that get more from now on; what a step has shown is of no use to an exact quota."""
+        """Set the experts that get more from now on. The counts of a step are not used, since the quota is exact."""
         self._debtors = tuple(expert for expert, debt in enumerate(debt_E) if debt)
 
     def take(self, factor: float) -> Measured:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         taken, self._sums = self._sums, torch.zeros_like(self._sums)
         return Measured(*taken)
 
     def remove(self) -> None:
-        """Route as the router says."""
+        """Stop changing the router's choices."""
         self._handle.remove()
 
     def _routed(self, router: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
@@ -84,13 +84,13 @@ class MarginRoute:
 
 
 def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: float) -> Tensor:
-    """Choices in which each debtor has `ceil(boost * n)` tokens more than the n that chose it, as far as there are others.
+    """Return choices in which each debtor has `ceil(boost * n)` more tokens than the n that chose it, if there are enough.
 
     Args:
-        logits_TE: what choices are made by, largest first.
-        idx_TK: int64, the choices, best first. Only the last one of a token is ever changed, and only once.
-        debtors: experts that get more.
-        boost: how much.
+        logits_TE: scores by which the router chooses; larger is better.
+        idx_TK: int64, the choices, best first. Only the last choice of a token is changed, and only once.
+        debtors: experts that get more tokens.
+        boost: additional tokens, as a fraction of n.
     """
     scores_TE = logits_TE.float().softmax(dim=-1)
     idx_TK = idx_TK.clone()
@@ -101,7 +101,7 @@ def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: fl
         free_T = ~own_TE[:, expert]
         for other in debtors:
             free_T &= last_T != other
-        # Ranks instead of the smallest n: how many are taken is known to the device only.
+        # Sort instead of topk: only the device knows how many tokens are taken.
         order_T = torch.argsort(margin_T.masked_fill(~free_T, math.inf), stable=True)
         rank_T = torch.empty_like(order_T).scatter_(0, order_T, torch.arange(len(order_T), device=order_T.device))
         quota = torch.ceil(own_TE[:, expert].sum() * boost - 1e-9)
@@ -110,7 +110,7 @@ def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: fl
 
 
 def weights(logits_TE: Tensor, idx_TK: Tensor, formula: Formula) -> Tensor:
-    """Weights of the choices, float32 `[T, K]`, differentiable."""
+    """Return the weights of the choices, float32 `[T, K]`, differentiable."""
     if formula == "chosen":
         return logits_TE.gather(1, idx_TK).float().softmax(dim=-1)
     chosen_TK = logits_TE.float().softmax(dim=-1).gather(1, idx_TK)

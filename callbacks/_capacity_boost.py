@@ -1,7 +1,7 @@
-"""Gives experts that a partial restore has put back more tokens for a while, so that they make up for what was lost.
+"""Give experts that lost progress in a partial restore more tokens for a while, until they have made up for it.
 
-Invariant: without a loss nothing is touched, counted or sent; and once every debt is repaid, capacity is what it was, in
-bits. All ranks set the same capacity at the same boundary, since debts and counts are summed over all of them.
+Invariant: without a loss nothing is changed, counted or sent. Once every token deficit is repaid, capacity is bitwise what
+it was. All ranks set the same capacity at the same boundary, since deficits and counts are summed over all ranks.
 
 Source: MOETION (2024), Sec. 6.
 
@@ -36,39 +36,39 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Boost:
-    """One layer with a capacity, or with a router that can be made to choose otherwise."""
+    """State of one layer that has a capacity, or a router whose choices can be changed."""
 
     layer: MoELayerSpec
     view: CapacityView | None
     """`None` for a layer that drops nothing."""
     debts: TokenDeficits
     base: Capacity = None
-    """Capacity without boost, while there is one."""
+    """Capacity without boost, while a boost is in force."""
     meter: Meter | MarginRoute | BiasRoute | None = None
     factors: Sequence[float] = (1.0,)
-    """In force."""
+    """Factors on the capacity that are in force."""
     term: Sequence[float] | None = None
-    """Of the bias, in force."""
+    """Term beside the router's bias that is in force."""
 
 
 class CapacityBoost(Callback):
-    """Raises the capacity of experts whose tokens a partial restore gave up, until they have processed as many more.
+    """Raise the capacity of experts that lost tokens in a partial restore, until they have processed as many more.
 
-    Stands beside a callback whose generations are partial. After a recovery that lost tokens, each expert in debt gets a tenth more
-    capacity, taken from what others leave unused in the step before; a debt is paid with the tokens that the expert
-    would have dropped without that. So only experts that overflow repay, and one that does not stays in debt. Where a
-    layer has one capacity for all experts, or a model one for all layers, that one is raised, and the log says so.
-    Layers that drop nothing have no capacity to raise; the log names them.
+    Use it beside a callback whose generations are partial. After a restore that lost tokens, each expert in debt gets a tenth more
+    capacity, taken from what other experts left unused in the previous step. Only tokens that the expert would have
+    dropped without the boost repay the debt: an expert that does not overflow stays in debt. If all experts of a layer,
+    or all layers, share one capacity, that capacity is raised, and the log says so. Layers that drop nothing have no
+    capacity to raise; the log names them.
 
-    TokenDeficits are part of the callback's state and survive further crashes, as the raised capacity does. While there are
-    debts, each step has one small collective and `moe/boost_debt` is logged: tokens still to make up for.
+    Debts and the raised capacity survive further crashes, as part of the callback's state. While there are debts, each
+    step has one small collective, and the remaining tokens are logged as `moe/boost_debt`.
 
     Args:
-        boost: how much more capacity, 0.1 for a tenth.
-        dropless: also in layers that drop nothing: tokens whose last choice was nearly an expert in debt go there, a tenth
-            as many as chose it. For routers of Hugging Face's Mixtral, Qwen-MoE, OLMoE, GraniteMoE and gpt-oss, and by a term
-            beside the bias for those that have one only to choose by, such as DeepSeek-V3's. This is an extension of
-            ours, and changes what the router learns from.
+        boost: additional capacity as a fraction of the capacity; 0.1 is a tenth more.
+        dropless: also boost layers that drop nothing. Tokens whose last choice was nearly an expert in debt go to that
+            expert, a tenth as many as chose it. Works for the routers of Hugging Face's Mixtral, Qwen-MoE, OLMoE, GraniteMoE
+            and gpt-oss, and for routers with a selection-only bias, such as DeepSeek-V3's, by a term beside that bias.
+            This is an extension of the paper, and it changes what the router learns from.
 
     Raises:
         ConfigurationError: `boost` is not above 0.
@@ -88,7 +88,7 @@ class CapacityBoost(Callback):
 
     @property
     def debts(self) -> dict[str, tuple[int, ...]]:
-        """Tokens that each expert has to make up for, by layer with debts."""
+        """Tokens that each expert still has to make up for, by layer; layers without debts are left out."""
         return {fqn: each.debts.open for fqn, each in self._boosts.items() if each.debts.any}
 
     # -- hooks
@@ -132,7 +132,7 @@ class CapacityBoost(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self._step:
-            return  # accumulated only
+            return  # gradients are still accumulating
         self._step = trainer.global_step
         active = [each for each in self._boosts.values() if each.meter is not None]
         if not active:
@@ -167,7 +167,7 @@ class CapacityBoost(Callback):
         return _Boost(layer, view, debts, _as_capacity(stored["base"]), factors=stored["factors"], term=stored["term"])
 
     def _begin(self, found: OperatorSet, module: nn.Module) -> None:
-        """Count from now on where there are debts. The capacity changes when a step has shown who has room."""
+        """Start to count in layers with debts. The capacity changes once a step has shown which experts have room."""
         for each in self._boosts.values():
             if not each.debts.any:
                 if each.base is not None:
@@ -203,7 +203,7 @@ class CapacityBoost(Callback):
         )
 
     def _end(self, each: _Boost, module: nn.Module) -> None:
-        """Everything is repaid."""
+        """Put the layer back once all its debts are repaid."""
         if each.view is not None:
             each.view.set(module, each.base)
         each.base, each.factors, each.term = None, (1.0,), None
@@ -265,7 +265,7 @@ def _lost_by_layer(accounting: TokenLedger | None, found: OperatorSet) -> list[t
 
 
 def _sum_over_ranks(measured: Sequence[Measured], trainer: Trainer) -> list[tuple[list[int], list[int], list[int]]]:
-    """The same on all ranks; one collective."""
+    """Return the sums over all ranks of what each has measured, by one collective."""
     device = trainer.strategy.root_device
     flat = torch.cat([part.to(device) for each in measured for part in each])
     if dist.is_available() and dist.is_initialized():
@@ -276,5 +276,5 @@ def _sum_over_ranks(measured: Sequence[Measured], trainer: Trainer) -> list[tupl
 
 
 def _as_capacity(value: Any) -> Capacity:
-    """What `Lightning` may have made lists of, as tuples again."""
+    """Return `value` with its lists as tuples: Lightning may have turned tuples into lists."""
     return tuple(map(_as_capacity, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The baseline: everything, every so many steps."""
+"""Define the callback for dense checkpoints: the whole state, every few steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_moe_ckpt.policies import DensePolicy, Policy
 
 
 class DenseCheckpoint(CheckpointCallback):
-    """Takes the full state of all operators every `every_n_steps` steps and resumes from it, bit for bit.
+    """Take the full state every `every_n_steps` steps and resume from it, bit for bit.
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two snapshots.
-        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
+        **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
         ConfigurationError: an argument is out of range.

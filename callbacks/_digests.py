@@ -1,4 +1,4 @@
-"""A digest of a batch, to tell whether a restart goes on with the batch of the original run."""
+"""Digest a batch, to tell whether a restart goes on with the batch of the original run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from xxhash import xxh3_64
 _WHOLE_NBYTES = 2**18
 """A tensor up to this size counts with all its bytes, so that digesting one takes less than 0.1 ms."""
 _BLOCKS, _BLOCK_NBYTES = 64, 2**12
-"""Of a larger one, so many blocks of so many bytes, evenly spread."""
+"""Of a larger tensor, this many blocks of this many bytes count, evenly spread."""
 
 
 def digest_of(batch: Any) -> str:
-    """xxh3-64 over structure and values of a batch, of large tensors over a part; the same in every process.
+    """Return the xxh3-64 of a batch's structure and values, the same in every process. Large tensors count in part.
 
-    Of what is not on the CPU or has a type unknown here only the type counts: reading it could wait for a device.
+    Values on a device or of unknown type count by their type only: reading them could wait for the device.
     """
     state = xxh3_64()
     _add(state, batch)

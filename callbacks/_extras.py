@@ -1,7 +1,7 @@
-"""State that users attach to a run: callbacks, `on_save_checkpoint` of the module, `state_dict` of the data module.
+"""Take the state that users attach to a run: callbacks, the module's `on_save_checkpoint`, the data module.
 
-All of it is optional and of any type. What the journal cannot store exactly is left out, and said so once, by name:
-that piece starts anew after a restart, the rest of the run is still restored.
+All of it is optional and of any type. State that the journal cannot store exactly is left out, and a warning names it
+once: it starts anew after a restart, while the rest of the run is restored.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from lightning_moe_ckpt.session import refusals
 log = logging.getLogger(__name__)
 
 _GIVEN = ("state_dict", "epoch", "global_step")
-"""Keys of Lightning's checkpoint that a module's hook may expect; not part of what it adds."""
+"""Keys of Lightning's checkpoint that a module's hook may expect to find; they are not stored as its state."""
 
 
 class Extras:
-    """Takes users' state, and remembers what cannot be stored."""
+    """Take users' state, and remember which of it cannot be stored."""
 
     def __init__(self) -> None:
         self._refused: set[str] = set()
         self._accepted: set[str] = set()
 
     def take_callbacks(self, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        """States of callbacks, by state key."""
+        """Return the states of callbacks, by state key."""
         for callback in callbacks:
             if isinstance(callback, SpikeDetection) and not is_overridden("load_state_dict", callback, SpikeDetection):
                 self._refuse(
@@ -43,7 +43,7 @@ class Extras:
         return {key: copied(state) for key, state in states.items() if state and self._storable(key, state)}
 
     def take_module(self, module: LightningModule) -> dict[str, Any]:
-        """What the module's `on_save_checkpoint` adds to a checkpoint."""
+        """Return the entries that the module's `on_save_checkpoint` adds to a checkpoint."""
         name = f"`{type(module).__qualname__}.on_save_checkpoint`"
         if name in self._refused or not is_overridden("on_save_checkpoint", module):
             return {}
@@ -61,7 +61,7 @@ class Extras:
         return copied(added) if self._storable(name, added) else {}
 
     def take_datamodule(self, datamodule: LightningDataModule | None) -> dict[str, Any]:
-        """The data module's own state."""
+        """Return the data module's `state_dict`."""
         if datamodule is None or not is_overridden("state_dict", datamodule):
             return {}
         name, state = f"`{type(datamodule).__qualname__}.state_dict`", datamodule.state_dict()
@@ -73,7 +73,7 @@ class Extras:
             if reasons:
                 self._refuse(name, "; ".join(reasons[:3]))
             else:
-                self._accepted.add(name)  # checked once: a later change of type spoils a window and is reported then
+                self._accepted.add(name)  # checked once: a later change of type fails a window and is reported then
         return name not in self._refused
 
     def _refuse(self, name: str, reason: str) -> None:
@@ -84,10 +84,10 @@ class Extras:
 
 
 def require_storable(states: Mapping[str, object]) -> None:
-    """Refuse what training depends on if it cannot be stored exactly.
+    """Raise if some of `states`, on which training depends, cannot be stored exactly.
 
     Raises:
-        ConfigurationError: names the values.
+        ConfigurationError: some values cannot be stored; the message names them.
     """
     for name, state in states.items():
         reasons = refusals(state)
@@ -99,7 +99,7 @@ def require_storable(states: Mapping[str, object]) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Deep copy with tensors detached, so that a journal never aliases what training goes on to change."""
+    """Return a deep copy with tensors detached, so that no journal shares memory that training changes later."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""What checkpoints cost and how far they have come, from one row of the monitor to the next."""
+"""Compute the cost and progress of checkpoints, from one row of the monitor to the next."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_moe_ckpt.session import LossFigures, Report
 
 
 class CheckpointFigures:
-    """Rows of figures, each of the steps since the one before.
+    """Rows of figures, each over the steps since the previous row.
 
     Args:
-        report: where the first row begins.
-        step: boundary at which it was made.
+        report: figures at the beginning of the first row.
+        step: step of `report`.
     """
 
     def __init__(self, report: Report, step: int) -> None:
         self._before, self._step, self._clock = report, step, time.perf_counter()
-        # The monitor exchanges what it needs by itself: metrics would, one by one.
+        # The monitor exchanges all figures at once; metrics would sync one by one.
         self._stall_per_step, self._stall_share = StallPerStep(sync_on_compute=False), StallShare(sync_on_compute=False)
         self._device_stall_per_step = StallPerStep(sync_on_compute=False)
         self._captured = CapturedPerStep(sync_on_compute=False)
@@ -37,7 +37,7 @@ class CheckpointFigures:
         self._window, self._generations = WindowPosition(sync_on_compute=False), Generations(sync_on_compute=False)
 
     def own(self, now: Report) -> tuple[int, int, int, int]:
-        """Nanoseconds of stall, and of the device's, bytes captured and bytes persisted on this rank since the last row."""
+        """Return this rank's stall and device stall in ns, captured bytes and persisted bytes since the last row."""
         before = self._before
         stalled = sum(now.stall_seconds.values()) - sum(before.stall_seconds.values())
         stood_still = sum(now.device_stall_seconds.values()) - sum(before.device_stall_seconds.values())
@@ -48,11 +48,11 @@ class CheckpointFigures:
         return round(stalled * 1e9), round(stood_still * 1e9), captured, persisted
 
     def row(self, now: Report, step: int, ranks_R4: Tensor) -> dict[str, float]:
-        """The next row, by name.
+        """Return the next row, by name of the figure.
 
         Args:
-            now: of this rank.
-            step: boundary that training has reached.
+            now: report of this rank.
+            step: step that training has reached.
             ranks_R4: `own` of every rank.
         """
         clock = time.perf_counter()
@@ -79,7 +79,7 @@ class CheckpointFigures:
 
     @staticmethod
     def _stalls(before: Report, now: Report, steps: int) -> dict[str, float]:
-        """Of this rank, by cause."""
+        """Return the stalls of this rank in seconds per step, by cause."""
         figures: dict[str, float] = {}
         for name in ("stall_seconds", "device_stall_seconds"):
             totals, earlier = getattr(now, name), getattr(before, name)
@@ -89,7 +89,7 @@ class CheckpointFigures:
         return {**figures, "moe/overhead_seconds": (now.overhead_seconds - before.overhead_seconds) / steps}
 
     def _rates(self, ranks_R4: Tensor, steps: int, seconds: float) -> dict[str, float]:
-        """Of all ranks."""
+        """Return the figures over all ranks."""
         nanoseconds, of_device, captured, persisted = ranks_R4.unbind(1)
         longest = int(nanoseconds.max()) / 1e9
         stalls = (self._stall_per_step, self._device_stall_per_step, self._stall_share)
@@ -110,7 +110,7 @@ class CheckpointFigures:
 
 
 def _lost(lost: LossFigures | None) -> dict[str, float]:
-    """Of a run whose restarts are not exact."""
+    """Return the figures on lost tokens; they exist only if restarts are not exact."""
     if lost is None:
         return {}
     figures = {

@@ -1,4 +1,4 @@
-"""What MoE layers keep outside of parameters and buffers: live capacity and plain attributes, part of every boundary."""
+"""Record the state of MoE layers outside of parameters and buffers: live capacity and plain attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State = dict[str, Any]
 
 
 class LayerState:
-    """Takes and restores the state of all layers, by the views that their specs have.
+    """Take and restore the state of all layers, through the views in their specs.
 
     Args:
         module: the model.
@@ -33,14 +33,14 @@ class LayerState:
         require_storable({f"MoE layer `{fqn}`, {what}": v for what, s in taken.items() for fqn, v in s.items()})
 
     def take(self) -> State:
-        """Values by kind and layer."""
+        """Return the values, by kind and layer."""
         return {
             "capacity": {fqn: view.get(self._module) for fqn, view in self._capacity.items()},
             "extra": {fqn: copied(dict(extra.get(self._module))) for fqn, extra in self._extra.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
+        """Write `state` into the layers."""
         for fqn, view in self._capacity.items():
             if fqn in state["capacity"]:
                 view.set(self._module, state["capacity"][fqn])
@@ -49,11 +49,11 @@ class LayerState:
                 extra.set(self._module, state["extra"][fqn])
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """As `restore`: what trains such state looks at routers, which may be frozen yet."""
+        """Write `state` into the layers in replay, where frozen routers may have led it astray."""
         self.restore(state)
 
     def drop_graphs(self) -> None:
-        """Keep the values of what layers hold with a graph; the graph goes."""
+        """Detach tensors that layers hold with an autograd graph."""
         for fqn, name in self._graphs:
             owner = self._module.get_submodule(fqn)
             value = getattr(owner, name, None)

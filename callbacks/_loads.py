@@ -1,7 +1,7 @@
-"""Tokens per expert of all MoE layers since the last reading, summed over the ranks; numbers of each rank ride along.
+"""Count the tokens per expert of all MoE layers, summed over ranks; numbers of each rank share the collective.
 
-Reads the same counters as the planner of checkpoints, through accumulators of its own: neither changes what the other
-reads.
+The counters are those that the planner of checkpoints reads. This module has its own accumulators, so that neither
+reader changes what the other reads.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """One layer between two readings."""
+    """Load of one layer between two readings."""
 
     layer: str
     tokens: Tensor
-    """int64 `[E]`, on the CPU: what experts processed."""
+    """int64 `[E]`, on the CPU: tokens that experts processed."""
     drops: Tensor | None
-    """int64 `[E]`, on the CPU: dropped over capacity; `None` where the layer does not know."""
+    """int64 `[E]`, on the CPU: tokens dropped over capacity; `None` if the layer does not count them."""
 
     def values(self) -> dict[str, float]:
-        """What is logged of this layer, by name; nothing without any token."""
+        """Return the values to log of this layer, by name; empty if it had no tokens."""
         total = int(self.tokens.sum())
         if total == 0:
             return {}
@@ -47,12 +47,12 @@ class LayerLoad:
 
 
 class LayerLoads:
-    """Counts from construction until `remove`.
+    """Count the tokens of all layers from construction to `remove`.
 
     Args:
-        module: the model; hooks are registered where layers have no counter of their own.
+        module: the model; layers without a counter of their own get hooks.
         ep_size: ranks that share the experts of a layer.
-        device: where collectives run.
+        device: device of the collectives' tensors.
 
     Raises:
         UnknownLayout: something that looks like experts could not be placed.
@@ -72,13 +72,13 @@ class LayerLoads:
         self._probe, self._watching = CountProbe(self._processed, module), False
 
     def watch(self) -> None:
-        """The next step shows whether tokens are counted as experts process them; not to be asked of a replayed one."""
+        """Check in the next step that tokens are counted as experts process them. The step must not be replayed."""
         if not self._probe.done:
             self._watching = True
             self._probe.install()
 
     def judge(self) -> None:
-        """Gradients of a watched step are whole: leave out layers that are counted wrong. All ranks call it."""
+        """Leave out layers that the watched step shows to be counted wrongly. Call on all ranks, when gradients are complete."""
         if not self._watching or self._probe.done:
             return
         failures = self._probe.check(self._total)
@@ -88,20 +88,20 @@ class LayerLoads:
             counter.distrust([failure.layer for failure in failures])
 
     def read(self, numbers: Sequence[int] = ()) -> tuple[list[LayerLoad], Tensor]:
-        """The loads since the last call; one collective, which all ranks must take part in. Waits for the device.
+        """Return the loads since the last call, by one collective of all ranks. Waits for the device.
 
         Args:
-            numbers: of this rank, as many on every rank.
+            numbers: numbers of this rank; every rank must give equally many.
 
         Returns:
-            The loads, and int64 `[R, N]` on the CPU: `numbers` of every rank.
+            The loads, and `numbers` of every rank as int64 `[R, N]` on the CPU.
         """
         distributed = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         ranks_RN = torch.zeros(world_size, len(numbers), dtype=torch.int64)
         ranks_RN[rank] = torch.tensor(numbers, dtype=torch.int64)
         counts = [counter.read_and_reset().to(self._device) for counter in self._counters]
-        # A sum in which each rank has its own row is a gather, and needs no second collective.
+        # Each rank adds its numbers in its own row, so that the sum gathers them without a second collective.
         everything = torch.cat([*counts, ranks_RN.flatten().to(self._device)])
         if distributed and len(everything):
             dist.all_reduce(everything)

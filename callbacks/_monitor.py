@@ -1,7 +1,7 @@
-"""Shows in Lightning's loggers how experts are used and what checkpoints cost, and in the progress bar what is replayed.
+"""Log the load of experts and the cost of checkpoints, and show replay in the progress bar.
 
-Values go to the loggers directly, in the row of the step that they belong to: what is logged through the module is
-part of every step's journal, and Lightning repeats it in rows in which it was not measured.
+Values go to the loggers directly, in the row of their step. Values logged through the module would be part of every
+step's journal, and Lightning would repeat them in rows in which they were not measured.
 """
 
 from __future__ import annotations
@@ -24,39 +24,37 @@ REPLAYING = "moe/replaying"
 
 
 class ExpertLoadMonitor(Callback):
-    """Logs the load of every MoE layer and, beside a checkpoint callback of this package, its figures.
+    """Log the load of every MoE layer and, beside a checkpoint callback of this package, its figures.
 
-    Of each layer, over the steps since the last row, summed over all ranks: `moe/load_skew/<layer>` (0: even, 1: one
-    expert has all tokens), `moe/min_share/<layer>` and `moe/max_share/<layer>` (of the tokens processed, the expert
-    with fewest and most) and, where the layer knows it, `moe/dropped_share/<layer>` (over capacity, of all routed).
-    Tokens count once per training forward: under accumulation all of a step, under activation checkpointing not
-    again. A layer that processed nothing is left out, and so is one of which the first step shows that its tokens are not
-    counted as its experts process them, which a warning says.
+    Figures of each layer, over the steps since the last row and over all ranks: `moe/load_skew/<layer>` (0: even, 1: one
+    expert has all tokens), `moe/min_share/<layer>` and `moe/max_share/<layer>` (shares of processed tokens of the experts
+    with fewest and most) and, if the layer counts drops, `moe/dropped_share/<layer>` (over capacity, of all routed).
+    Tokens count once per training forward. Accumulation adds up all forwards of a step; forwards that activation
+    checkpointing repeats do not count. A layer that processed nothing is left out. If the first step shows that a layer's
+    tokens are not counted as its experts process them, that layer is left out and a warning names it.
 
-    Of checkpoints, over the steps since the last row:
+    Figures of checkpoints, over the steps since the last row:
 
-    * `moe/stall_seconds/<cause>` and `moe/stall_seconds/all`: seconds per step that the training thread of rank 0 waited,
-      `moe/stall_seconds/slowest_rank`: of the rank that waited longest, `moe/stall_share`: as part of the wall time;
-    * `moe/device_stall_seconds/<cause>`, `/all` and `/slowest_rank`: the same of training's stream on a CUDA device, which is
-      what training loses there: a thread that waits while the device has work costs nothing; 0 without one;
+    * `moe/stall_seconds/<cause>` and `moe/stall_seconds/all`: seconds per step that the training thread of rank 0 waited;
+      `moe/stall_seconds/slowest_rank`: the same of the rank that waited longest; `moe/stall_share`: share of wall time;
+    * `moe/device_stall_seconds/<cause>`, `/all` and `/slowest_rank`: the same for training's stream on a CUDA device; 0
+      without one. This is what training loses there: waiting while the device has work costs nothing;
     * `moe/overhead_seconds`: seconds per step of the training thread of rank 0 in hooks of checkpoints, waits included;
-    * `moe/captured_nbytes_per_step` and `moe/persisted_nbytes_per_second`: copied to host memory, and made durable, by
-      all ranks;
-    * `moe/window` and `moe/window_position`: steps per window, and how many of the window under way are taken;
-    * `moe/generation/<tier>` and `moe/lag_steps/<tier>`: the newest generation that is whole in a tier (`storage`), and
-      how many steps training is ahead of it, less than none in replay; `moe/generations_complete` and
-      `moe/generations_committed`: how many; `moe/generations_skipped/<tier>`: how many a tier never got, being busy;
-      `moe/generations_failed/<tier>`: how many it was given and some rank failed to keep there. One that grows with every
-      generation is a tier that is gone, as other nodes are to a rank whose connection to them broke;
-    * `moe/windows_skipped`: windows that were not begun; `moe/windows_missed`: how many in a row, up to now, gave no
-      generation, whatever for;
-    * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. While steps are repeated, every one
-      has a row (unless the logger's file has one of that step already), and the progress bar shows `replay=3/6`.
+    * `moe/captured_nbytes_per_step` and `moe/persisted_nbytes_per_second`: bytes that all ranks copied to host memory
+      per step, and made durable per second;
+    * `moe/window` and `moe/window_position`: steps per window, and steps taken of the current window;
+    * `moe/generation/<tier>`: newest generation that is complete in a tier (such as `storage`); `moe/lag_steps/<tier>`:
+      steps by which training is ahead of it, negative in replay; `moe/generations_complete` and
+      `moe/generations_committed`: numbers of generations; `moe/generations_skipped/<tier>`: generations that a busy tier
+      did not get; `moe/generations_failed/<tier>`: generations that some rank failed to keep there. If this grows with
+      every generation, the tier is lost, as other nodes are to a rank whose connection to them broke;
+    * `moe/windows_skipped`: windows that were not begun; `moe/windows_missed`: newest windows in a row that gave no
+      generation, for any reason;
+    * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. Every repeated step has a row (unless
+      the logger's file has one of that step already), and the progress bar shows `replay=3/6`.
 
-    A resumed run counts from where it resumes.
-
-    Costs one small collective per row, one in the first step, and none in others. Counts are read beside those that
-    order checkpoints, and change nothing there.
+    A resumed run counts from where it resumes. Each row costs one small collective, and so does the first step; other
+    steps cost none. Reading the counts does not change the order of checkpoints.
 
     Args:
         every_n_steps: optimizer steps between two rows; `None` for `Trainer(log_every_n_steps=...)`.
@@ -70,14 +68,14 @@ class ExpertLoadMonitor(Callback):
             raise ConfigurationError(f"`ExpertLoadMonitor(every_n_steps={every_n_steps})` must be 1 or more, or None.")
         self.every_n_steps = every_n_steps
         self.latest: dict[str, float] = {}
-        """The newest row, on rank 0; also without any logger."""
+        """Newest row, on rank 0; it exists without any logger too."""
         self._loads: LayerLoads | None = None
         self._checkpoint: CheckpointCallback | None = None
         self._figures: CheckpointFigures | None = None
         self._note: ProgressNote | None = None
         self._step = 0
         self._replay: str | None = None
-        """Which of the steps to replay the batch under way belongs to."""
+        """Position of the current batch's step among the steps to replay."""
 
     # -- hooks
 
@@ -95,7 +93,7 @@ class ExpertLoadMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Asked before the step: after the last replayed one nothing is frozen any more.
+        # Ask before the step: after the last replayed step the answer has changed.
         self._replay = None
         if self._checkpoint is not None and self._checkpoint.replaying:
             report = self._checkpoint.report
@@ -115,7 +113,7 @@ class ExpertLoadMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self._step:
-            return  # accumulated only
+            return  # gradients are still accumulating
         self._step = trainer.global_step
         every = self.every_n_steps or int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if every and self._step % every == 0:

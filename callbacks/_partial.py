@@ -1,4 +1,4 @@
-"""Partial expert checkpoints: all of the dense part and some experts of every layer, in turns or by load."""
+"""Define the callback for partial expert checkpoints: the dense part and some experts of every layer."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Policy
 
 
 class PartialExpertCheckpoint(CheckpointCallback):
-    """Takes the full state of the dense part and of `k` experts per layer every few steps. A restart is not exact.
+    """Take the dense part and `k` experts per layer every few steps. A restart is not exact.
 
-    A restart goes back to the newest generation: the dense part is as of its step, each expert as of the newest copy
-    that memory of nodes that still live or storage has. What an expert had learned since is lost, and counted: the
-    portion of lost tokens (PLT) is logged and kept within `plt_budget` by taking more experts after faults. Experts of a generation that storage had
-    no time for come next.
-
-    Storage keeps two copies of every expert, of which a background thread reads those in older files again. That takes about
-    twice as many older generations, each with its dense part, as a round of all experts.
+    A restart goes back to the newest generation. The dense part has the state of its step. Each expert has the state of its
+    newest copy in storage or in the memory of surviving nodes. What an expert had learned since that copy is lost. The
+    portion of lost tokens (PLT) is counted and logged; taking more experts after faults keeps it within `plt_budget`.
+    If storage is too slow for a generation, the experts of that generation come next.
+    Storage keeps two copies of every expert. A background thread reads the copies in older files again to check them.
+    Storage therefore keeps about twice as many generations, each with its dense part, as one round of all experts takes.
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two snapshots.
-        k: experts per layer that each snapshot takes to storage.
-        snapshot_k: experts per layer that each snapshot takes to host memory and to copies on other nodes, at least `k`,
-            which is the default.
-        select: `sequential` takes those first that were saved longest ago, in an order that spreads them over layers
-            and ranks; `load_aware` those with most tokens that are not saved yet.
-        plt_budget: `k` doubles after a fault until another one like it would leave PLT within this; `None` for never.
-        allow_missing_experts: where no generation can be restored because every copy of some experts is bad, restore all
-            else; these keep the weights that the model starts with, and have no optimizer state. A warning names them.
-        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
+        k: experts per layer that each snapshot sends to storage.
+        snapshot_k: experts per layer that each snapshot takes to host memory and to replicas on other nodes, at least
+            `k`; `None` for `k`.
+        select: `sequential` takes the experts that were saved longest ago first, in an order that spreads them over layers
+            and ranks; `load_aware` takes those with most unsaved tokens.
+        plt_budget: largest acceptable PLT, as a fraction. After a fault `k` doubles until another such fault
+            would stay within it; `None` never changes `k`.
+        allow_missing_experts: whether to restore the rest if every copy of some experts is bad. These experts keep the
+            weights that the model starts with and have no optimizer state; a warning names them.
+        **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
         ConfigurationError: an argument is out of range, or, when training starts, the model has no experts.

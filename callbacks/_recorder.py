@@ -1,14 +1,13 @@
-"""What a boundary needs besides parameters, taken at the exact moments at which it must be restored.
+"""Record the state of a boundary besides parameters, at the moments at which a resumed run has to restore it.
 
-A boundary is the state between two batches, or between two epochs. Its *start* half (DESIGN, step journal) is taken
-when everything that follows the optimizer step has run: validation, schedulers, epoch end. Random state is taken at
-six moments, because iterators, samplers, workers and user hooks draw from it in between, and a fresh process draws
-at other moments than a warm one:
+A boundary is the state between two batches, or between two epochs. Its *start* half is taken when everything that
+follows the optimizer step has run: validation, schedulers, epoch end. Random state is taken at six moments. Iterators,
+samplers, workers and user hooks draw from it in between, and a new process draws at other moments than a running one:
 
     before the epoch's hooks -> before the iterator is made -> before the first fetch -> before the fetch before this one
     -> before this fetch -> after it
 
-In a resumed process the same moments come by again, and each is given the state recorded for it.
+A resumed process passes the same moments and restores the recorded state at each.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ Start = dict[str, Any]
 
 
 class Part(Protocol):
-    """More state that belongs to a boundary."""
+    """Further state that belongs to a boundary."""
 
     def take(self) -> dict[str, Any]:
-        """The state, of types that the journal stores."""
+        """Return the state, in types that the journal stores."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from it; every callback has its own state already."""
+        """Continue from `state` in a resumed run. Callbacks have been restored before."""
 
     def follow(self, state: dict[str, Any]) -> None:
-        """In replay, at the moment at which the original run took it: be as it was; callbacks are already."""
+        """Set the state in replay, at the moment at which the original run took it. Callbacks have been set before."""
 
 
 class BoundaryRecorder:
-    """Listens to the fit loop; builds start halves and, in a resumed run, restores one.
+    """Build the start halves of boundaries at moments of the fit loop and, in a resumed run, restore one.
 
     Args:
-        trainer: the trainer whose loops are tapped.
+        trainer: the trainer whose loops report the moments.
         module: the module it trains.
         skip_callbacks: callbacks whose state is not part of the journal (our own).
-        parts: what else belongs to a boundary, by a name of its own.
-        trained: what the user lets train.
-        deterministic_dataset: whether fetching an item draws nothing.
-        layers: names of modules whose attributes are in one of the parts.
+        parts: further state of a boundary, by name.
+        trained: the state of `requires_grad` and optimizer groups.
+        deterministic_dataset: whether items of the data set depend on their index alone.
+        layers: names of modules whose attributes one of the parts records.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class BoundaryRecorder:
         self._start: Start | None = None
         self._wanted = True
         self._before_epoch_only = False
-        """Whether an epoch is about to begin, and nothing of it has happened."""
+        """Whether the process is between two epochs."""
         self._resume: Start | None = None
         self._batch: str | None = None
-        """Digest of the batch with which the original run went on from here."""
+        """Digest of the batch that followed this boundary in the original run."""
         self._original: Start | None = None
         self._mid_epoch = False
         self._metrics_due = False
@@ -108,24 +107,24 @@ class BoundaryRecorder:
         )
 
     def want_start(self, original: Start | None = None) -> None:
-        """An optimizer step just happened: take the start half of this boundary when its time comes.
+        """Ask for the start half of the boundary after the optimizer step that just happened.
 
         Args:
-            original: the one that the original run took, if the step was replayed. What validation and other hooks
-                decide by weights that are frozen, or edited already, gives way to it.
+            original: the start half of the original run, if the step was replayed. It overrides what validation and other
+                hooks decide here, since they see weights that are frozen or loaded too early.
         """
         self._wanted, self._start, self._original = True, None, original
 
     @property
     def compares_batch(self) -> bool:
-        """Whether the next batch is one by which a life can tell that it goes on with the data of the original run."""
+        """Whether a digest of the next batch is needed, to check that a resumed run goes on with the original's data."""
         return self._start is not None or self._batch is not None
 
     def complete_start(self, batch: str | None) -> Start | None:
-        """At the top of `on_train_batch_start`: the finished start half, if one was wanted.
+        """Return the finished start half, if one was asked for; call first in `on_train_batch_start`.
 
         Args:
-            batch: digest of the batch, if it is compared and has one.
+            batch: digest of the batch; `None` if it is not compared.
         """
         start, self._start = self._start, None
         self._compare(batch)
@@ -153,29 +152,29 @@ class BoundaryRecorder:
         return start["random"]["fetch"] is not None
 
     def take_end(self) -> Start:
-        """The start half of a boundary after which nothing is trained any more."""
+        """Return the start half of the boundary at which training ends."""
         start = self._take(between_epochs=True)
         here = self._take_random()
-        # The moments after it have not come: a life that trains on from here draws in the same order by itself.
+        # Later moments have not come. A process that trains on from here draws in the same order by itself.
         unknown = dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch", "after_fetch"))
         start["random"] = {"epoch": here, **unknown}
         return start
 
     @property
     def following(self) -> bool:
-        """Whether the newest step was replayed and is not followed by the next batch yet."""
+        """Whether the newest step was replayed and the next batch has not begun."""
         return self._original is not None
 
     @property
     def between_steps(self) -> bool:
-        """Whether the newest optimizer step has no start half yet that was completed: nothing followed it."""
+        """Whether nothing has followed the newest optimizer step: its start half is not complete."""
         return self._wanted or self._start is not None
 
     def take_stopped(self) -> Start:
-        """The start half of a boundary after which this process trains no more, in the middle of an epoch or of a run.
+        """Return the start half of the boundary at which this process is stopped before training ends.
 
-        Call where `between_steps`, before an epoch or before a fetch. The moments after this one have not come: a life
-        that goes on from here draws in the same order by itself.
+        Call it if `between_steps`, before an epoch or a fetch. Later moments have not come: a process that goes on from here
+        draws in the same order by itself.
         """
         assert self._start is not None
         come: dict[str, Any] = {"epoch": self._epoch, "after_fetch": None}
@@ -189,13 +188,13 @@ class BoundaryRecorder:
     # -- moments, called by the fit
 
     def before_epoch(self) -> None:
-        """Between two epochs: `on_train_epoch_start` has not run."""
+        """Record the moment between two epochs, before `on_train_epoch_start`."""
         self._held.look()
         self._moved.look()
         if self._resume is not None and not self._mid_epoch:
             self._restore_random(self._resume["random"]["epoch"])
         if self._resume is not None:
-            # Hooks at the start of a fit have run, which the original run called at its own start only.
+            # Hooks at the start of the fit have run. The original run called them at its own start, not here.
             self._trained.restore(self._resume["trained"])
             self._moved.restore(self._resume.get("attributes", {}))
             self._restore_rates(self._resume)
@@ -204,7 +203,7 @@ class BoundaryRecorder:
             self._begin_start(between_epochs=True)
 
     def before_iter(self) -> None:
-        """Samplers and workers are about to draw their seeds."""
+        """Record the moment before samplers and workers draw their seeds."""
         _lightning_data.begin_epoch(self._trainer)
         if not self._mid_epoch:
             self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
@@ -219,11 +218,11 @@ class BoundaryRecorder:
         self._fetches.begin()
 
     def close(self) -> None:
-        """Give loaders their own functions back."""
+        """Undo the changes to loaders."""
         self._workers.remove()
 
     def before_fetch(self) -> None:
-        """Between two batches: everything that follows the last optimizer step has run."""
+        """Record the moment between two batches, when everything that follows the last optimizer step has run."""
         if self._resume is not None:
             self._restore_random(self._resume["random"]["fetch"])
         self._last_fetch, self._fetch, self._before_epoch_only = self._fetch, self._take_random(), False
@@ -233,7 +232,7 @@ class BoundaryRecorder:
             self._begin_start(between_epochs=False)
 
     def after_fetch(self) -> None:
-        """A batch was fetched; nothing has seen it."""
+        """Record the moment after a fetch, before anything has seen the batch."""
         assert self._fetch is not None
         self._fetches.fetched(
             self._fetch,
@@ -244,7 +243,7 @@ class BoundaryRecorder:
 
     @property
     def room(self) -> int:
-        """Bytes by which a journal may grow within an epoch."""
+        """Largest number of bytes by which a journal may grow within an epoch."""
         workers = self._workers.num_workers * _lightning_workers.STATE_NBYTES
         return workers + self._fetches.room(
             num_loaders=len(_lightning_data.loaders_of(self._trainer)),
@@ -265,7 +264,7 @@ class BoundaryRecorder:
             self._batch = original.get("batch")
         self._start, self._wanted = self._take(between_epochs=between_epochs), False
         if original is not None:
-            self._start["trained"] = copied(original["trained"])  # not what is frozen here
+            self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
 
     def _take_random(self) -> RngState:
         return capture_rng(_lightning_data.loader_generators(self._trainer), self._held.now())
@@ -319,7 +318,7 @@ class BoundaryRecorder:
     # -- resume
 
     def resume(self, start: Start) -> None:
-        """Continue from a start half; call in `on_fit_start`, before any other callback's."""
+        """Continue from a start half; call in `on_fit_start`, before any other callback runs."""
         trainer = self._trainer
         self._resume, self._wanted, self._batch = start, False, start.get("batch")
         _lightning.restore_seed(start["seed"])
@@ -331,12 +330,12 @@ class BoundaryRecorder:
             part.restore(copied(start["parts"][name]))
         self._restore_users(start)
         self._metrics_due = True
-        # Ranks may have looked at their clocks at different moments.
+        # Time limits may have passed on some ranks only.
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(start["should_stop"], all=True)
         self._resume_loops(start)
 
     def _restore_metrics(self) -> None:
-        """Once, and not when the fit starts: the sanity check comes after that, and forgets what was logged."""
+        """Restore metrics once, after the sanity check of the fit's start, which resets what was logged."""
         if self._resume is None or not self._metrics_due:
             return
         self._metrics_due, metrics = False, copied(self._resume["metrics"])
@@ -360,9 +359,9 @@ class BoundaryRecorder:
             datamodule.load_state_dict(copied(start["datamodule"]))
 
     def _follow(self, original: Start, here: Start) -> None:
-        """Be as the original run was at this boundary, wherever this one is not.
+        """Set the state to the original run's at this boundary, where it differs.
 
-        What is the same is left alone: loading is the user's code, and means more than assignment to some callbacks.
+        Equal state is not loaded again: loading runs the user's code, which may have side effects.
         """
         if any(differs(original[name], here[name]) for name in ("param_groups", "schedulers")):
             self._restore_rates(original)
@@ -400,7 +399,7 @@ class BoundaryRecorder:
         random = self._resume["random"]
         self._epoch, self._iter, self._first_fetch = random["epoch"], random["iter"], random["first_fetch"]
         self._fetch, self._awaiting_first_fetch = random["last_fetch"], False
-        # What is logged is replayed from the log; what follows cannot be reached by fetching either.
+        # Logged batches are replayed from the log, and fetching again cannot reach the ones that follow.
         num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
         fetches = self._resume.get("fetches", NO_FETCHES)
         states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
@@ -417,7 +416,7 @@ class BoundaryRecorder:
         self._mid_epoch = False
 
     def _can_advance(self) -> bool:
-        """Whether nothing has to be fetched that was consumed."""
+        """Whether loaders can move to their place without fetching consumed batches again."""
         draws = any(name.startswith("loader") for name in self._held.now())
         return _lightning_data.can_advance(self._trainer, draw_nothing=self._deterministic) and (
             self._deterministic or not draws

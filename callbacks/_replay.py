@@ -1,4 +1,4 @@
-"""The callback that runs first; users never add it, `CheckpointCallback` does."""
+"""Define the callback that runs first and replays; `CheckpointCallback` adds it, users do not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_moe_ckpt.callbacks._run import FitRun
 
 
 class Replay(Callback):
-    """Restores random state and drops what a replay must not step on, before any other callback sees the model.
+    """Restore random state and drop gradients of frozen parameters, before any other callback sees the model.
 
     Args:
-        begin: opens the run and loads what it can resume from; called in `on_fit_start`.
+        begin: opens the run and loads the generation to resume from; called in `on_fit_start`.
     """
 
     def __init__(self, begin: Callable[[Trainer, LightningModule], FitRun]) -> None:

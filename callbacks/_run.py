@@ -1,6 +1,6 @@
-"""One `fit` under checkpointing: which trainer hook does what to the life of the run.
+"""Connect the hooks of one `fit` to the checkpointing of one process.
 
-Two callbacks call this, one that runs first (replay) and one that runs last (capture); see `_base`.
+Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, which runs last.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ log = logging.getLogger(__name__)
 
 
 class FitRun:
-    """Joins one trainer's fit to one life of checkpointing.
+    """Forward one trainer's hooks to the recorder of boundaries and to the process's `Life`.
 
     Args:
         config: where checkpoints live and how to resume.
-        policy: what is taken when.
-        trainer: in `on_fit_start`: parameters are on their device, the optimizer exists.
-        module: what it trains.
-        own_callbacks: classes whose state is not part of the journal.
-        stop_grace: how long a stop by SIGTERM may take.
-        batches: whether loaders fetch again what is replayed, or batches are stored with the journal.
-        deterministic_dataset: whether fetching an item draws nothing.
+        policy: chooses what is taken at which step.
+        trainer: a trainer in `on_fit_start`: parameters are on their device, the optimizer exists.
+        module: the module that it trains.
+        own_callbacks: callback classes whose state is not part of the journal.
+        stop_grace: longest time from SIGTERM to the end of the process.
+        batches: `reposition` fetches batches again for replay, `log` stores them with the journal.
+        deterministic_dataset: whether items of the data set depend on their index alone.
     """
 
     def __init__(
@@ -130,28 +130,28 @@ class FitRun:
 
     @property
     def clock(self) -> HookClock:
-        """Adds up the time of the hooks below."""
+        """Clock that adds up the time of this class's hooks."""
         return self.life.clock
 
     def begin(self) -> bool:
-        """Open the run; whether it goes on from an earlier life."""
+        """Open the run and return whether it was resumed from an earlier process."""
         start = self.life.begin()
         if start is not None:
             self._recorder.resume(start)
             self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
             if not self._recorder.next_batch_begun(start):
-                self.life.waive_settling()  # hooks before the next batch have not run: they will, once
+                self.life.waive_settling()  # hooks before the next batch have not run yet; they will run once
         if self.life.replaying:
             self._files.hold()
         return start is not None
 
     def close(self, *, keep_memory: bool = False) -> None:
-        """Give everything back, after a normal end or an exception.
+        """Undo all changes to the trainer and close the run, after a normal end or an exception.
 
         Args:
             keep_memory: see `Life.close`.
         """
-        if not self.life.replaying:  # else the weights stay half frozen, whoever wants to save them now
+        if not self.life.replaying:  # in replay the weights are incomplete, so that nobody may save them
             self._files.remove()
         self._logs.remove()
         self._batches.remove()
@@ -163,39 +163,39 @@ class FitRun:
         try:
             self.life.close(keep_memory=keep_memory)
         finally:
-            self._stops.close()  # last: its clock covers a life that cannot be closed
+            self._stops.close()  # last, so that its time limit also covers a close that hangs
 
     # -- between batches
 
     @clocked
     def before_epoch(self) -> None:
-        """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
+        """Act between two epochs: all hooks of the previous one have run, `on_train_epoch_start` has not."""
         self._recorder.before_epoch()
-        self._disturbed = True  # hooks of an epoch's end and start may change what they like, through `.data` too
+        self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
         self.life.freeze_again()
         self._release_files()
         self._stop_if_agreed()
 
     @clocked
     def before_iter(self) -> None:
-        """The loader's iterator is about to be made."""
+        """Act before the loader's iterator is made."""
         self._recorder.before_iter()
 
     @clocked
     def before_fetch(self) -> None:
-        """The next batch is about to be fetched."""
+        """Act before the next batch is fetched."""
         self._recorder.before_fetch()
         self._release_files()
         self._stop_if_agreed()
 
     @clocked
     def after_fetch(self) -> None:
-        """It was fetched; no hook has seen it."""
+        """Act after a batch was fetched, before any hook has seen it."""
         self._recorder.after_fetch()
 
     @clocked
     def before_epoch_end(self) -> None:
-        """Out of steps in mid-epoch: more steps go on here, so that hooks of the epoch's end must not count."""
+        """Take the last state, if training ends in mid-epoch, before hooks of the epoch's end: a longer run goes on from here."""
         if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
             self._recorder.before_fetch()
             self.life.end(self._step, self._recorder.take_stopped())
@@ -203,10 +203,10 @@ class FitRun:
 
     @clocked
     def after_batch(self) -> None:
-        """All hooks on the batch have run, the module's own too: they may have edited what they could reach.
+        """Take the boundary after all hooks on the batch, the module's own included, since they may edit the state.
 
-        A replay loads its next slot only here. What hooks edit was recorded after they had edited it; loaded before
-        them, it would be edited twice.
+        Replay loads the snapshot of its next step only here. The snapshot contains the edits of those hooks: loaded
+        earlier, it would be edited twice.
         """
         self._told_to_stop = self._trainer.should_stop
         if not self._stepped:
@@ -232,12 +232,12 @@ class FitRun:
         self._recorder.want_start(original)
 
     def after_hooks(self) -> None:
-        """In replay, validation sees weights that are frozen or edited already: the original run did not stop there."""
+        """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""
         if (self.life.replaying or self._recorder.following) and not self._told_to_stop:
             self._trainer.should_stop = False
 
     def _missed(self) -> str | None:
-        """For the progress bar."""
+        """Return the progress bar's note on windows in a row without a generation."""
         missed = self.life.windows_missed
         return f"{missed} windows" if missed else None
 
@@ -290,14 +290,14 @@ class FitRun:
             self._losses.append(outputs["loss"].detach().clone())
 
     def validation_begins(self) -> None:
-        # It may swap weights through `.data` and back (averages), which no version counter sees.
+        # Validation may swap weights through `.data` and back (averages), which no version counter sees.
         self._disturbed = True
 
     # -- last callback
 
     @clocked
     def before_zero_grad(self) -> None:
-        """What the last optimizer step has consumed is about to be lost."""
+        """Wait until captures have read the gradients that are about to be zeroed."""
         self.life.fence_gradients()
 
     @clocked
@@ -307,14 +307,14 @@ class FitRun:
 
     @clocked
     def end(self) -> None:
-        """Training has ended. First of all hooks: one may put averaged weights in the place of those to go on with."""
+        """Take the last state of training, before other hooks: one may replace the weights by averaged ones."""
         self._release_files()
         if not self._ended:
             self._say_half_a_step()
             self.life.end(self._step, self._recorder.take_end())
 
     def _say_half_a_step(self) -> None:
-        """Batches behind the last step are in gradients only, which nobody keeps."""
+        """Warn where batches after the last step are lost: they are in gradients only, which no snapshot has."""
         stored = self.life.report().generations.get("storage") == self._step
         if self.life.dense_possible and self._half_a_step and not stored:
             log.warning(
@@ -328,7 +328,7 @@ class FitRun:
             _lightning_averages.finish_with_averages(self._trainer, self._module)
 
     def after_run(self) -> None:
-        """Training has ended by itself; whoever sent a signal still wants this process to end."""
+        """Leave the process after training ended by itself, if a signal asked for it meanwhile."""
         if self._stops.agreed_at_end():
             self._stops.leave(self._step, "training had ended")
 
@@ -339,7 +339,7 @@ class FitRun:
             log.warning("this run cannot be reproduced bit for bit: %s", reason)
 
     def _release_files(self) -> None:
-        """Where the next batch begins, and not where replay ends: the validation in between is not the original's."""
+        """Release held files once the next batch begins, not when replay ends: validation in between is not the original's."""
         if self._files.held and not self.life.replaying:
             self._files.dense()
 
@@ -389,7 +389,7 @@ def _warn_if_short(trainer: Trainer, least_steps: int) -> None:
 
 
 def _groups_of(strategy: Strategy) -> ParallelGroups:
-    """The strategy's groups; for others than `MoEStrategy`, every rank holds everything."""
+    """Return the strategy's groups; under strategies other than `MoEStrategy`, every rank holds everything."""
     own: object = getattr(strategy, "groups", None)
     if isinstance(own, ParallelGroups):
         return own

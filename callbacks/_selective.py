@@ -1,4 +1,4 @@
-"""Selective expert checkpoints: as many experts as a step can hide, those with most tokens that are not saved."""
+"""Define the callback for selective expert checkpoints: within budgets, the experts with most unsaved tokens."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from lightning_moe_ckpt.policies import Deltas, Policy, SelectivePolicy
 
 
 class SelectiveExpertCheckpoint(CheckpointCallback):
-    """Takes the dense part and, within budgets of bytes, the experts with most unsaved tokens. A restart is not exact.
+    """Take the dense part and, within budgets of bytes, the experts with most unsaved tokens. A restart is not exact.
 
-    Each generation takes the dense part first; what a budget leaves goes to layers in proportion to the tokens that
-    would be lost of them, and in each layer to the experts with most. There are two budgets: the local one of what is
-    copied to host memory, the remote one of what leaves the node. A restart goes back to the newest generation: the
-    dense part is as of its step, each expert as of the newest copy that memory of nodes that still live or storage has. What an
-    expert had learned since is lost, and counted (PLT, MLT).
-
-    Storage keeps two copies of every expert, of which a background thread reads those in older files again. That takes about
-    twice as many older generations, each with its dense part, as a round of all experts.
+    Each generation takes the dense part first. The rest of a budget goes to layers in proportion to their unsaved tokens, and
+    in each layer to the experts with most of them. The local budget limits what is copied to host memory, the remote budget
+    what leaves the node. A restart goes back to the newest generation. The dense part has the state of its step. Each expert
+    has the state of its newest copy in storage or in the memory of surviving nodes. What an expert had learned since that
+    copy is lost, and counted (PLT, MLT).
+    Storage keeps two copies of every expert. A background thread reads the copies in older files again to check them.
+    Storage therefore keeps about twice as many generations, each with its dense part, as one round of all experts takes.
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         every_n_steps: optimizer steps between two snapshots.
         local_budget: bytes that each rank may copy to host memory per snapshot; `auto` for what measured bandwidth
             moves while a step computes.
-        remote_budget: bytes of it that each rank may send to storage, at most `local_budget`; `auto` for what
+        remote_budget: bytes per snapshot that each rank may send to storage, at most `local_budget`; `auto` for what
             measured bandwidth moves between two snapshots.
-        delta: send other nodes gradients of the step for experts that their copy of the step before has: `lossless`
-            rebuilds copies to the last bit, or sends them whole; `bf16` takes half the bytes, and copies are only
-            near. Needs `every_n_steps=1` and Adam or AdamW in float32 (`lossless`: plain, on a CPU); else, and
-            with `None`, all is sent whole.
-        resync_every: generations of rounded gradients until copies are exact again, and their difference is logged.
-        allow_missing_experts: where no generation can be restored because every copy of some experts is bad, restore all
-            else; these keep the weights that the model starts with, and have no optimizer state. A warning names them.
-        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
+        delta: send other nodes the step's gradients instead of states, for experts of the previous snapshot. `lossless`
+            rebuilds states to the last bit, or sends them whole. `bf16` takes half the bytes; replicas are approximate.
+            Needs `every_n_steps=1` and Adam or AdamW in float32 (`lossless`: plain, on a CPU). Otherwise, and with
+            `None`, states are sent whole.
+        resync_every: with `bf16`, generations until replicas are sent whole again; their error is logged then.
+        allow_missing_experts: whether to restore the rest if every copy of some experts is bad. These experts keep the
+            weights that the model starts with and have no optimizer state; a warning names them.
+        **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
         ConfigurationError: an argument is out of range, or, when training starts, the model has no experts.

@@ -1,7 +1,7 @@
-"""The arguments that every checkpoint callback takes: their one home for types, defaults, texts and checks.
+"""Define the arguments that all checkpoint callbacks share: types, defaults, texts and checks.
 
-A callback names its own arguments and takes the others as `**shared: Unpack[CheckpointArguments]`. Type checkers read
-that. What reads signatures and docstrings at run time (`help`, `inspect`, LightningCLI) is shown them spelled out.
+A callback names its own arguments and takes the shared ones as `**shared: Unpack[CheckpointArguments]`, which type
+checkers understand. Readers of signatures at run time (`help`, `inspect`, LightningCLI) see the full list instead.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class CheckpointArguments(TypedDict, total=False):
-    """Keyword arguments of every checkpoint callback.
+    """Name the keyword arguments of every checkpoint callback.
 
     Args:
         keep: short for `retention=Retention(last=keep)`; 2 if neither is given.
-        retention: which committed generations stay, by number, step and age; the others are deleted once newer ones
-            are durable and none that stays needs them.
-        resume: `auto` continues a run found at `url` and starts one otherwise, `must` refuses to start a new one,
-            `never` starts anew beside what is there. `memory`, for one start, is `auto` that takes what memory of the nodes
-            has although storage was put back to an older state: a WARNING of the start before has said so.
-        storage_options: of the store, in the words of s3fs, gcsfs, adlfs or another fsspec file system; a path takes none.
-        bandwidth: bytes per second that each rank may write to storage, so that checkpoints leave the network to
-            training; `None` for no cap. What does not fit skips generations.
-        replicas: copies of every rank's generations in memory of other nodes, kept at the pace of training; `auto` is one
-            where the ranks are on several nodes, else none.
-        max_chunk: bytes of one message of such a copy, which is what training's own messages may have to wait for.
-        failure_domains: node and rack of every rank, by rank; `None` for what each finds out, or what `MOE_CKPT_NODE`
-            and `MOE_CKPT_RACK` say.
-        batches: `reposition` lets the loaders fetch again what a resumed run has to train on again, or go on from there.
-            `log` is for data that cannot be read twice: the batches of a window are stored with it, and an exact
-            restart is so up to the step at which the state is dense, not beyond.
-        deterministic_dataset: what the data set gives for an index depends on the index alone: it draws from no random
-            generator, or from one that it seeds anew for every item. A restart then goes to its place in a map-style
-            data set by the sampler, without fetching what the epoch has consumed.
-        stop_grace: how long SIGTERM may take from the signal to the end of the process. Within it all ranks agree on
-            a boundary and store it; what cannot be stored by then is left. Keep it below the patience of your
-            launcher: torchrun and SLURM kill after 30 s.
-        freeze_heap: keep what is alive after the first generation out of garbage collections until the fit ends
-            (`gc.freeze`), which else hold up training for a quarter of a second now and then. It is for the whole
-            process; not done where collections are off or frozen already.
+        retention: which committed generations stay, by number, step and age. The others are deleted once newer ones
+            are durable and no generation that stays needs them.
+        resume: `auto` continues a run found at `url` and else starts one, `must` refuses to start a new one, `never`
+            always starts a new one beside it. `memory` is for one start, after storage was put back to an older state and
+            a WARNING said so: like `auto`, but it restores the newer state that the nodes' memory has.
+        storage_options: options of the object store, in the words of s3fs, gcsfs, adlfs or another fsspec file system. A
+            path takes none.
+        bandwidth: most bytes per second that each rank writes to storage, so that the network stays free for training;
+            `None` for no limit. Generations that the limit leaves no time for are skipped.
+        replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
+            several nodes, else none.
+        max_chunk: bytes per message of such a copy. A message of training waits for at most one of them.
+        failure_domains: node and rack of every rank, by rank; `None` lets each rank find out its own, or read
+            `MOE_CKPT_NODE` and `MOE_CKPT_RACK`.
+        batches: `reposition` makes a resumed run fetch again the batches that it repeats. `log` is for data that cannot be
+            read twice: the batches of a window are stored with it, and a restart is exact up to the step at which the
+            state is dense, not beyond.
+        deterministic_dataset: promise that an item of the data set depends on its index alone: the data set draws from no
+            random generator, or seeds it anew for every item. A restart then moves the sampler of a map-style data set
+            forward, without fetching the items that the epoch has consumed.
+        stop_grace: longest time from SIGTERM to the end of the process. Within it all ranks agree on a boundary and store
+            it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
+            kill after 30 s.
+        freeze_heap: keep objects that are alive after the first generation out of garbage collections (`gc.freeze`) until
+            the fit ends. Such collections hold up training for a quarter of a second now and then. It affects the whole
+            process, and is not done where collections are off or frozen already.
     """
 
     keep: int | None
@@ -85,7 +86,7 @@ DEFAULTS: CheckpointArguments = {
 
 
 def spelled_out(init: Init) -> Init:
-    """Show the shared arguments of an `__init__`, with types, defaults and texts, in place of its `**shared`."""
+    """Replace `**shared` in the signature of an `__init__` by the shared arguments, and set their docstring."""
     signature = inspect.signature(init)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     defaults: dict[str, object] = dict(DEFAULTS)
@@ -99,7 +100,7 @@ def spelled_out(init: Init) -> Init:
 
 
 def complete(owner: object, shared: CheckpointArguments) -> CheckpointArguments:
-    """What was given, checked, and defaults for the rest.
+    """Check the given arguments and add defaults for the others.
 
     Raises:
         TypeError: an argument that `owner` does not have.

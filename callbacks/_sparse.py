@@ -1,4 +1,4 @@
-"""Sparse checkpoints: a slice of the state at every step, the whole of it every window."""
+"""Define the callback for sparse checkpoints: part of the state at every step, all of it in every window."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ log = logging.getLogger(__name__)
 
 
 class SparseCheckpoint(CheckpointCallback):
-    """Snapshots part of the operators at every step and resumes by sparse-to-dense replay, bit for bit.
+    """Take part of the operators at every step and resume by sparse-to-dense replay, bit for bit.
 
-    Over a window of W consecutive steps every operator is taken once in full; until its turn comes, only the weights
-    that forward and backward consume are taken. A restart loads the first slot, re-runs W - 1 steps inside the
-    ordinary training loop while the other slots are loaded, and goes on.
+    A window has W consecutive steps. Each operator is taken in full at one of them. At the steps before that one, only the
+    weights that forward and backward read are taken. A restart loads the snapshot of the window's first step. It then
+    repeats W - 1 steps in the ordinary training loop, loads the other snapshots on the way, and goes on training.
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        window: steps per window; `auto` finds the smallest that fits `budget_nbytes`, or measured bandwidth.
+        window: steps per window; `auto` finds the smallest that fits `budget_nbytes`, or the measured bandwidth.
         budget_nbytes: bytes that one rank may copy per step; `None` measures step time and bandwidth in steps 1 to 3.
-        planner: `packed` fills later slots further, as fewer operators are left to take as weights;
-            `algorithm1` is the paper's rule.
-        order: which operators come first: `popularity` takes the experts with fewest tokens first,
+        planner: how operators are spread over the window. `algorithm1` is the paper's rule. `packed` takes more operators
+            in full at later steps, where fewer are left to take as weights.
+        order: which operators are taken in full first: `popularity` the experts with fewest tokens,
             `back_to_front` the last layers, `fixed` the order of the model. Without experts, `popularity` is
             `back_to_front`.
-        popularity: how popularity is measured and when a changed one changes the order; `None` for hard counts,
-            looked at every 100 steps.
-        schedule: operators of every slot by name, instead of a plan; `moe-ckpt inspect` shows the names.
-        max_window: longest window to plan; bounds the shared memory that is reserved.
-        over_budget: if even the weights of everything exceed the budget: `stall` waits in slot 0, `dense` takes
-            everything at once, less often.
-        **shared: what every checkpoint callback takes, see `CheckpointArguments`.
+        popularity: how popularity is measured, and when the order follows it; `None` counts tokens and checks the order
+            every 100 steps.
+        schedule: names of the operators to take in full at each step of the window, instead of a computed plan;
+            `moe-ckpt inspect` shows the names.
+        max_window: longest window to plan, in steps; it bounds the shared memory that is reserved.
+        over_budget: what to do if the weights alone exceed the budget: `stall` waits at the window's first step, `dense`
+            takes everything at once, less often.
+        **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
         ConfigurationError: an argument is out of range.

@@ -1,8 +1,8 @@
-"""SIGTERM during a fit: all ranks leave at the same boundary, with a dense generation of it where one is possible.
+"""Stop a fit on SIGTERM: all ranks leave at the same boundary and store a dense generation of it if possible.
 
-The signal handler only sets a flag. Under `MoEStrategy` the flag travels with the exchange of every optimizer step;
-under other strategies with several ranks it takes a small exchange before every batch, in the place of the broadcast
-that Lightning does there. Nobody waits for a peer that is gone: see `StopSignal`.
+The signal handler only sets a flag. Under `MoEStrategy` the flag is part of the exchange of every optimizer step. Other
+strategies with several ranks need a small exchange before every batch, which replaces the broadcast that Lightning
+does there. No rank waits for a peer that is gone: see `StopSignal`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _FLAG = "stop"
 
 
 class Stops:
-    """Whether this fit is to stop, on all ranks or on none.
+    """Decide whether this fit stops, on all ranks or on none.
 
     Args:
-        trainer: in `on_fit_start`, before Lightning installs its handlers.
-        grace: from the signal to the end of the process, at most.
-        any_rank: whether the flag is set on any rank; collective.
-        before_exit: what must happen even if the process has to be ended from outside the main thread.
+        trainer: a trainer in `on_fit_start`, before Lightning installs its handlers.
+        grace: longest time from the signal to the end of the process.
+        any_rank: returns whether the flag is set on any rank; collective.
+        before_exit: called even if the process has to be ended from outside the main thread.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Stops:
         self._signal = StopSignal(grace, on_late=self._tap.give_up_evaluation, before_exit=before_exit)
 
     def agreed(self) -> bool:
-        """Whether all ranks stop now. Every rank asks at the same moments: between two batches or two epochs."""
+        """Return whether all ranks stop now. Every rank must ask at the same moments, between two batches or epochs."""
         self._leave_if_late()
         if not self._agreed and (self._flag_arrived() if self._reducer is not None else self._ask_all()):
             self._agreed = True
@@ -58,27 +58,27 @@ class Stops:
         return self._agreed
 
     def agreed_at_end(self) -> bool:
-        """Whether any rank was asked to stop while training ended by itself."""
+        """Return whether any rank was asked to stop while training ended by itself."""
         if not self._agreed and self._ask_all():
             self._agreed = True
         return self._agreed
 
     def batch_begins(self) -> None:
-        """The main thread is alive."""
+        """Note that the main thread makes progress."""
         self._signal.beat()
         self._leave_if_late()
 
     def grace(self) -> float:
-        """Seconds that are left for saving, from here on."""
+        """Return the seconds that are left for saving."""
         return self._signal.allow_grace()
 
     def leave(self, step: int, why: str) -> NoReturn:
-        """End the fit. Raises Lightning's `SIGTERMException` with exit status 143."""
+        """End the fit: raise Lightning's `SIGTERMException` with exit status 143."""
         log.info("SIGTERM: stopped at step %d, %.2f s after the signal: %s", step, self._signal.seconds_since(), why)
         raise stopped(EXIT_STATUS)
 
     def close(self) -> None:
-        """Take the taps out; a signal that comes now ends the process."""
+        """Undo the changes to the trainer; a later signal ends the process."""
         self._closed = True
         self._tap.remove()
         self._signal.close()

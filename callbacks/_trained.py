@@ -1,7 +1,7 @@
-"""What the user lets train: `requires_grad` of every parameter, and groups that were added to the optimizer meanwhile.
+"""Record what the user lets train: `requires_grad` of every parameter, and groups added to the optimizer.
 
-Where the module sets gradients to zero in its own way, also which parameters have one: the optimizer passes those by that
-have none, and moves those whose gradient is zero.
+If the module zeroes gradients in its own way, it is also recorded which parameters have a gradient: the optimizer skips
+parameters without one, but moves parameters whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ State = dict[str, Any]
 
 
 class Trained:
-    """Takes it at a boundary, and makes it so again.
+    """Take and restore which parameters and optimizer groups train.
 
     Args:
-        module: what is trained.
-        optimizer: as the user has just configured it: with the groups that every life of the run begins with.
+        module: the module that is trained.
+        optimizer: the optimizer as the user configured it, with the groups that every process of the run begins with.
     """
 
     def __init__(self, module: LightningModule, optimizer: Optimizer) -> None:
@@ -33,11 +33,11 @@ class Trained:
 
     @property
     def num_groups(self) -> int:
-        """Groups that the optimizer has now."""
+        """Number of groups that the optimizer has now."""
         return len(self._optimizer.param_groups)
 
     def take(self) -> State:
-        """The state, of types that the journal stores."""
+        """Return the state, in types that the journal stores."""
         added = self._optimizer.param_groups[self._num_configured :]
         graded = (param.grad is not None for param in self._params.values()) if self._keeps_gradients else ()
         return {
@@ -47,9 +47,9 @@ class Trained:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Be as then. New groups have the optimizer's defaults: whoever restores learning rates sets their fields."""
+        """Restore the state. New groups get the optimizer's defaults; restoring learning rates sets their fields later."""
         for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):
-            if param.requires_grad != bool(trains):  # most are as they were
+            if param.requires_grad != bool(trains):  # most have not changed
                 param.requires_grad_(bool(trains))
         for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
             if graded and param.grad is None:
