@@ -19,14 +19,22 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
-from lightning_moe_ckpt.policies import MEMORY, PEER, STORAGE, Policy, Selection, TokenLedger, expert_layouts
+from lightning_moe_ckpt.policies import (
+    MEMORY,
+    PEER,
+    STORAGE,
+    Policy,
+    Selection,
+    TokenLedger,
+    expert_layouts,
+    expert_names,
+)
 from lightning_moe_ckpt.session._bad_copies import WIDTH as BAD_COPIES_WIDTH
 from lightning_moe_ckpt.session._bad_copies import BadCopyList
 from lightning_moe_ckpt.session._count_copies import CountCopies
 from lightning_moe_ckpt.session._host import HOST
 from lightning_moe_ckpt.session._layout import StateView, WindowLayout
 from lightning_moe_ckpt.session._loss_figures import LossFigures
-from lightning_moe_ckpt.session._lossy_restore import expert_names
 from lightning_moe_ckpt.session._peers import PEER as PEER_TIER
 from lightning_moe_ckpt.session._persist import STORAGE as STORAGE_TIER
 from lightning_moe_ckpt.session._persist import PersistWorker
@@ -58,7 +66,7 @@ class LedgerKeeper:
         self.ledger = policy.after_restart(TokenLedger.start([each.num_experts for each in layouts]), None)
         self._levels = LEVEL_OF_TIER
         self._taken: dict[str, tuple[int, ...]] = {}
-        self._bad = BadCopyList(expert_names(view.operators))
+        self._bad = BadCopyList([name for layer in view.operators.layers for name in expert_names(layer)])
 
     def begin(self) -> None:
         """Start counting tokens."""
