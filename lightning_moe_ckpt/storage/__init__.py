@@ -1,6 +1,6 @@
-"""Checkpoints on a medium: segment files, markers, the log, the commit protocol and the backends below it.
+"""Checkpoints on a medium: segment files, markers, the log, the commit protocol and the backends below them.
 
-`FORMAT.md` beside the package describes every byte.
+`lightning_moe_ckpt/FORMAT.md` describes every byte.
 """
 
 from lightning_moe_ckpt.storage._backend import Backend as Backend

@@ -1,7 +1,7 @@
 """The contract between checkpoint storage and a medium.
 
-One object, one key, written whole, never changed: that is all the commit protocol needs, next to create-exclusive
-for a few small keys. Every backend passes `lightning_moe_ckpt.testing.BackendContract`.
+The commit protocol needs objects that are written whole and never changed, and exclusive creation for a few small
+keys. Every backend passes `lightning_moe_ckpt.testing.BackendContract`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ StorageOptions = Mapping[str, object]
 T = TypeVar("T")
 
 PATIENCE = timedelta(minutes=2)
-"""How long an operation is tried again: what a store needs to come back. Memory holds newer generations meanwhile."""
+"""How long a failed operation is retried, so that a store can come back. Memory holds newer generations meanwhile."""
 MIN_NBYTES_PER_SECOND = 4 * 2**20
 """The slowest transfer that counts as alive."""
 
@@ -47,24 +47,24 @@ class Entry:
 class Backend(Protocol):
     """A place that keeps objects under slash-separated keys.
 
-    Called from the main thread at start and from the persist thread afterwards; calls may overlap, so an
-    implementation must be thread safe. Views belong to the caller again as soon as a call returns or raises.
-    Every failure of the medium is a `StorageError` and leaves either the whole object or nothing.
+    The main thread calls it at start, the persist thread afterwards. Calls may overlap, so an implementation must be
+    thread safe. Views belong to the caller again as soon as a call returns or raises. Every failure of the medium is a
+    `StorageError` and leaves either the whole object or nothing.
     """
 
     @property
     def url(self) -> str:
-        """Where the objects are, for messages."""
+        """URL of the place, for messages."""
 
     @property
     def creates_exclusively(self) -> bool:
-        """Whether `create` refuses an existing key whatever the timing; probed by writing at first use."""
+        """Whether `create` refuses an existing key even in a race; probed by writing at first use."""
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
-        """Store the concatenated views; durable and visible when this returns, replacing an older object whole."""
+        """Store the concatenated views and replace an older object; durable and visible when this returns."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Store a small object if the key is free. Raises `KeyExists`; of many callers one wins."""
+        """Store a small object if the key is free, else raise `KeyExists`. Of several callers exactly one wins."""
 
     def get(self, key: str) -> bytes:
         """Read an object. Raises `KeyMissing`, or `Corrupt` if it is larger than an object of that name ever is."""
@@ -77,31 +77,31 @@ class Backend(Protocol):
 
         Raises:
             KeyMissing: there is no such object, unless `out` is empty.
-            Corrupt: it ends before; some stores say `StorageError`.
+            Corrupt: the object ends before `out` is full; some stores raise `StorageError` instead.
         """
 
     def list(self, prefix: str) -> list[Entry]:
-        """All objects whose key starts with `prefix`, sorted by key; never one that is half written."""
+        """List all complete objects whose key starts with `prefix`, sorted by key."""
 
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is fine. Need not survive a power cut."""
+        """Remove an object; a missing one is no error. The removal need not survive a power cut."""
 
     def leftovers(self, prefix: str) -> Sequence[Entry]:
-        """What interrupted writes left under `prefix`, or writes under way, as far as the store tells; see `sweep`.
+        """List what interrupted or running writes left under `prefix`, as far as the store tells; see `sweep`.
 
-        Keys need not be those of objects; sizes are 0 where they are not known.
+        Keys need not name objects. An unknown size is 0.
         """
 
     def sweep(self, prefix: str) -> None:
-        """Remove what interrupted writes left under `prefix` and `list` does not show.
+        """Remove the leftovers of interrupted writes under `prefix`, which `list` does not show.
 
-        A write in progress elsewhere may fail from this with a `StorageError`, never silently; its retry succeeds.
+        A write that runs elsewhere may fail because of this with a `StorageError`, never silently; its retry succeeds.
         """
 
     def close(self) -> None:
-        """Release connections; no call may follow, but again `close`.
+        """Release connections. Any thread may call it, also twice; no other call may follow.
 
-        From any thread: a write that waits, or is between two chunks, ends with a `StorageError` and leaves nothing.
+        A write that waits, or is between two chunks, ends with a `StorageError` and leaves nothing.
         """
 
 
@@ -109,10 +109,10 @@ def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str
     """Raise `Corrupt` if an object is too large to be read whole, before it is read.
 
     Args:
-        key: of the object.
-        nbytes: its size.
+        key: key of the object.
+        nbytes: size of the object.
         where: path or URL, for the message.
-        read_range: see `Backend.get_range`; of a large marker the document is looked at, which says how large it is.
+        read_range: see `Backend.get_range`; reads the document at the start of a large marker, which states its size.
     """
     most = most_nbytes(key)
     if is_marker(key) and MAX_DOCUMENT_NBYTES < nbytes <= most:
@@ -127,10 +127,10 @@ def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str
 
 
 def create_once(backend: Backend, key: str, data: bytes) -> bool:
-    """Create `key`, counting it as ours if it already holds exactly `data`.
+    """Create `key`; an existing object with exactly `data` counts as success.
 
-    After an unknown result (a time-out, a lost reply) the first attempt may have succeeded, and its retry meets our
-    own object. Callers put a nonce into `data` where two writers could otherwise write the same bytes.
+    After a time-out or a lost reply the first attempt may have succeeded, and the retry meets our own object. Callers
+    put a nonce into `data` where two writers could otherwise write the same bytes.
 
     Returns:
         Whether the key now holds `data`.
@@ -149,10 +149,9 @@ _PROBE_PAUSE_SECONDS = 0.2
 def _refuses(key: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> bool:
     """Whether a second `create` leaves the object of the first.
 
-    Stores disagree on the error, so what the key holds decides. A request that failed for another reason says nothing:
-    it is made again.
+    Stores disagree on the error, so the stored bytes decide. A request that failed for another reason is repeated.
     """
-    with contextlib.suppress(KeyExists):  # an attempt before may have succeeded without a reply
+    with contextlib.suppress(KeyExists):  # an earlier attempt may have succeeded without a reply
         _insist(lambda: create(key, b"first"))
     with contextlib.suppress(StorageError):
         _insist(lambda: create(key, b"second"))
@@ -173,7 +172,7 @@ def _insist(call: Callable[[], T]) -> T:
 def probe_create(
     url: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes], delete: Callable[[str], None]
 ) -> bool:
-    """Find out whether `create` refuses an existing key, by creating a fresh one twice.
+    """Return whether `create` refuses an existing key; tested by creating a new key twice.
 
     Raises:
         ConfigurationError: nothing can be written at all.
@@ -181,7 +180,7 @@ def probe_create(
     key = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     try:
         exclusive = _refuses(key, create, get)
-        delete(key)  # this key only: another job may be probing now
+        delete(key)  # only this key: another job may be probing now
     except StorageError as error:
         raise ConfigurationError(f"`{url}` cannot be written: {error} Give a URL this user may write to.") from error
     if not exclusive:
@@ -193,14 +192,13 @@ def probe_create(
 
 
 class Pace:
-    """Spreads the chunks of one backend over time: every writer asks before each chunk.
+    """Limits the bandwidth of one backend: every writer calls `wait` before each chunk.
 
-    Chunks get consecutive places on one time line, so that the writes of all threads together stay below the rate; the
-    wait holds neither the interpreter lock nor anybody but the thread that writes. The same question is where a write
-    under way learns that its backend was closed.
+    Chunks of all threads get consecutive places on one time line, so together they stay below the rate. The wait
+    blocks only the writing thread and releases the GIL. `wait` also tells a running write that its backend was closed.
 
     Args:
-        bandwidth: bytes per second; `None` for as fast as it goes.
+        bandwidth: bytes per second; `None` for no limit.
 
     Raises:
         ConfigurationError: `bandwidth` is not positive.
@@ -217,15 +215,15 @@ class Pace:
         self._closed = threading.Event()
 
     def chunk_nbytes(self, most: int, *, least: int = _MIN_CHUNK_NBYTES) -> int:
-        """Bytes to write between two questions: small enough that a slow pace is also an even one."""
+        """Return the bytes to write between two waits; fewer than `most` at a low bandwidth, to keep writes even."""
         return most if self.bandwidth is None else min(most, max(least, self.bandwidth // _CHUNKS_PER_SECOND))
 
     def seconds(self, nbytes: int) -> float:
-        """How long the pace alone makes a write of `nbytes` take."""
+        """Return the seconds that `nbytes` take at this bandwidth; zero without a limit."""
         return 0.0 if self.bandwidth is None else nbytes / self.bandwidth
 
     def wait(self, nbytes: int) -> None:
-        """Wait until it is the turn of a chunk of `nbytes`.
+        """Wait until a chunk of `nbytes` may be written.
 
         Raises:
             StorageError: the backend was closed.
@@ -234,11 +232,11 @@ class Pace:
             raise StorageError("the store was closed during a write, which is abandoned. Nothing of it is visible.")
 
     def close(self) -> None:
-        """End every wait, now and from now on, with an error."""
+        """End every current and later `wait` with an error."""
         self._closed.set()
 
     def _reserve(self, nbytes: int) -> float:
-        """Seconds until the turn of a chunk; zero if it may go at once."""
+        """Reserve a chunk's place and return the seconds until it may be written."""
         if self.bandwidth is None:
             return 0.0
         with self._turns:

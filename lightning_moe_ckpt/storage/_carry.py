@@ -1,10 +1,8 @@
-"""What the next generation borrows: the newest stored state of every operator that it lacks, and the one before it.
+"""Choose what the next generation borrows: the two newest stored copies of every operator that it does not store.
 
-References stay flat. A marker names files that hold bytes, never a generation that borrows them in turn, so however long a
-chain of partial generations is, each needs as many older ones as hold a newest state, and nothing older.
-
-Of every operator two copies are named, so that no single file is all there is of it: where the newest turns out bad, the
-one before it is a spare.
+References stay flat: a marker names files that hold the bytes, never a generation that borrows in turn. So a partial
+generation needs only the older ones that hold the newest copy of some operator, however long the chain is. The second
+copy is the spare: if the newest copy is damaged, a restore uses the spare.
 
 Source: PEC (2024), Sec. 3: a checkpoint of some experts is completed by the last one of each other expert. We differ in
 the second copy.
@@ -24,29 +22,29 @@ from lightning_moe_ckpt.storage._records import RankMarker
 _FULL = "full"
 
 BadCopies = Mapping[str, Collection[GenerationId]]
-"""By operator: generations whose copy of it turned out bad, among them the newest one; the same on all ranks."""
+"""Generations whose copy of an operator is damaged, by operator; includes the newest copy; equal on all ranks."""
 
 _NONE: BadCopies = MappingProxyType({})
 
 
 def carry_forward(previous: RankMarker, lacking: Collection[str], bad: BadCopies = _NONE) -> tuple[BorrowedEntry, ...]:
-    """What the marker of this rank borrows in the generation after `previous`.
+    """Return what this rank's marker borrows in the generation after `previous`.
 
-    By operator, not by record: how an operator is cut among its holders may differ between generations, but each
-    generation that has it has all of it, on whatever ranks.
+    Whole operators are borrowed, not single records: generations may cut an operator differently among ranks, but each
+    generation that has the operator has all of it.
 
     Args:
-        previous: this rank's marker of one of the two newest committed generations of the run, the same on all ranks;
-            these, and what they borrow from, are never given up while a save goes on.
+        previous: this rank's marker of one of the two newest committed generations, the same one on all ranks. These
+            two, and what they borrow from, are never given up during a save.
         lacking: names of the operators of which no rank stores a full record in the new generation.
-        bad: copies that are not borrowed any more; the spare is, in their place.
+        bad: damaged copies; the spare is borrowed instead.
 
     Returns:
-        Full records of those operators that this rank stored then, or had borrowed: file by file, oldest first. Empty
-        if it had none.
+        Full records of those operators that this rank stored or borrowed in `previous`: one entry per file, oldest
+        first.
 
     Raises:
-        ValueError: `previous` is a window of several steps, whose records are no states of one step.
+        ValueError: `previous` is a window of several steps, so its records are not the state of one step.
     """
     wanted = set(lacking)
     newest = _only(_newest(previous), lambda name, at: name in wanted and at not in bad.get(name, ()))
@@ -57,19 +55,19 @@ def carry_forward(previous: RankMarker, lacking: Collection[str], bad: BadCopies
 def carry_spares(
     previous: RankMarker, lacking: Collection[str], stored: Collection[str], bad: BadCopies = _NONE
 ) -> tuple[BorrowedEntry, ...]:
-    """The older copies that the marker of this rank names in the generation after `previous`.
+    """Return the spares that this rank's marker names in the generation after `previous`.
 
     Args:
-        previous: as in `carry_forward`, or of an older generation if nothing is borrowed.
-        lacking: as there.
-        stored: names of the operators that the new generation stores, of which the newest copy so far becomes the spare.
-        bad: as there.
+        previous: as in `carry_forward`; may be of an older generation if nothing is borrowed.
+        lacking: as in `carry_forward`; these operators keep their spare.
+        stored: names of the operators that the new generation stores; their newest older copy becomes the spare.
+        bad: as in `carry_forward`.
 
     Returns:
-        As there.
+        Full records, one entry per file, oldest first.
 
     Raises:
-        ValueError: as there.
+        ValueError: `previous` is a window of several steps.
     """
     waiting, replaced = set(lacking), set(stored)
     kept = _only(
@@ -83,13 +81,13 @@ def carry_spares(
 
 
 def full_records(marker: RankMarker) -> Iterator[tuple[SegmentEntry, RecordEntry]]:
-    """Every full record of a rank's part, with the file that holds it: its own segments, then what it borrows."""
+    """Yield every full record of a rank, with the file that holds it: own segments first, then borrowed files."""
     files: Sequence[SegmentEntry] = [*marker.segments, *(each.segment for each in marker.borrowed)]
     return ((file, record) for file in files for record in file.records if record.kind == _FULL)
 
 
 def _newest(previous: RankMarker) -> list[BorrowedEntry]:
-    """The newest copies that a marker names."""
+    """Return the files with the newest copies: the borrowed ones, then the marker's own."""
     if len(previous.steps) != 1:
         raise ValueError(
             f"`carry_forward({previous.generation})`: it is a window of {len(previous.steps)} steps; only dense and "
@@ -100,7 +98,7 @@ def _newest(previous: RankMarker) -> list[BorrowedEntry]:
 
 
 def _only(entries: Iterable[BorrowedEntry], wanted: Callable[[str, GenerationId], bool]) -> Iterator[BorrowedEntry]:
-    """Full records of the operators that are wanted of a generation."""
+    """Yield the entries with only those full records whose operator is `wanted` from that generation."""
     for each in entries:
         names = {record.operator for record in each.segment.records if record.kind == _FULL}
         chosen = {name for name in names if wanted(name, each.generation)}
@@ -110,7 +108,7 @@ def _only(entries: Iterable[BorrowedEntry], wanted: Callable[[str, GenerationId]
 
 
 def _by_file(entries: Iterable[BorrowedEntry]) -> tuple[BorrowedEntry, ...]:
-    """One entry per file, oldest first."""
+    """Merge entries of the same file; oldest first."""
     files: dict[tuple[GenerationId, int], BorrowedEntry] = {}
     for each in entries:
         known = files.setdefault((each.generation, each.segment.step), each)

@@ -1,4 +1,4 @@
-"""What is stored of each generation, from one listing of `snap/`."""
+"""The stored objects of each generation, from one listing of `snap/`, and readers of manifests and markers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
 @dataclass(slots=True)
 class Contents:
-    """Objects of one generation."""
+    """The stored objects of one generation."""
 
     generation: GenerationId
     sizes: dict[str, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Contents:
     """Whether there is a `_COMMITTED`, readable or not."""
 
     def deletion_order(self) -> list[str]:
-        """Keys in the order in which they may go: the manifest, then markers, then segments."""
+        """Return the keys in the order in which to delete them: the manifest, then markers, then segments."""
         return sorted(self.sizes, key=lambda key: (not key.endswith(f"/{COMMITTED}"), not key.endswith(".done"), key))
 
 
@@ -42,7 +42,7 @@ Catalog = Mapping[GenerationId, Contents]
 
 
 def read_catalog(backend: Backend, prefix: str = SNAP_PREFIX) -> Catalog:
-    """List everything below `prefix`; objects with foreign names are not ours and left out."""
+    """List everything below `prefix` by generation; objects with foreign names are ignored."""
     catalog: dict[GenerationId, Contents] = {}
     for entry in backend.list(prefix):
         place = parse_snap_key(entry.key)
@@ -60,8 +60,8 @@ def read_commit(backend: Backend, run_id: str, generation: GenerationId) -> Comm
     """Read a manifest and check that it is this run's and this generation's.
 
     Raises:
-        Corrupt: it is not what was written, or belongs elsewhere.
-        KeyMissing: it was deleted.
+        Corrupt: the manifest is not what was written, or belongs elsewhere.
+        KeyMissing: the manifest was deleted.
     """
     commit = read_manifest(backend, generation)
     if commit.run_id != run_id:
@@ -70,7 +70,7 @@ def read_commit(backend: Backend, run_id: str, generation: GenerationId) -> Comm
 
 
 def read_manifest(backend: Backend, generation: GenerationId) -> Commit:
-    """Read a manifest, of whatever run. Raises `Corrupt`, `KeyMissing`."""
+    """Read a manifest of any run. Raises `Corrupt`, `KeyMissing`."""
     key = commit_key(generation)
     commit = Commit.from_bytes(backend.get(key), key)
     if commit.generation != generation:
@@ -79,14 +79,14 @@ def read_manifest(backend: Backend, generation: GenerationId) -> Commit:
 
 
 class RunsOfGenerations:
-    """Which run wrote a generation, by its manifest; each is read once."""
+    """Looks up which run wrote a generation; reads each manifest once."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._known: dict[GenerationId, str] = {}
 
     def of(self, generation: GenerationId) -> str | None:
-        """Name of the run; `None` if the manifest does not say. Raises `StorageError`."""
+        """Return the run's name; `None` if the manifest is damaged or missing. Raises `StorageError`."""
         if generation not in self._known:
             try:
                 self._known[generation] = read_manifest(self._backend, generation).run_id
@@ -111,11 +111,11 @@ def read_marker(backend: Backend, generation: GenerationId, rank: int) -> Stored
 
 
 def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMarker:
-    """Read the marker a manifest vouches for.
+    """Read a rank's marker and check it against the digest in the manifest.
 
     Raises:
-        Corrupt: it is not the one that was committed.
-        KeyMissing: it was deleted.
+        Corrupt: the marker is not the one that was committed.
+        KeyMissing: the marker was deleted.
     """
     stored = read_marker(backend, commit.generation, rank)
     if stored.digest != commit.markers[rank]:
@@ -124,17 +124,17 @@ def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMa
 
 
 def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
-    """Keys a marker vouches for which are not there in the size it says."""
+    """Return the keys of files that a marker names and the listing lacks, or shows with another size."""
     return [key for key, nbytes in stored_sizes(marker).items() if contents.sizes.get(key) != nbytes]
 
 
 def data_nbytes(sizes: Mapping[str, int]) -> int:
-    """Size of the segments in a listing."""
+    """Return the size of all segments in a listing."""
     return sum(nbytes for key, nbytes in sizes.items() if key.endswith(".safetensors"))
 
 
 def missing_parts(commit: Commit, contents: Contents) -> str | None:
-    """What a listing shows against a manifest; `None` if all is there."""
+    """Return what the listing lacks of a committed generation; `None` if all is there."""
     absent = sorted(set(range(commit.world_size)) - contents.ranks)
     if absent:
         return f"markers of ranks {absent[:8]} are missing"
@@ -147,7 +147,7 @@ def missing_parts(commit: Commit, contents: Contents) -> str | None:
 
 
 def delete_generation(backend: Backend, contents: Contents) -> None:
-    """Delete all of a generation, and what interrupted writes left of it; whoever lists meanwhile sees no lie."""
+    """Delete a generation with its leftovers, manifest first, so that readers never see a manifest without files."""
     for key in contents.deletion_order():
         backend.delete(key)
     backend.sweep(contents.generation.prefix)

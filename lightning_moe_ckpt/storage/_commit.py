@@ -1,9 +1,7 @@
-"""Making a generation visible: wait for every rank's marker, check them against the listing, publish last.
+"""Make a generation visible: wait for every rank's marker, check the markers against the listing, publish last.
 
-A reader that sees `_COMMITTED` must find every object, so it is created after everything it vouches for, and
-exclusively. Its bytes follow from the markers alone: finding them there already is success, whoever wrote them.
-
-Source: the storage study, Sec. 4.3, steps 4 and 5.
+A reader that sees `_COMMITTED` must find every object, so that manifest is created last, and exclusively. Its bytes
+follow from the markers alone. If the same bytes are already there, the commit succeeded, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -34,26 +32,26 @@ def await_markers(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[StoredMarker]:
-    """Poll the listing until every rank's marker for this generation and plan is there and true.
+    """Poll the listing until every rank's marker for this generation and plan is there, with all files it names.
 
-    Polls listings, never single keys: some stores remember for a while that a key was absent.
+    It polls listings, never single keys: some stores remember for a while that a key was absent.
 
     Args:
-        backend: where to look.
+        backend: where the run is stored.
         own: the coordinator's marker; every other rank must agree with it.
         timeout: how long to wait.
-        cancelled: asked between two listings; whether to give up now.
-        check_fence: called between two listings; raises `Fenced` if a later life has begun, which may have deleted what
-            is waited for.
-        clock: seconds that only grow, for tests.
+        cancelled: called between two listings; true ends the wait.
+        check_fence: called between two listings; raises `Fenced` if a later incarnation has begun, because that one may
+            have deleted the files.
+        clock: monotonic seconds, for tests.
         sleep: pause between two listings, for tests.
 
     Returns:
         Markers in rank order.
 
     Raises:
-        StorageError: time is up; the message names what each missing rank lacks.
-        Fenced: by `check_fence`.
+        StorageError: time is up; the message says what each missing rank lacks.
+        Fenced: raised by `check_fence`.
     """
     give_up, pause = clock() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     markers: dict[int, StoredMarker] = {}
@@ -76,7 +74,7 @@ def await_markers(
 def _take(
     backend: Backend, own: RankMarker, rank: int, contents: Contents, markers: dict[int, StoredMarker]
 ) -> str | None:
-    """Add the marker of `rank` to `markers`; returns what is lacking, `None` if nothing is."""
+    """Add the marker of `rank` to `markers`; return what is missing, `None` if nothing is."""
     if rank in markers:
         return None
     if rank not in contents.ranks:
@@ -95,11 +93,11 @@ def _take(
 
 
 def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[StoredMarker]:
-    """Markers of a generation that every rank finished, for a commit its own life did not get to.
+    """Read all markers of a generation that every rank finished but its incarnation did not commit.
 
     Raises:
-        Corrupt: a marker is not good, belongs to another run, or an object it vouches for is not there.
-        KeyMissing: something was deleted meanwhile.
+        Corrupt: a marker is damaged, belongs to another run, or names an object that is missing.
+        KeyMissing: a marker was deleted meanwhile.
     """
     stored = [read_marker(backend, contents.generation, rank) for rank in sorted(contents.ranks)]
     for marker in (each.marker for each in stored):
@@ -111,15 +109,15 @@ def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[
 
 
 def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) -> Commit:
-    """Create the manifest these markers add up to, or find that it is there already.
+    """Create the manifest for these markers, unless the same manifest is there already.
 
     Args:
-        backend: where to.
+        backend: where the run is stored.
         stored: markers of all ranks.
-        history: state of the log, which decides whether what they borrow may be used.
+        history: state of the log, which decides whether borrowed files may be used.
 
     Raises:
-        Corrupt: a rank is missing, ranks disagree, or something that they borrow is not committed or was given up.
+        Corrupt: a rank is missing, ranks disagree, or a borrowed file is not committed or was given up.
         KeyExists: another manifest has the name.
     """
     commit = Commit.of(stored)

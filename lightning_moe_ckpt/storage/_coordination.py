@@ -1,7 +1,7 @@
-"""What the coordinator of a life finds of a run, what it knows of the log, and what it appends there.
+"""The coordinator's view of a run: what it finds at start, what it knows of the log, and what it appends.
 
-A start that finds nothing begins a run. So what is lost must not look like nothing: generations without a log, a log
-that knows of generations of which none is there. (Links in place of folders the backend refuses by name.)
+A start that finds nothing begins a new run. So a loss must not look like an empty place: generations without a log, or
+a log whose generations are all gone, are reported. (The backend itself refuses links in place of folders.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS_ON = (
 
 
 def expect_nothing_lost(backend: Backend) -> None:
-    """Before the first run under a URL begins.
+    """Check that a URL without a log is empty, before its first run begins.
 
     Raises:
         NoUsableGeneration: there are generations, but no log.
@@ -42,14 +42,14 @@ def expect_nothing_lost(backend: Backend) -> None:
 
 
 def losses(backend: Backend, history: History, offered: Sequence[object]) -> list[tuple[str, str]]:
-    """What should be there and is not, where that can be told: place and reason."""
+    """Return known losses as (place, reason): the log mentions commits and none can be offered."""
     if not offered and (history.has_commits or history.watermark):
         return [(backend.url, "its log says that generations were committed, and none of them is there")]
     return []
 
 
 def read_history(run_log: Log, *, forgiving: bool) -> History | None:
-    """The state of the log; `None` if there is none, or, for the `forgiving`, none that can be read. Raises `Corrupt`."""
+    """Read the log; `None` if there is none. Raises `Corrupt` if no entry is readable, unless `forgiving`."""
     try:
         return run_log.read()
     except Corrupt as error:
@@ -60,7 +60,7 @@ def read_history(run_log: Log, *, forgiving: bool) -> History | None:
 
 
 def begin_run(history: History | None, run_log: Log, catalog: Catalog) -> History:
-    """A new run; its epochs follow those of the runs before, so that names never meet."""
+    """Return the history of a new run; its incarnation numbers follow those of older runs, so names never clash."""
     epoch = next_epoch(history, run_log, catalog)
     replaced = (*history.replaced, history.run_id) if history is not None else ()
     key = uuid.uuid4().hex
@@ -68,14 +68,14 @@ def begin_run(history: History | None, run_log: Log, catalog: Catalog) -> Histor
 
 
 def next_epoch(history: History | None, run_log: Log, known: Collection[GenerationId]) -> int:
-    """One that no life has had, even if its `open` entry was lost."""
+    """Return a number that no incarnation has had, even one whose `open` entry was lost."""
     logged = run_log.num_lost + (history.last_epoch if history is not None else 0)
     return 1 + max([logged, *(generation.epoch for generation in known)])
 
 
 @dataclass(slots=True)
 class Coordination:
-    """What the coordinator knows: where the log stands, and which epoch is its own."""
+    """The coordinator's state: the log, its history, and the number of its own incarnation."""
 
     log: Log
     history: History
@@ -83,12 +83,12 @@ class Coordination:
     epoch: int | None = None
     offered: frozenset[GenerationId] = frozenset()
     lineage: Lineage | None = None
-    """Of our life, as of its beginning."""
+    """Lineage of our incarnation, as it began."""
     committed: frozenset[GenerationId] = frozenset()
-    """What has a manifest, readable or not, as of the last listing."""
+    """Generations with a manifest, readable or not, in the last listing."""
 
     def refresh(self) -> None:
-        """See what others wrote; once we have an epoch of our own, that can only be a fence."""
+        """Read entries of other processes; after `open` they only mean that this process is fenced."""
         if self.epoch is not None:
             self.catch_up()
             return
@@ -115,15 +115,15 @@ class Coordination:
         return True
 
     def catch_up(self) -> bool:
-        """Take over what `moe-ckpt gc` has said since; whether it said anything. Raises `Fenced` for any other entry."""
+        """Adopt entries that `moe-ckpt gc` appended; return whether there were any. Raises `Fenced` for others."""
         news = self.log.news(self.history)
         self.history = news or self.history
         return news is not None
 
     def advance(self, history: History | None) -> bool:
-        """Append a watermark, if there is a new one, or a first commit is about to be made; `False` if `moe-ckpt gc` was faster.
+        """Append a watermark if there is a new one, or before the first commit; false if `moe-ckpt gc` was faster.
 
-        A life that is killed between the two leaves the markers of all ranks, of which the next one makes the commit.
+        If the process is killed before that commit, the markers of all ranks stay, and the next incarnation commits.
         """
         epoch = self.opened_epoch()
         if history is None and self.history.has_commits:

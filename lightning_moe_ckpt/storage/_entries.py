@@ -1,4 +1,4 @@
-"""What markers say of files: a rank's own segments, and records of it that files of older generations hold."""
+"""Parts of a marker: a rank's own segments, records borrowed from older files, and the description of the module."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class SegmentEntry:
     """One segment file as its rank wrote it."""
 
     step: int
-    """Boundary at which it was captured."""
+    """Step boundary at which the file was captured."""
     key: str
     nbytes: int
     digest: str
-    """Of the whole file."""
+    """Digest of the whole file."""
     records: Sequence[RecordEntry] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BorrowedEntry:
-    """Records of a rank's part of a generation that a file of an older generation of the same rank holds."""
+    """Records that a generation borrows from a file of an older generation of the same rank."""
 
     generation: GenerationId
-    """Whose file it is; committed before the generation that borrows."""
+    """The generation that the file belongs to; committed before the one that borrows."""
     segment: SegmentEntry
-    """The file as its own marker describes it, with only the records that are borrowed."""
+    """The file as its own marker describes it, reduced to the borrowed records."""
 
 
 class Lines:
-    """The lines behind a marker's document, taken one after the other."""
+    """Reader of the lines after a marker's document, one after another."""
 
     def __init__(self, data: bytes, start: int, where: str) -> None:
         self._data, self._next, self._where = data, start, where
 
     def take(self, value: object, where: str) -> bytes:
-        """The next line, which `value` describes by length and digest. Raises `Corrupt` for other bytes."""
+        """Return the next line; `value` has its length and digest. Raises `Corrupt` for other bytes."""
         body = Fields(value, where)
         nbytes, digest = body.integer("nbytes"), body.text("digest")
         body.end()
@@ -58,18 +58,18 @@ class Lines:
         return line
 
     def end(self) -> None:
-        """Refuse bytes that nothing describes."""
+        """Raise `Corrupt` if bytes are left over."""
         if self._next != len(self._data):
             raise Corrupt(f"{self._where}: {len(self._data) - self._next} bytes too many. Another copy may be good.")
 
 
 def line_body(line: bytes) -> dict[str, object]:
-    """How a document covers a line behind it."""
+    """Return length and digest of a line, for the document before it."""
     return {"nbytes": len(line), "digest": digest_of(line)}
 
 
 def segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]:
-    """JSON form of a segment, whose records are in a line."""
+    """Encode a segment as JSON; its records are in a line of their own."""
     return {
         "step": segment.step,
         "key": segment.key,
@@ -97,7 +97,7 @@ def read_segment(value: object, where: str, lines: Lines) -> SegmentEntry:
 
 
 def borrowed_body(borrowed: BorrowedEntry, table: RecordTable) -> dict[str, object]:
-    """JSON form of borrowed records, which are in a line."""
+    """Encode a borrowed entry as JSON; its records are in a line of their own."""
     return {"generation": generation_body(borrowed.generation), "segment": segment_body(borrowed.segment, table)}
 
 
@@ -113,7 +113,7 @@ def read_borrowed(value: object, where: str, lines: Lines) -> BorrowedEntry:
 
 
 def generation_body(generation: GenerationId) -> dict[str, object]:
-    """JSON form of a generation."""
+    """Encode a generation as JSON."""
     body: dict[str, object] = {"step": generation.step, "epoch": generation.epoch}
     return body | {"life": generation.life} if generation.life else body
 
@@ -128,7 +128,7 @@ def read_generation(value: object, where: str) -> GenerationId:
 
 
 def read_life(value: object, where: str) -> str:
-    """Read what names a life. Raises `Corrupt`."""
+    """Read the name of an incarnation. Raises `Corrupt`."""
     if not isinstance(value, str) or not _LIFE.fullmatch(value):
         raise Corrupt(f"{where}: the name of a life has 12 hexadecimal digits, found {value!r}.")
     return value
@@ -143,46 +143,46 @@ class HuggingFaceEntry:
     """A Hugging Face model inside the module that was trained."""
 
     prefix: str
-    """Its place in the module: `model` if its parameters are called `model.*`; empty if it is the module."""
+    """Name of the submodule: `model` if its parameters are called `model.*`; empty if it is the module itself."""
     class_name: str
     config: str
     """Content of its `config.json`."""
     generation_config: str | None
     """Content of its `generation_config.json`."""
     tied: tuple[str, ...]
-    """Names within it that its class takes from other parameters of it, so that files leave them out."""
+    """Names of tied parameters within it, which Hugging Face files leave out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleEntry:
-    """What other programs need to know of a module in order to load its parameters and buffers.
+    """Description of a module, with which other programs can load its parameters and buffers.
 
-    Records name parameters and buffers. Which of them a strict `load_state_dict` wants, and under which further names, and
-    what a Hugging Face folder needs beside weights, is known only where the module lives: there it is written down.
+    Records name parameters and buffers. Only the training process knows which of them a strict `load_state_dict` wants,
+    under which further names, and what else a Hugging Face folder needs. So that process writes this entry.
     """
 
     class_name: str
     unsaved: tuple[str, ...]
-    """Stored names that its `state_dict` leaves out, such as buffers that are not persistent."""
+    """Stored names that the `state_dict` leaves out, such as non-persistent buffers."""
     aliases: Mapping[str, str]
-    """Further names in its `state_dict` (tied weights), each with the name under which it is stored."""
+    """Further names in the `state_dict` (tied weights), each with the name under which it is stored."""
     foreign: tuple[str, ...]
-    """Names in its `state_dict` of what is neither a parameter nor a buffer, and not stored."""
+    """Names in the `state_dict` that are neither parameters nor buffers and are not stored."""
     optimizer: str
     """Class of the optimizer."""
     param_groups: tuple[tuple[str, ...], ...]
     """Parameters of each group of the optimizer, in its order."""
     hugging_face: tuple[HuggingFaceEntry, ...]
-    """Outermost Hugging Face models in it."""
+    """Outermost Hugging Face models in the module."""
     extra: str
-    """A value of the journal's codec, in base64: what the trainer adds to its own checkpoints."""
+    """What the trainer adds to its own checkpoints: a value of the journal's codec, in base64."""
 
 
 class ModuleLine:
-    """The last line of a marker of rank 0, parsed when somebody asks.
+    """The last line of rank 0's marker, parsed on demand.
 
     Args:
-        line: as it is stored, with its newline.
+        line: the stored bytes, with the newline.
         where: key of the marker, for messages.
     """
 
@@ -192,11 +192,11 @@ class ModuleLine:
 
     @classmethod
     def of(cls, entry: ModuleEntry) -> ModuleLine:
-        """The line that says this."""
+        """Encode a description as a line."""
         return cls(json.dumps(asdict(entry), sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
 
     def read(self) -> ModuleEntry:
-        """What it says. Raises `Corrupt` if it is no such description."""
+        """Parse the line. Raises `Corrupt` if it does not describe a module."""
         try:
             value = json.loads(self.line)
         except (ValueError, RecursionError) as error:

@@ -1,11 +1,9 @@
-"""Objects in any fsspec file system, as it is, with a deadline around every call.
+"""Objects in any fsspec file system, with a deadline around every call.
 
-Only `pipe_file` writes: `open("wb")` publishes what was written so far when an exception passes, and even when an
-unclosed handle is collected. fsspec wants `bytes`, so a segment is copied once, in chunks that leave the GIL free in
-between. File systems that have no deadline of their own (s3fs was seen hanging for minutes) are called in a daemon
-thread which is abandoned when time is up; a late success of such a call is harmless, because keys are never reused.
-
-Source: the storage study, Sec. 2.
+Only `pipe_file` writes: `open("wb")` publishes a partial file when an exception passes, or when an unclosed handle is
+collected. fsspec wants `bytes`, so a segment is copied once, in chunks that release the GIL in between. File systems
+without a deadline of their own (s3fs was seen hanging for minutes) are called in a daemon thread that is abandoned
+when time is up. A late success of such a call is harmless, because keys are never reused.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, Ke
 from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, Pace, expect_readable, probe_create
 
 _CHUNK_NBYTES = 16 * 2**20
-_IN_PROCESS = {"memory", "file", "local"}  # check-then-write, so this process takes turns; and never hanging
+_IN_PROCESS = {"memory", "file", "local"}  # these check, then write, so calls take turns; none hangs
 _TURNS = threading.RLock()
 
 T = TypeVar("T")
@@ -49,10 +47,10 @@ class FsspecBackend:
         Args:
             url: where the objects go; `memory://` is seen by this process only.
             storage_options: arguments of the file system.
-            timeout: limit of one call, to which the time for its bytes is added.
-            min_nbytes_per_second: the slowest transfer that counts as alive.
-            bandwidth: bytes per second that `put` may write, as a mean over objects: one object is one call, and goes
-                at the speed of the file system. `None` for no cap.
+            timeout: limit of one call, without the time for its bytes.
+            min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
+            bandwidth: bytes per second that `put` may write, as a mean over objects: an object is written in one call,
+                at the speed of the file system. `None` for no limit.
 
         Raises:
             ConfigurationError: unknown scheme, missing package, or options the file system refuses.
@@ -82,7 +80,7 @@ class FsspecBackend:
         self._call("put", key, lambda path: self._pipe(path, body), nbytes=len(body))
 
     def create(self, key: str, data: bytes) -> None:
-        """Upload if the key is free; where the store cannot refuse, check first, which a race can beat."""
+        """Upload if the key is free. A store that cannot refuse is asked first, which a race can defeat."""
         if not self.creates_exclusively and self._holds(key):
             raise KeyExists(f"create {key}: exists at {self.url}.")
         try:
@@ -125,14 +123,14 @@ class FsspecBackend:
             self._call("delete", key, self._fs.rm_file)
 
     def leftovers(self, prefix: str) -> Sequence[Entry]:
-        """Nothing, see `sweep`."""
+        """Return nothing, see `sweep`."""
         return []
 
     def sweep(self, prefix: str) -> None:
-        """Nothing to do: incomplete uploads of these file systems are not visible to us."""
+        """Do nothing: incomplete uploads of these file systems are not visible."""
 
     def close(self) -> None:
-        """Connections belong to fsspec's instance cache; no write begins any more."""
+        """Refuse further writes; connections belong to fsspec's instance cache."""
         self._pace.close()
 
     def _holds(self, key: str) -> bool:
@@ -170,7 +168,7 @@ class FsspecBackend:
         return name[len(self._root) :].lstrip("/")
 
     def _call(self, operation: str, key: str, call: Callable[[str], T], *, nbytes: int = 0) -> T:
-        """Run `call(path)` under the deadline and turn its exceptions into ours."""
+        """Run `call(path)` under the deadline and turn its exceptions into `StorageError`s."""
         what = f"{operation} {key} at {self.url}"
         limit = self._timeout.total_seconds() + nbytes / self._min_nbytes_per_second
         outcome: Future[T] = Future()
@@ -204,7 +202,7 @@ def _file_system(url: str, storage_options: dict[str, object]) -> Any:
 
 
 def _joined(views: Sequence[bytes | memoryview]) -> bytes | bytearray:
-    """Views as one object that fsspec accepts; one slice at a time, so that the GIL changes hands in between."""
+    """Join views into one object that fsspec accepts, slice by slice, so that other threads get the GIL."""
     if len(views) == 1 and isinstance(views[0], bytes):
         return views[0]
     body = bytearray(sum(memoryview(view).nbytes for view in views))
@@ -220,7 +218,7 @@ def _joined(views: Sequence[bytes | memoryview]) -> bytes | bytearray:
 
 
 def _start(outcome: Future[T], call: Callable[[str], T], path: str, *, name: str) -> None:
-    """Run `call` in a daemon thread, which is left behind if nobody waits to its end."""
+    """Run `call` in a daemon thread, which is abandoned if the caller stops waiting."""
     threading.Thread(target=_run, args=(outcome, call, path), name=name, daemon=True).start()
 
 
@@ -232,7 +230,7 @@ def _run(outcome: Future[T], call: Callable[[str], T], path: str) -> None:
 
 
 def _ours(error: Exception, what: str) -> StorageError:
-    """Our error for one of a file system; every one of them brings exceptions of its own."""
+    """Turn an exception of a file system into a `StorageError`."""
     if isinstance(error, FileExistsError):
         return KeyExists(f"{what}: exists.")
     if isinstance(error, FileNotFoundError):

@@ -1,14 +1,14 @@
-"""Garbage collection of a stored run by a process that is not its job, perhaps while the job goes on.
+"""Garbage collection of a stored run by another process, possibly while the job runs.
 
-What the log has given up may be deleted by anybody at any time: nobody restores it, whoever is alive. To give up more,
-an entry is appended to the log, at the index that a job which starts meanwhile needs (one of the two looks again), and
-in the name of the newest epoch, so that the job of that epoch takes it over and is not fenced.
+Any process may delete generations that the log has given up, because no process restores them. To give up more, an
+entry is appended to the log. A job that starts at the same time needs the same index, so one of the two reads the log
+again. The entry names the newest incarnation, so that a running job adopts it and is not fenced.
 
-Never touched: what epochs after the newest one in the log wrote, what the newest epoch has not committed yet, and the
-newest generation that can be restored, with what it needs of older ones.
+Never deleted: files of incarnations newer than the log's newest, what the newest incarnation has not committed yet, and
+the newest restorable generation with the older files that it needs.
 
-Manifests and listings say what is there and how large it is, not that it is what was written. Before anything is given
-up, files can be read: what is damaged then counts neither as kept nor as given up, and older ones stay in its place.
+Manifests and listings show names and sizes, not whether the bytes are intact. Files can be read before anything is
+given up: a damaged generation then counts neither as kept nor as given up, and an older one stays in its place.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from lightning_moe_ckpt.storage._survey import Survey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedGeneration:
-    """A stored generation, on one of the two heaps."""
+    """A stored generation, and why it stays or goes."""
 
     generation: GenerationId
     reason: str
     """Why it goes, or why it stays."""
     nbytes: int
-    """Of all its objects and leftovers, as far as the store tells."""
+    """Size of its objects and leftovers, as far as the store tells."""
     num_objects: int
     num_leftovers: int = 0
-    """Interrupted writes and uploads of it, which are no objects; or some that are under way."""
+    """Interrupted or running writes and uploads, which are no objects yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Garbage:
-    """What a collection found."""
+    """Result of a garbage collection."""
 
     url: str
     run_id: str
     watermark: int
-    """Generations below this step are given up, but for those that stay by name."""
+    """Generations below this step are given up, except those that stay by name."""
     goes: Sequence[JudgedGeneration]
     """Oldest first."""
     stays: Sequence[JudgedGeneration]
     """Oldest first."""
     deleted: bool
-    """Whether it was deleted, or only looked for."""
+    """Whether `goes` was deleted; false for a dry run."""
 
     @property
     def nbytes(self) -> int:
-        """Size of what goes."""
+        """Size of all that goes."""
         return sum(each.nbytes for each in self.goes)
 
 
@@ -68,14 +68,14 @@ def collect_garbage(
     dry_run: bool = False,
     check: Callable[[GenerationId], str | None] | None = None,
 ) -> Garbage:
-    """Delete what nobody may restore any more.
+    """Delete generations that nobody may restore any more.
 
     Args:
-        backend: where the run is; a job may be using it.
-        retention: gives up generations first; `None` leaves it at what the log has given up.
-        dry_run: only look.
-        check: reads the files of a generation, and what it borrows; what is wrong with them. Called for as many of the
-            newest as `retention` keeps, and for more in the place of each that is damaged.
+        backend: where the run is stored; a job may be using it.
+        retention: gives up generations first; `None` deletes only what the log has given up already.
+        dry_run: report, but delete nothing.
+        check: reads the files of a generation and those it borrows; returns a defect, or `None`. Called for as many of
+            the newest generations as `retention` keeps, and for one more in place of each damaged one.
 
     Raises:
         NoUsableGeneration: there is no run.
@@ -88,7 +88,7 @@ def collect_garbage(
     while True:
         history = _read(log, backend)
         leftovers = _leftovers(backend)
-        # Of a life that is over, or of one that is writing it: known by what is left, as if nothing had been written.
+        # A generation may have leftovers only, from an incarnation that is over or is writing it now.
         catalog = {g: Contents(g) for g in leftovers} | dict(read_catalog(backend))
         survey = Survey.take(backend, history, catalog)
         if checked is not None and retention is not None:
@@ -132,7 +132,7 @@ def _read(log: Log, backend: Backend) -> History:
 
 
 def _require_fence(backend: Backend, log: Log) -> None:
-    """What is given up must not be lost on a job that runs or starts meanwhile."""
+    """Refuse stores on which a job that runs or starts meanwhile could miss the new entry."""
     if log.num_lost:
         raise Corrupt(
             f"{backend.url}: the newest log entry cannot be read, and may be of a job that runs. Without a retention only "
@@ -162,7 +162,7 @@ def _why_it_stays(contents: Contents, history: History, needed_by: GenerationId 
 
 
 def _leftovers(backend: Backend) -> dict[GenerationId, list[Entry]]:
-    """What interrupted writes have left, by generation; what is nobody's is left out."""
+    """List leftovers of interrupted writes by generation; foreign ones are ignored."""
     found: dict[GenerationId, list[Entry]] = {}
     for entry in backend.leftovers(SNAP_PREFIX):
         place = parse_snap_key(entry.key)

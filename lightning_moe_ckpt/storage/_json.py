@@ -5,8 +5,8 @@ r"""Canonical JSON documents that carry the digest of their own bytes.
 ```
 
 The digest covers the bytes of the value of `document`. Keys are sorted, no blanks, ASCII only, no NaN: one value has
-one spelling. The reader writes what it parsed again and compares bytes, so a flip that JSON forgives (a letter's case
-in an escape, a blank, a repeated key) is seen too.
+one spelling. The reader encodes what it parsed and compares the bytes, so it also sees damage that JSON tolerates (a
+letter's case in an escape, a blank, a repeated key).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lightning_moe_ckpt.errors import Corrupt, StorageRefused
 from lightning_moe_ckpt.storage._names import MAX_DOCUMENT_NBYTES
 
 DIGEST_NAME = "xxh3-128"
-"""How documents name the algorithm, which notices accidents (flips, truncation, mix-ups), not attackers.
+"""Name of the digest in documents. It detects accidents (flips, truncation, mix-ups), not attackers.
 
 xxhash releases the GIL and runs at memory speed, so a background thread may digest a segment while training goes on.
-Source: facts of the storage study, Sec. 3 (10 GB/s on one core; crc32 3, sha256 0.4).
+Measured: 10 GB/s on one core; crc32 3, sha256 0.4.
 """
 
 
@@ -43,32 +43,32 @@ def digest_of(view: bytes | memoryview) -> str:
 VERSION = 1
 """Version of the document grammar."""
 BORROWING = 2
-"""Version of documents that say what a generation needs of older ones; those that need nothing stay readable for older releases."""
+"""Version of documents of generations that borrow; others keep `VERSION`, which older releases can read."""
 SPARING = 3
-"""Version of documents that also name older copies, for what turns out bad."""
+"""Version of documents that also name spares."""
 
 OF_A_LIFE = 3
-"""Added to the version of a document whose generation names its life; a release that knows of none must not read it."""
+"""Added to the version if the generation names its incarnation, so that older releases refuse the document."""
 
 T = TypeVar("T")
 
 MAX_INTEGER = 2**63 - 1
-"""No number in a document needs more than 64 bits."""
+"""Largest number in a document."""
 _HEAD_NBYTES = len('{"digest":"') + 32 + len('","document":')
 
 
 def encode(kind: str, body: Mapping[str, object], *, version: int | None = None) -> bytes:
-    """Write a document.
+    """Encode a document.
 
     Args:
         kind: what the document is: `log`, `marker` or `commit`.
         body: JSON values; keys must be strings, numbers finite.
-        version: of its keys; `VERSION` by default.
+        version: version of the keys; `VERSION` by default.
 
     Raises:
         ValueError: a number is not finite.
         TypeError: a value has no JSON form.
-        StorageRefused: it would be too large to be read back.
+        StorageRefused: the document would be too large to be read back.
     """
     payload = _canonical({"body": body, "format": _format(kind), "version": VERSION if version is None else version})
     if len(payload) > MAX_DOCUMENT_NBYTES - 2**10:
@@ -80,7 +80,7 @@ def encode(kind: str, body: Mapping[str, object], *, version: int | None = None)
 
 
 def decode(data: bytes, *, kind: str, where: str) -> Fields:
-    """Read a document of `VERSION` back, or say why it is not one.
+    """Decode and check a document of version `VERSION`.
 
     Args:
         data: all bytes of the object.
@@ -94,7 +94,7 @@ def decode(data: bytes, *, kind: str, where: str) -> Fields:
 
 
 def decode_any(data: bytes, *, kind: str, where: str, versions: tuple[int, ...]) -> tuple[int, Fields]:
-    """As `decode`, for documents of which there are several versions; says which it is."""
+    """Decode a document of one of `versions`; return its version and body. Raises `Corrupt` like `decode`."""
     if len(data) > MAX_DOCUMENT_NBYTES:
         raise Corrupt(f"{where}: {len(data)} bytes are more than a document has. Another copy may be good.")
     payload = data[_HEAD_NBYTES:-2]
@@ -122,7 +122,7 @@ def decode_any(data: bytes, *, kind: str, where: str, versions: tuple[int, ...])
 
 
 def described_nbytes(head: bytes) -> int | None:
-    """Size of a file that begins with a document, with the lines that it says are behind it; `None` if it does not."""
+    """Return the size of a file that starts with a document, with the lines it names; `None` without a document."""
     end = head.find(b"\n") + 1
     payload = head[_HEAD_NBYTES : max(end - 2, 0)]
     if _sealed(payload) != head[:end]:
@@ -164,7 +164,7 @@ class Fields:
         self._where = where
 
     def has(self, name: str) -> bool:
-        """Whether there is such a key, not taken yet."""
+        """Whether the key is there and was not taken yet."""
         return name in self._left
 
     def integer(self, name: str) -> int:
@@ -180,25 +180,25 @@ class Fields:
         return self._take(name, bool)
 
     def mapping(self, name: str) -> Fields:
-        """Take an object, as a reader of its own."""
+        """Take an object, wrapped in its own `Fields`."""
         return Fields(self._take(name, dict), f"{self._where}: {name}")
 
     def plain(self, name: str) -> dict[str, object]:
-        """Take an object as it is."""
+        """Take an object as a plain `dict`."""
         return self._take(name, dict)
 
     def rows(self, name: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
-        """Take a list, each element through `read(element, where)`."""
+        """Take a list; `read(element, where)` converts each element."""
         where = f"{self._where}: {name}"
         return tuple(read(value, where) for value in self._take(name, list))
 
     def optional(self, name: str, read: Callable[[object, str], T]) -> T | None:
-        """Take `null` or a value that goes through `read(value, where)`."""
+        """Take `null`, or a value that `read(value, where)` converts."""
         value = self._take(name, object)
         return None if value is None else read(value, f"{self._where}: {name}")
 
     def end(self) -> None:
-        """Refuse keys nobody took."""
+        """Raise `Corrupt` if a key was not taken."""
         if self._left:
             raise Corrupt(f"{self._where}: unknown keys {sorted(self._left)}.")
 

@@ -1,16 +1,15 @@
-"""The run's log: a dense list of small create-exclusive entries that hold epochs (fencing) and the watermark.
+"""The run's log: a dense list of small, exclusively created entries with incarnations (fencing) and the watermark.
 
-Whoever appends entry `n` has seen everything before it, because a create-exclusive at a taken index fails. Every entry
-repeats the live history, so the newest readable entry is the whole state, and one that went bad is healed by its
-successors. If the newest entry itself is bad, only what it alone said is lost: epochs skip over it, and the life that
-wrote it, if it still runs, says it again with its next entry.
+Each start of the job is an incarnation; `epoch` is its number, `life` its random name. Whoever appends entry `n` has
+seen all entries before, because creating a taken index fails. Every entry repeats the whole history, so the newest
+readable entry is the state, and a damaged older entry does no harm. If the newest entry is damaged, only its own event
+is lost: later numbers skip it, and its writer, if it still runs, repeats the event with its next entry.
 
-Timeline rule: a generation is dead once a later epoch began from an earlier step, however late its commit lands.
+Timeline rule: a generation is dead once a later incarnation began from an earlier step, however late its commit lands.
 
-Lineage rule: a log may be copied, or put back to an older state, and then another life gets the number that a life has
-had. So every life draws a name, which is in its `open` entry and in all that it writes: what the log as it stands does
-not name is not of its past. By the nonce of its newest entry a process knows that the log is still the one it writes.
-Source: the storage study, Sec. 4; we differ in repeating the history.
+Lineage rule: a log may be copied or put back to an older state, and a number is then given twice. So each incarnation
+draws a name and puts it into its `open` entry and all its markers. A name that the log lacks is not of its past. The
+nonce of the newest entry tells a process that the log is still the one it writes.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An epoch and the step it began from; generations of earlier epochs beyond that step are dead."""
+    """An incarnation and the step it began from; generations of earlier incarnations beyond that step are dead."""
 
     epoch: int
     step: int | None
-    """`None` if the epoch began from nothing."""
+    """`None` if the incarnation began from nothing."""
     life: str = ""
-    """Name of the epoch's life; empty for one that an older release began."""
+    """Name of the incarnation; empty if an older release began it."""
 
     @property
     def floor(self) -> int:
-        """Newest step that survives."""
+        """Newest step of earlier incarnations that survives; -1 if none does."""
         return -1 if self.step is None else self.step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """The state of the log when a life began; its own cut is the last one.
+    """State of the log when an incarnation began; the incarnation's own cut is the last one.
 
-    Everything that the life stores repeats it, so the log can be made again of what is stored.
+    Every marker of rank 0 and every manifest repeats it, so that a lost log can be rebuilt from them.
     """
 
     opened_ns: int
-    """When that was, by the clock of its coordinator: nanoseconds since 1970."""
+    """When the incarnation began, by its coordinator's clock, in nanoseconds since 1970."""
     first_epoch: int
     watermark: int
     kept: frozenset[GenerationId]
@@ -62,7 +61,7 @@ class Lineage:
 
     @property
     def ancestors(self) -> set[tuple[int, str]]:
-        """Epochs and names of the lives before."""
+        """Numbers and names of the incarnations before."""
         return {(cut.epoch, cut.life) for cut in self.cuts[:-1]}
 
     def body(self) -> dict[str, object]:
@@ -77,7 +76,7 @@ class Lineage:
 
     @classmethod
     def read(cls, body: Fields, generation: GenerationId, where: str) -> Lineage | None:
-        """Take what a generation's document says of it; `None` in those that do not. Raises `Corrupt`."""
+        """Read the lineage in a generation's document; `None` if the document has none. Raises `Corrupt`."""
         if not body.has("lineage"):
             return None
         fields = body.mapping("lineage")
@@ -97,17 +96,17 @@ class Lineage:
 
 
 def cuts_body(cuts: Sequence[Cut]) -> list[dict[str, object]]:
-    """JSON form of cuts."""
+    """Encode cuts as JSON."""
     return [{"epoch": cut.epoch, "step": cut.step, "life": cut.life} for cut in cuts]
 
 
 def read_cuts(body: Fields) -> tuple[Cut, ...]:
-    """Take the list of cuts. Raises `Corrupt`."""
+    """Read the list of cuts. Raises `Corrupt`."""
     return body.rows("cuts", _read_cut)
 
 
 def kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
-    """JSON form of what stays, by life, which is shorter: every entry repeats them."""
+    """Encode kept generations as JSON, grouped by incarnation to be short: every entry repeats them."""
     lives: dict[tuple[int, str], list[int]] = {}
     for each in sorted(kept, key=lambda each: (each.epoch, each.life, each.step)):
         lives.setdefault((each.epoch, each.life), []).append(each.step)
@@ -115,7 +114,7 @@ def kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
 
 
 def read_kept(body: Fields) -> frozenset[GenerationId]:
-    """Take the list of what stays. Raises `Corrupt`."""
+    """Read the kept generations. Raises `Corrupt`."""
     return frozenset(chain.from_iterable(body.rows("kept", _read_kept)))
 
 
@@ -135,47 +134,47 @@ def _read_cut(value: object, where: str) -> Cut:
 
 
 def _read_life(body: Fields, where: str) -> str:
-    """Name of a life; older releases say nothing."""
+    """Read the name of an incarnation; empty in documents of older releases."""
     life = body.text("life") if body.has("life") else ""
     return read_life(life, where) if life else ""
 
 
 _OF_LIVES = 2
-"""Version of entries that name lives."""
+"""Version of entries that name incarnations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """All that readers need from the log."""
+    """State of a run's log: everything that readers need from it."""
 
     run_id: str
     first_epoch: int
-    """First epoch of this run; earlier ones belong to runs it replaced."""
+    """First incarnation of this run; earlier ones belong to runs it replaced."""
     last_epoch: int
-    """Newest epoch opened under this URL."""
+    """Newest incarnation under this URL."""
     watermark: int = 0
-    """Generations below this step may be gone, but for `kept`; zero until the run has more than it keeps."""
+    """Generations below this step may be deleted, except `kept`; zero until the run has more than it keeps."""
     kept: frozenset[GenerationId] = frozenset()
-    """Generations that stay although they are below the watermark or hit by a cut older than they are kept."""
+    """Generations that stay by name, although the watermark or a cut would give them up."""
     cuts: tuple[Cut, ...] = ()
-    """The epochs that still decide something, oldest first; among them every one with a generation that is neither dead
-    nor kept by name."""
+    """The incarnations that still decide something, oldest first. Every incarnation with a living generation is here,
+    unless all of those are in `kept`."""
     key: str = ""
-    """Secret of the run, from which names of its shared memory are derived; empty before the first life of this release."""
+    """Secret of the run, from which names of its shared memory derive; empty in logs of older releases."""
     replaced: tuple[str, ...] = ()
     """Runs under this URL that this one replaced, oldest first."""
     has_commits: bool = False
     """Whether this run is known to have committed something."""
     num_lost: int = field(default=0, compare=False)
-    """Unreadable entries behind the one that this was read from; each may have opened an epoch."""
+    """Unreadable entries after the one that this was read from; each may have opened an incarnation."""
 
     @property
     def life(self) -> str:
-        """Name of the newest life."""
+        """Name of the newest incarnation."""
         return next((cut.life for cut in self.cuts if cut.epoch == self.last_epoch), "")
 
     def lineage(self, opened_ns: int) -> Lineage | None:
-        """What its newest life repeats of it in all that it stores; `None` for one without a name."""
+        """Return what the newest incarnation stores of this history; `None` if that incarnation has no name."""
         if not self.life:
             return None
         return Lineage(
@@ -187,32 +186,32 @@ class History:
         )
 
     def opened(self, epoch: int, resumed: GenerationId | None, life: str = "") -> History:
-        """The history after `epoch` began."""
+        """Return the history after incarnation `epoch` began from `resumed`."""
         after = replace(self, last_epoch=epoch, num_lost=0)
         if resumed is None:
-            # The steps begin again below the watermark; all it guarded is dead by the cut.
+            # Steps restart below the watermark. The cut already makes all older generations dead.
             return replace(after, watermark=0, kept=frozenset(), cuts=(Cut(epoch, None, life),))
         if resumed.step < self.watermark:
             return _began_below(after, resumed, life)
-        # What an epoch whose entry is lost began from is not known, but that it was below this.
+        # `resumed` may belong to an incarnation whose entry is lost; that one began somewhere below `resumed`.
         lost = [Cut(resumed.epoch, _below(resumed.step), resumed.life)] if resumed.epoch > self.last_epoch else []
         cuts = (*self.cuts, *lost, Cut(epoch, resumed.step, life))
         return replace(after, cuts=_deciding(cuts, self.watermark))
 
     def adopted(self, generation: GenerationId) -> History:
-        """The history in which a generation of another past may be restored, by its name."""
+        """Return the history that also allows `generation`, by name, although it comes from another past."""
         return replace(self, kept=self.kept | {generation})
 
     def advanced(self, step: int, kept: Iterable[GenerationId] = ()) -> History:
-        """The history after the watermark moved up to `step`, below which only `kept` stay."""
+        """Return the history after the watermark moved up to `step`; below it only `kept` stay."""
         return replace(self, watermark=step, kept=frozenset(kept), cuts=_deciding(self.cuts, step))
 
     def why_dead(self, generation: GenerationId) -> str | None:
-        """Why a generation must not be restored, `None` if it may."""
+        """Return why a generation must not be restored; `None` if it may."""
         return self.why_left_behind(generation) or self.why_unknown(generation)
 
     def why_left_behind(self, generation: GenerationId) -> str | None:
-        """Why a generation is not wanted any more, whichever life of its epoch wrote it; `None` if it is."""
+        """Return why a generation was given up, judged by its step and incarnation number; `None` if it was not."""
         if generation.epoch < self.first_epoch:
             return "belongs to an earlier run"
         if generation in self.kept:
@@ -225,7 +224,7 @@ class History:
         return None
 
     def why_unknown(self, generation: GenerationId) -> str | None:
-        """Why a generation that is not left behind is of another past than this log's; `None` if it is of this one."""
+        """Return why a generation is not of this log's past, judged by its incarnation's name; `None` if it is."""
         if generation in self.kept:
             return None
         wrote = next((cut.life for cut in self.cuts if cut.epoch == generation.epoch), None)
@@ -240,10 +239,10 @@ class History:
 
 
 def _began_below(history: History, resumed: GenerationId, life: str) -> History:
-    """The history after its newest epoch began from one of `kept`: steps begin again there, and so does the watermark.
+    """Return the history after its newest incarnation began from a kept generation below the watermark.
 
-    Which other generation of that step was dead, only cuts below the old watermark could tell, and they were dropped.
-    So this cut is one step lower: of earlier epochs, at or above the new watermark, only `kept` live on.
+    The watermark moves down to that step. Other generations of the same step may be dead, but the cuts that said so
+    were dropped. So the new cut is one step lower: of earlier incarnations only `kept` live on from there.
     """
     kept = frozenset(each for each in history.kept if each.step <= resumed.step)
     cut = Cut(history.last_epoch, _below(resumed.step), life)
@@ -255,9 +254,9 @@ def _below(step: int) -> int | None:
 
 
 def _deciding(cuts: Sequence[Cut], watermark: int) -> tuple[Cut, ...]:
-    """Drop cuts that no generation at or above the watermark can tell are missing.
+    """Drop cuts that decide nothing about generations at or above the watermark.
 
-    A cut is implied by a later one with the same or a lower floor; below the watermark the newest is enough.
+    A later cut with the same or a lower floor implies an older one. Below the watermark the newest cut is enough.
     """
     kept: list[Cut] = []
     for cut in reversed(cuts):
@@ -271,10 +270,10 @@ class Log:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._newest = -1  # index of the newest entry we know of, readable or not
-        self._nonce: str | None = None  # of that entry, if it is known
+        self._newest = -1  # index of the newest known entry, readable or not
+        self._nonce: str | None = None  # nonce of that entry, if it could be read
         self.num_lost = 0
-        """Unreadable entries after the one the history was read from; each may have opened an epoch."""
+        """Unreadable entries after the one the history was read from; each may have opened an incarnation."""
 
     def read(self) -> History | None:
         """Read the newest readable entry; `None` if there is no log yet.
@@ -299,10 +298,14 @@ class Log:
         return None
 
     def append(self, event: dict[str, object], history: History) -> bool:
-        """Create the next entry; the history includes the event.
+        """Create the next entry.
+
+        Args:
+            event: what happened, from `run_event`, `open_event` or `watermark_event`.
+            history: the state after the event.
 
         Returns:
-            False if another process was faster, and nothing was written.
+            False if another process took the index first; nothing was written then.
         """
         nonce = uuid.uuid4().hex
         body = {"index": self._newest + 1, "event": event, "nonce": nonce, "history": _body(history)}
@@ -312,16 +315,15 @@ class Log:
         return True
 
     def news(self, own: History) -> History | None:
-        """The state after entries that others appended behind ours, `None` if nobody did.
+        """Return the state after entries that others appended after ours; `None` if nobody did.
 
         Args:
             own: the state after our newest entry.
 
         Raises:
-            Fenced: an entry is of a later life or run, or the newest cannot be read and may be; or our newest is not
-                there any more.
+            Fenced: a later incarnation or run wrote an entry, the newest entry cannot be read, or our own is gone.
         """
-        newest = max(self._indices(log_block(self._newest + 1)), default=-1)  # dense: the next one is in this block
+        newest = max(self._indices(log_block(self._newest + 1)), default=-1)  # dense: the next entry is in this block
         self._expect_own()
         if newest <= self._newest:
             return None
@@ -331,17 +333,17 @@ class Log:
                 f"{self._backend.url}: log entry {newest} was written by a later start of this job. "
                 "This process must stop; the newer one carries on."
             )
-        self._newest, self._nonce = newest, entry.nonce  # `moe-ckpt gc` wrote it, which begins nothing
+        self._newest, self._nonce = newest, entry.nonce  # written by `moe-ckpt gc`, which begins no incarnation
         return entry.history
 
     def _expect_own(self) -> None:
-        """Entries are never changed or removed: one that was tells of a log that was put back, or of another one."""
+        """Raise `Fenced` if our newest entry changed or vanished: then the log was put back or replaced."""
         try:
             found = _parse_entry(self._backend.get(log_key(self._newest)), self._newest).nonce
         except KeyMissing:
             found = "missing"
         except Corrupt:
-            return  # damaged, which says nothing of another life
+            return  # a damaged entry is no sign of another process
         if self._nonce not in {None, found}:
             raise Fenced(
                 f"{self._backend.url}: log entry {self._newest}, the newest that this process wrote or read, is "
@@ -362,31 +364,31 @@ class Log:
 
 
 def run_event(run_id: str) -> dict[str, object]:
-    """A new run begins under this URL."""
+    """Return the event of a new run."""
     return {"type": "run", "run_id": run_id}
 
 
 def open_event(epoch: int, resumed: GenerationId | None, *, volatile: bool = False) -> dict[str, object]:
-    """A life of the job begins from a generation; a volatile one was never committed, and is in memory only."""
+    """Return the event of a new incarnation; `volatile` says that `resumed` is in memory only, never committed."""
     event = {"type": "open", "epoch": epoch, "resumed": None if resumed is None else generation_body(resumed)}
     return {**event, "volatile": True} if volatile else event
 
 
 def watermark_event(epoch: int, step: int) -> dict[str, object]:
-    """Generations below `step` are about to be deleted."""
+    """Return the event that gives up generations below `step`."""
     return {"type": "watermark", "epoch": epoch, "step": step}
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What is read of one."""
+    """The parts of an entry that are read back."""
 
     nonce: str
     history: History
 
 
 def _names(history: History) -> tuple[str, int, str]:
-    """Of the life that may write."""
+    """Return what identifies the incarnation that may write."""
     return history.run_id, history.last_epoch, history.life
 
 

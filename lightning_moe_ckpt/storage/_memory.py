@@ -1,11 +1,11 @@
-"""Documents of the memory tiers: what a ring says of itself, and what stands beside it for each whole generation.
+"""Documents of the memory tiers: a ring's header page, and one marker file beside the ring per whole generation.
 
 ```text
 <name>.ring                              one page of header, then equal slots
 <name>.ring.<step>.e<epoch>-<life>.done  a line that says in which slots the segments lie, then the rank's marker
 ```
 
-The ring's nonce is in both, so a marker is never taken for a ring that was made later under the same name.
+Both contain the ring's nonce, so a marker is never matched with a later ring of the same name.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._records import RankMarker
 
 RING_HEADER_NBYTES = 4096
-"""The slots begin behind one page."""
+"""Size of the header page; the slots begin after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingHeader:
-    """First page of a ring."""
+    """Content of a ring's first page."""
 
     nonce: str
     """Different in every ring."""
     slot_nbytes: int
     num_slots: int
     origin: str
-    """Digest of the URL of the run; rings of replaced runs are known by it."""
+    """Digest of the run's URL, by which rings of replaced runs are recognized."""
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Size of the whole ring file."""
         return RING_HEADER_NBYTES + self.slot_nbytes * self.num_slots
 
     def to_bytes(self) -> bytes:
-        """The page."""
+        """Encode the page."""
         body = {name: getattr(self, name) for name in ("nonce", "slot_nbytes", "num_slots", "origin")}
         return encode("ring", body).ljust(RING_HEADER_NBYTES, b"\0")
 
@@ -62,7 +62,7 @@ class RingHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMarker:
-    """States that the slots of a ring hold all segments of a generation."""
+    """Statement that the slots of a ring hold all segments of a generation."""
 
     ring: str
     """The ring's nonce."""
@@ -70,10 +70,10 @@ class MemoryMarker:
     """Slot of each segment, by the segment's step."""
     marker: RankMarker
     seen: GenerationId | None = None
-    """The newest commit of the run that its process knew of. Storage that lacks it has another past."""
+    """Newest commit that the writing process knew of. Storage without that commit has another past."""
 
     def to_bytes(self) -> bytes:
-        """The file: one document, then the marker byte for byte as it is stored."""
+        """Encode the file: one document, then the rank's marker with the same bytes as in storage."""
         data = self.marker.to_bytes()
         slots = [{"step": step, "slot": self.slots[step]} for step in sorted(self.slots)]
         seen = None if self.seen is None else generation_body(self.seen)
@@ -107,10 +107,10 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def lacking_memory(nbytes: int) -> str | None:
-    """Return why so many bytes cannot be had; `None` if they can, or the machine does not say.
+    """Return why `nbytes` of memory are not available; `None` if they are, or if the machine does not say.
 
-    Asked before memory is taken for what a document says, which may be made up: the kernel grants far more than there
-    is, and ends whoever uses it.
+    Call it before allocating what a document asks for, because the document may be forged. The kernel grants more
+    memory than there is and kills the process that uses it.
     """
     with suppress(OSError, ValueError, IndexError):
         lines = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())

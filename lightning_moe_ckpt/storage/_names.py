@@ -1,14 +1,14 @@
-"""Names of stored objects, and their way back to what they name.
+"""Names of stored objects, and parsers of these names.
 
 ```text
-_log/<n:020d>.json                                                      epochs and watermark, dense
+_log/<n:020d>.json                                                      incarnations and watermark, dense
 snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.<step:012d>.safetensors     one segment
 snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.done                    that rank's marker over all its segments
 snap/<step:012d>/e<epoch:06d>-<life>/_COMMITTED                         the generation exists
 ```
 
-Invariant: a name is used by one life only, so no reader ever sees it change. Epochs count the lives that a log knows;
-where a log was put back to an older state, or copied, two lives get the same number. `life` is drawn anew for each.
+Invariant: only one incarnation uses a name, so no reader sees an object change. `epoch` counts the incarnations in the
+log. If a log was copied or put back to an older state, two incarnations get the same number; `life` is random.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SNAP_PREFIX = "snap/"
 PROBE_PREFIX = "_probe/"
 COMMITTED = "_COMMITTED"
 DURABLE, NODE = "durable", "node"
-"""Audiences of files: every tier, or memory only."""
+"""Audiences of files: `durable` files go to every tier, `node` files to memory only."""
 
-# No longer than 64 bits hold: with more digits a name is nobody's.
+# At most as many digits as 64 bits hold.
 _LOG = re.compile(r"_log/(00\d{18})\.json")
 _SNAP = re.compile(r"snap/(\d{12,18})/e(\d{6,18})(?:-([0-9a-f]{12}))?/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
@@ -32,22 +32,22 @@ _DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
 _OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/e\d{6,18}(-[0-9a-f]{12})?(/[^/]+)?)?)?")
 
 MAX_DOCUMENT_NBYTES = 16 * 2**20
-"""Of a document: what parses slowly, and into many times its size, is not parsed unless it can be one of ours."""
+"""Largest document. Larger ones are not parsed, because parsing is slow and takes many times their size in memory."""
 MAX_MARKER_NBYTES = 256 * 2**20
-"""Of a marker, with the lines behind its document, and of whatever else is read whole. A marker above the size of a document
-is read only if that says so: see `expect_readable`."""
+"""Largest marker, including the lines after its document. A marker above `MAX_DOCUMENT_NBYTES` is read only if its
+document states that size: see `expect_readable`."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class GenerationId:
-    """What recovery can start from; ordered by step, then by epoch."""
+    """Name of a generation, which a restart can resume from; ordered by step, then by epoch."""
 
     step: int
-    """Boundary at which the generation becomes dense."""
+    """Step boundary whose state the generation restores."""
     epoch: int
-    """Life of the job that wrote it."""
+    """Number of the incarnation that wrote it."""
     life: str = ""
-    """What tells that life from any other with the same number: see `new_life`. Empty for what older releases wrote."""
+    """Random name of that incarnation: see `new_life`. Empty in files of older releases."""
 
     def __str__(self) -> str:
         return f"step {self.step} (epoch {self.epoch})"
@@ -59,30 +59,30 @@ class GenerationId:
 
     @property
     def directory(self) -> str:
-        """Of its life, as it is part of keys."""
+        """Part of every key that names the incarnation."""
         return f"e{self.epoch:06d}-{self.life}" if self.life else f"e{self.epoch:06d}"
 
 
 def new_life() -> str:
-    """48 random bits, by which a life of the job is known, in hexadecimal."""
+    """Draw the name of an incarnation: 48 random bits in hexadecimal."""
     return uuid.uuid4().hex[:12]
 
 
 def most_nbytes(key: str) -> int:
-    """How large an object that is read whole may be: log entries, manifests, and markers, which name every record.
+    """Return the largest size at which the object is read whole: a log entry, a manifest or a marker.
 
-    Far above what is ever written, and little enough that a made-up file does not take the memory of whoever reads it.
+    The limits are far above what is written, and small enough that a forged file does not exhaust memory.
     """
     return MAX_DOCUMENT_NBYTES if key.endswith((".json", COMMITTED)) else MAX_MARKER_NBYTES
 
 
 def is_marker(key: str) -> bool:
-    """Whether an object is a rank's marker, by its key."""
+    """Whether the key names a rank's marker."""
     return key.endswith(".done")
 
 
 def is_ours(key: str, *, folder: bool) -> bool:
-    """Whether a path has the form of an object of a run, or of a folder that has some; other names are left alone."""
+    """Whether a path has the form of a run's object or, with `folder`, of a folder with such objects."""
     names_object = parse_log_key(key) is not None or parse_snap_key(key) is not None
     return _OURS.fullmatch(key) is not None and names_object != folder
 
@@ -93,12 +93,12 @@ def log_key(index: int) -> str:
 
 
 def log_block(index: int) -> str:
-    """Prefix shared by the thousand log keys around `index`."""
+    """Prefix of the block of a thousand log keys that contains `index`."""
     return f"{LOG_PREFIX}{index:020d}"[:-3]
 
 
 def segment_key(generation: GenerationId, rank: int, step: int, audience: str = DURABLE) -> str:
-    """Key of what `rank` captured at `step`; files that are not for storage have one too, by which markers name them."""
+    """Key of the file that `rank` captured at `step`. Node files have a key too: markers name them by it."""
     told = "" if audience == DURABLE else f".{audience}"
     return f"{generation.prefix}rank{rank:05d}.{step:012d}{told}.safetensors"
 
@@ -114,13 +114,13 @@ def commit_key(generation: GenerationId) -> str:
 
 
 def parse_log_key(key: str) -> int | None:
-    """Index of a log entry, `None` for any other key."""
+    """Return the index of a log entry; `None` for any other key."""
     match = _LOG.fullmatch(key)
     return int(match[1]) if match else None
 
 
 def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
-    """Generation and last part of a key, `None` for a key that is not of this layout."""
+    """Return generation and last part of a key; `None` for a foreign key."""
     match = _SNAP.fullmatch(key)
     if match is None:
         return None
@@ -128,12 +128,12 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
 
 
 def parse_data_name(name: str) -> int | None:
-    """Step of a segment from the last part of its key, `None` for any other object."""
+    """Return the step of a segment from the last part of its key; `None` for any other object."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parse_marker_name(name: str) -> int | None:
-    """Rank of a marker from the last part of its key, `None` for any other object."""
+    """Return the rank of a marker from the last part of its key; `None` for any other object."""
     match = _MARKER.fullmatch(name)
     return int(match[1]) if match else None

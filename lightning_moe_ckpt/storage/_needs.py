@@ -1,9 +1,9 @@
-"""What a generation borrows must be there, and allowed by the log, for as long as the generation is.
+"""Checks that the files a generation borrows exist, and that the log allows them, as long as the generation exists.
 
-Where it names older copies too, what is lost of the newest ones need not be the end of it: a restore finds out. Spares
-themselves are never asked for: what is stored without one has one copy less, no more.
+If a borrowed file is lost and the generation names spares, a restore finds out whether these suffice. Spares are not
+checked here: without one an operator only has one copy less.
 
-Sources: the design, "References"; PEC (2024), Sec. 3.
+Source: PEC (2024), Sec. 3.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lightning_moe_ckpt.storage._records import Commit, StoredMarker
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """What a generation needs and does not have."""
+    """Why a borrowed file is not available."""
 
     reason: str
     is_loss: bool
-    """False if the log has given up what is needed: this one stays only for what needs it in turn."""
+    """False if the log gave the borrowed files up; then the generation itself only stays because others need it."""
 
 
 def what_lacks(commit: Commit, history: History, defects: Mapping[GenerationId, str | None]) -> Lack | None:
-    """Why a generation cannot be restored for want of what it borrows; `None` if all of that is there.
+    """Return why a generation's borrowed files are not available; `None` if all are.
 
     Args:
-        commit: its manifest.
+        commit: manifest of the generation.
         history: state of the log.
-        defects: of every stored generation, what is wrong with it by itself; `None` if nothing is.
+        defects: every stored generation with its own defect, or `None` if it has none.
     """
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:
@@ -46,28 +46,28 @@ def what_lacks(commit: Commit, history: History, defects: Mapping[GenerationId, 
 
 
 def needed_by(commits: Iterable[Commit]) -> dict[GenerationId, GenerationId]:
-    """What generations need, each with the newest one that needs it."""
+    """Map each needed generation to the newest generation that needs it."""
     ascending = sorted(commits, key=lambda commit: commit.generation)
     return {need: commit.generation for commit in ascending for need in commit.needs}
 
 
 def spare_for(commits: Iterable[Commit]) -> dict[GenerationId, GenerationId]:
-    """What has older copies for generations, each with the newest of those."""
+    """Map each generation that holds spares to the newest generation that names them."""
     ascending = sorted(commits, key=lambda commit: commit.generation)
     return {spare: commit.generation for commit in ascending for spare in commit.spares}
 
 
 def expect_needs(backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker]) -> None:
-    """Check, before a generation becomes visible, that whatever it borrows is committed and stays.
+    """Check, before a generation becomes visible, that the files it borrows are committed and not given up.
 
     Args:
-        backend: where it is.
+        backend: where the run is stored.
         history: state of the log.
-        commit: what is about to be created.
+        commit: the manifest that is about to be created.
         stored: markers of all ranks.
 
     Raises:
-        Corrupt: something it needs was given up, was never committed, or is not what was written.
+        Corrupt: a borrowed file was given up, was never committed, or is not what was written.
         StorageError: the medium failed.
     """
     if not commit.needs:

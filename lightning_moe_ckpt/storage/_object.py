@@ -1,11 +1,9 @@
-"""Objects in S3, Google Cloud Storage, Azure and what speaks their languages, by way of obstore (Rust object_store).
+"""Objects in S3, Google Cloud Storage, Azure and compatible stores, through obstore (Rust object_store).
 
-An upload goes from the segment in memory to the socket without a copy, off the GIL, in parts; an exception on the way
-aborts it, so nothing half written is ever published. Limits that hold: every request has a time-out, and the whole
-transfer a deadline that is looked at before each part. Payloads are not hashed for the signature: our own digests are
-in the markers, and TLS guards the way.
-
-Source: the storage study, Sec. 2 and 2.1.
+An upload goes from the segment in memory to the socket in parts, without a copy and without the GIL. An exception
+aborts the upload, so a partial object is never published. Every request has a time-out, and the whole transfer has a
+deadline that is checked before each part. Payloads are not hashed for the signature: the markers hold our digests, and
+TLS protects the connection.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, tran
 from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
 PART_NBYTES = 16 * 2**20
-_MIN_PART_NBYTES = 5 * 2**20  # of S3, but for the last part
+_MIN_PART_NBYTES = 5 * 2**20  # the limit of S3, except for the last part
 
 _STORES: Mapping[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 _runtime_pid: int | None = None
-"""Process whose threads serve obstore; a fork does not inherit them, and a call there would wait for ever."""
+"""Process whose threads serve obstore. A fork does not inherit the threads, so a call in it would never return."""
 
 T = TypeVar("T")
 
@@ -60,14 +58,14 @@ class ObjectBackend:
 
         Args:
             url: `s3://bucket/path`, `gs://`, `az://container/path`.
-            storage_options: as for s3fs, gcsfs or adlfs, or in obstore's words.
-            timeout: limit of one call, to which the time for its bytes is added.
-            min_nbytes_per_second: the slowest transfer that counts as alive.
-            bandwidth: bytes per second that `put` may write; `None` for no cap.
+            storage_options: options of s3fs, gcsfs or adlfs, or of obstore.
+            timeout: limit of one call, without the time for its bytes.
+            min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
+            bandwidth: bytes per second that `put` may write; `None` for no limit.
 
         Raises:
             ConfigurationError: no bucket, or the parent of this process already uses object stores.
-            Unmapped: an option that obstore has no word for.
+            Unmapped: obstore has no equivalent of an option.
         """
         try:
             kind, bucket, prefix = split_url(url)
@@ -81,11 +79,11 @@ class ObjectBackend:
         self._concurrency = options.transfer.get("max_concurrency", 4)
         part_limit = timeout + timedelta(seconds=self._part_nbytes / min_nbytes_per_second)
         client = {"connect_timeout": timedelta(seconds=min(10.0, timeout.total_seconds())), "timeout": part_limit}
-        # Requests are tried again here only for a short while; calls are by `Retrying`, with longer pauses.
+        # obstore retries requests for a short while only; `Retrying` repeats whole calls with longer pauses.
         backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2)}
         retry = {"max_retries": 2, "retry_timeout": timeout, "backoff": backoff}
         self.unfinished: UnfinishedUploads | None = None
-        """Uploads of the bucket that nobody has completed; only S3 tells."""
+        """Access to incomplete uploads of the bucket; `None` unless the store is S3."""
         _claim_runtime(url)
         try:
             self._store = _STORES[kind](
@@ -100,7 +98,7 @@ class ObjectBackend:
         except (BaseError, ValueError, TypeError) as error:
             raise ConfigurationError(f"`{url}` cannot be opened: {_first_line(error)}") from error
         if kind == "s3":
-            # obstore does not tell these two, and botocore reads them from other variables.
+            # obstore does not expose these two, and botocore reads other variables.
             found = {"endpoint": os.environ.get("AWS_ENDPOINT"), "region": os.environ.get("AWS_REGION")}
             self.unfinished = UnfinishedUploads(
                 bucket,
@@ -131,7 +129,7 @@ class ObjectBackend:
         self._call(what, lambda: put(self._store, key, body))
 
     def create(self, key: str, data: bytes) -> None:
-        """Upload if the key is free; where the store cannot refuse, check first, which a race can beat."""
+        """Upload if the key is free. A store that cannot refuse is asked first, which a race can defeat."""
         if not self.creates_exclusively and self._holds(key):
             raise KeyExists(f"create {key}: exists at {self.url}.")
         self._create(key, data)
@@ -169,7 +167,7 @@ class ObjectBackend:
                 self._fill(key, start + at, rest[at:end], part)
 
     def list(self, prefix: str) -> list[Entry]:
-        """List objects; the store's own prefixes end at slashes, ours anywhere."""
+        """List objects whose key starts with `prefix`; obstore itself lists whole folders only."""
         folder = prefix.rpartition("/")[0]
         what = f"list {folder} at {self.url}"
         found = self._call(what, lambda: obstore.list(self._store, folder or None, chunk_size=1000).collect())
@@ -184,7 +182,7 @@ class ObjectBackend:
             return
 
     def leftovers(self, prefix: str) -> Sequence[Entry]:
-        """Uploads under way, on S3."""
+        """List incomplete uploads; only S3 shows them."""
         self._check_process()
         if self.unfinished is None:
             return []
@@ -192,22 +190,22 @@ class ObjectBackend:
         return [Entry(each.key[len(self.full_key("")) :].lstrip("/"), 0) for each in uploads]
 
     def sweep(self, prefix: str) -> None:
-        """Abort uploads that were never completed; on other stores than S3 a lifecycle rule of the bucket has to."""
+        """Abort incomplete uploads on S3. Other stores need a lifecycle rule of the bucket."""
         self._check_process()
         if self.unfinished is not None:
             self.unfinished.abort(self.full_key(prefix))
 
     def full_key(self, key: str) -> str:
-        """The key, or prefix of keys, as the bucket knows it."""
+        """Return the key, or prefix of keys, within the bucket."""
         return "/".join(filter(None, (self._store.prefix, key)))
 
     def modified(self, key: str) -> float:
-        """When an object was written, in seconds since 1970 by the store's clock."""
+        """Return when an object was written, in seconds since 1970 by the store's clock."""
         facts = self._call(f"head {key} at {self.url}", lambda: obstore.head(self._store, key))
         return float(facts["last_modified"].timestamp())
 
     def close(self) -> None:
-        """Connections close with the store's last reference; uploads under way are abandoned at their next part."""
+        """Abandon running uploads at their next part; connections close with the store's last reference."""
         self._pace.close()
 
     def _ranges(self, key: str, places: Mapping[str, Sequence[int]]) -> Sequence[Any]:
@@ -216,7 +214,7 @@ class ObjectBackend:
         except BaseError as error:
             if "non-partial response" not in str(error):
                 raise
-        # Some servers answer with the object where a range is all of it.
+        # Some servers ignore a range that covers the whole object.
         whole = memoryview(obstore.get(self._store, key).bytes())
         return [whole[start:end] for start, end in zip(places["starts"], places["ends"], strict=True)]
 
@@ -238,7 +236,7 @@ class ObjectBackend:
         return self._timeout.total_seconds() + nbytes / self._min_rate
 
     def _pieces(self, views: Sequence[bytes | memoryview], what: str, deadline: float) -> Iterator[memoryview]:
-        """Slices of the views, no copies; raising here aborts the upload."""
+        """Yield slices of the views without copying; an exception here aborts the upload."""
         done = 0
         for view in views:
             rest = memoryview(view)
@@ -259,7 +257,7 @@ class ObjectBackend:
             raise _forked(self.url)
 
     def _call(self, what: str, call: Callable[[], T]) -> T:
-        """Run `call` and turn its exceptions into ours."""
+        """Run `call` and turn its exceptions into `StorageError`s."""
         self._check_process()
         try:
             return call()
@@ -295,5 +293,5 @@ def _forked(url: str) -> ConfigurationError:
 
 
 def _first_line(error: Exception) -> str:
-    """Obstore appends a dump of its own structures."""
+    """Return the message of an obstore error without the debug dump after it."""
     return str(error).split("\n\nDebug source", 1)[0].strip().replace("\n", " ")

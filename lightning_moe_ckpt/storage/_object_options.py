@@ -1,6 +1,6 @@
-"""Options of object stores: obstore's own words, and those that users of s3fs, gcsfs and adlfs have in their files.
+"""Translate options of s3fs, gcsfs and adlfs into those of obstore.
 
-What is no synonym goes to obstore as it stands. What obstore does not know selects the fsspec backend, with a warning.
+Other options go to obstore unchanged. An option that obstore does not know selects the fsspec backend, with a warning.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
-"""URL schemes by the kind of store behind them."""
+"""Kind of store by URL scheme."""
 
 
 class Unmapped(LookupError):
-    """An option, or a part of a URL, that obstore has no word for."""
+    """Obstore has no equivalent of an option or of a part of a URL."""
 
 
 @dataclass(slots=True)
 class ObjectOptions:
-    """What a store is opened with."""
+    """Options with which obstore opens a store."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    """Configuration of the store, in obstore's words."""
+    """obstore's configuration of the store."""
     client: dict[str, Any] = field(default_factory=dict)
-    """HTTP client, in obstore's words."""
+    """obstore's options of the HTTP client."""
     transfer: dict[str, int] = field(default_factory=dict)
     """`part_nbytes`, `max_concurrency`."""
     certificates: str | None = None
-    """File with those of authorities to trust."""
+    """File with certificates of trusted authorities."""
 
 
 Apply = Callable[[ObjectOptions, Any], object]
@@ -44,10 +44,10 @@ def translate(kind: str, storage_options: Mapping[str, object]) -> ObjectOptions
 
     Args:
         kind: `s3`, `gs` or `az`.
-        storage_options: as for s3fs, gcsfs or adlfs, or in obstore's own words.
+        storage_options: options of s3fs, gcsfs or adlfs, or of obstore.
 
     Raises:
-        Unmapped: a value is none that obstore takes.
+        Unmapped: obstore does not accept a value.
     """
     options = ObjectOptions()
     for key, value in _flat(storage_options):
@@ -130,17 +130,17 @@ _SYNONYMS: Mapping[str, Mapping[str, str | Apply]] = {
     "az": {"sas_token": "sas_key", "anon": "skip_signature", "max_concurrency": _transfer("max_concurrency")},
 }
 _WITHOUT_MEANING = {"default_cache_type", "default_fill_cache", "project", "skip_instance_cache", "use_listings_cache"}
-"""Caches, and what only creates buckets."""
+"""Options without effect here: caches, and options for creating buckets."""
 
 
 def _finish_s3(options: ObjectOptions) -> None:
-    """Add what botocore would find by itself and obstore does not."""
+    """Add settings that botocore finds by itself and obstore does not."""
     own = {"access_key_id", "skip_signature", "role_arn", "web_identity_token_file"}
     if own.isdisjoint(options.config) and not os.environ.get("AWS_ACCESS_KEY_ID"):
         options.config.update({**_shared_credentials(os.environ.get("AWS_PROFILE", "default")), **options.config})
     if not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
         options.config.setdefault("region", "us-east-1")
-    # A digest of every byte is in our marker; signing the payload too would cost ten times the CPU of the upload.
+    # Markers hold a digest of every byte; hashing the payload again would cost ten times the CPU of the upload.
     options.config.setdefault("unsigned_payload", True)
 
 

@@ -1,9 +1,9 @@
-"""From a URL to a backend that is tried again: what may be given, which medium that is, and retries around it.
+"""Open the backend for a URL: check the URL, choose the medium, and put retries around it.
 
-What talks to a store is imported when one is opened: that takes half a second. A slip of the pen is told from a place.
-`Retrying` is the only place of this package that tries a storage operation again, but for the few quick attempts that a
-request has within obstore: with growing pauses until the operation has had its time, then the error goes up. `KeyExists`,
-`KeyMissing` and `Corrupt` are answers, not failures, and pass at once; so does `StorageRefused`, which no pause mends.
+Client libraries are imported when a store is opened, because that takes half a second. Only `Retrying` retries storage
+operations, besides a few quick attempts within obstore. It retries with growing pauses until `patience` is over, then
+raises the error. `KeyExists`, `KeyMissing` and `Corrupt` are answers, not failures, and are raised at once. So is
+`StorageRefused`, which waiting cannot cure.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ _HALF_A_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/?(?!/)")
 
 
 def scheme_of(url: str) -> str:
-    """The scheme in lower case; `file` for a path."""
+    """Return the scheme in lower case; `file` for a path."""
     match = _SCHEME.match(url)
     return match[1].lower() if match else "file"
 
 
 def place_of(url: str) -> str:
-    """The URL by which all processes know a place: a path without links on the way."""
+    """Return the URL spelled alike in all processes: paths have no symbolic links."""
     return f"file://{os.path.realpath(url[len('file://') :])}" if url.startswith("file://") else url
 
 
 def memory_tag(key: str, url: str) -> str:
-    """What names of a run's shared memory have in common: 32 hexadecimal digits.
+    """Return the common part of the names of a run's shared memory: 32 hexadecimal digits.
 
-    Nobody can guess it who cannot read the log. A copy of the run's directory has another one: it is another place, and
-    what is in memory belongs to the job that goes on at the first.
+    Only readers of the log can compute it. A copy of the run's directory gets another tag, because the shared memory
+    belongs to the job at the original place.
 
     Args:
         key: secret of the run, from its log.
-        url: of the run.
+        url: URL of the run.
     """
     return hashlib.blake2b(place_of(url).encode(), key=bytes.fromhex(key), digest_size=16).hexdigest()
 
 
 def checked_url(url: object) -> str:
-    """The URL as text.
+    """Return the URL as text.
 
     Args:
         url: a path, as text or as an object; or a URL.
 
     Raises:
-        ConfigurationError: it names no place, or not the one that was meant.
+        ConfigurationError: the URL names no place, or is probably a typing error.
     """
     if not isinstance(url, str | os.PathLike):
         raise ConfigurationError(f"`url={url!r}` is a {type(url).__name__}. Give a path or a URL as text.")
@@ -92,20 +92,20 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 10.0
-# Not the generator of the process: training draws from that, and a hiccup of storage must not change what it draws.
+# A separate generator: training draws from the process's own, and a retry must not change its numbers.
 _JITTER = random.SystemRandom()
 
 
 class Retrying:
-    """A backend whose calls are tried again; see `Backend` for what each promises.
+    """A backend that retries failed calls of another one; see `Backend` for the methods.
 
-    A retried `create` may meet the object of its own first attempt as `KeyExists`: use `create_once`.
+    A retried `create` may raise `KeyExists` because of its own first attempt: use `create_once`.
 
     Args:
-        backend: what is called.
-        patience: from the first attempt of an operation to the beginning of its last, beside the time for its bytes.
-        min_nbytes_per_second: how fast bytes are expected to go.
-        clock: seconds that only grow, for tests.
+        backend: the backend to call.
+        patience: time from an operation's first attempt to the start of its last one, without the time for its bytes.
+        min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
+        clock: monotonic seconds, for tests.
         sleep: waits so many seconds and returns whether the backend was closed, for tests.
     """
 
@@ -125,7 +125,7 @@ class Retrying:
 
     @property
     def url(self) -> str:
-        """Where the objects are."""
+        """URL of the place, for messages."""
         return self._backend.url
 
     @property
@@ -170,7 +170,7 @@ class Retrying:
         self._retry(lambda: self._backend.sweep(prefix))
 
     def close(self) -> None:
-        """Release connections; nothing is tried again any more."""
+        """Release connections and end all retries."""
         self._closed.set()
         self._backend.close()
 
@@ -183,7 +183,7 @@ class Retrying:
             except (KeyExists, KeyMissing, StorageRefused):  # noqa: PERF203 - trying again is what the loop is for
                 raise
             except StorageError as error:
-                # Ranks that failed together must not come back together.
+                # Jitter, so that ranks that failed together do not retry together.
                 seconds = pause * _JITTER.uniform(0.5, 1.0)
                 if self._clock() + seconds > end:
                     raise
@@ -207,13 +207,13 @@ def open_backend(
 
     Args:
         url: a path, `file://`, `s3://`, `gs://`, `az://`, or any other URL fsspec knows. Open after a fork, not before.
-        storage_options: in the words of s3fs, gcsfs, adlfs or whatever fsspec file system serves the URL; not
-            accepted for paths.
-        bandwidth: bytes per second that `put` may write, all threads of this process together; `None` for no cap.
-        patience: how long a failing operation is tried again, beside the time for its bytes.
+        storage_options: options of s3fs, gcsfs, adlfs or the fsspec file system that serves the URL; not accepted for
+            paths.
+        bandwidth: bytes per second that `put` may write, all threads of this process together; `None` for no limit.
+        patience: how long a failing operation is retried, without the time for its bytes.
 
     Raises:
-        ConfigurationError: it names no place, its scheme is unknown, its package is missing, or the options do not fit.
+        ConfigurationError: the URL names no place, its scheme is unknown, a package is missing, or options do not fit.
     """
     backend = open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth)
     for wrap in _wrappers:
@@ -224,7 +224,7 @@ def open_backend(
 
 @contextlib.contextmanager
 def wrapping_backends(wrap: Callable[[Backend], Backend]) -> Iterator[None]:
-    """Put `wrap` around every backend that `open_backend` opens meanwhile, below its retries: for tests of failures."""
+    """Wrap every backend that `open_backend` opens in this context, below its retries; for tests of failures."""
     _wrappers.append(wrap)
     try:
         yield
@@ -235,7 +235,7 @@ def wrapping_backends(wrap: Callable[[Backend], Backend]) -> Iterator[None]:
 def open_without_retries(
     url: str, *, storage_options: StorageOptions | None = None, bandwidth: int | None = None
 ) -> Backend:
-    """As `open_backend`, without the retries."""
+    """Open a backend like `open_backend`, without retries."""
     url = checked_url(url)
     factory = _FACTORIES.get(scheme_of(url), _open_fsspec)
     return factory(url, storage_options or {}, bandwidth)

@@ -1,12 +1,10 @@
-"""Objects as files: written beside their place, synced, then renamed or linked into it.
+"""Objects as files: written to a temporary name, synced, then renamed or linked to the final name.
 
-fsspec's local file system writes in place and never syncs, so a kill leaves half a file under its final name and a
-power cut an empty one. Here a file is under its name only when all its bytes are on the medium: write and fsync a
-temporary file in the same directory, rename (put) or link (create; link refuses an existing name, also on NFS), fsync
-the directory. Directories we need are synced into their parents the first time this process uses them, whoever made
-them. No lock files: their meaning depends on mount options.
-
-Source: the storage study, Sec. 2 (races of fsspec's create, Lustre) and Sec. 5 (early write-back).
+fsspec's local file system writes in place and never syncs: a kill leaves half a file under its final name, a power cut
+an empty one. Here a file gets its name only when all its bytes are on the medium: write and fsync a temporary file in
+the same directory, rename it (`put`) or link it (`create`; link refuses an existing name, also on NFS), fsync the
+directory. A directory is synced into its parent when this process first uses it, whoever made it. There are no lock
+files: their meaning depends on mount options.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK_NBYTES = 4 * 2**20
 _MAX_PRUNED = 100
-_UNPACED = Pace()  # for what is small and waited for: the log, manifests
+_UNPACED = Pace()  # for small objects that the caller waits for: the log, manifests
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts: names are durable with the file there
 _LASTING = {
@@ -41,7 +39,7 @@ _LASTING = {
     errno.ENAMETOOLONG, errno.EEXIST,
 }  # fmt: skip
 _STRANGE = {errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENODEV}
-"""A link, a socket, a device that is not there."""
+"""Errors for a path that is a link, a socket or an absent device."""
 _KINDS = {
     stat.S_ISLNK: "a link", stat.S_ISFIFO: "a named pipe", stat.S_ISSOCK: "a socket", stat.S_ISDIR: "a folder",
     stat.S_ISREG: "a file",
@@ -58,7 +56,7 @@ class PosixBackend:
 
         Args:
             root: made when something is written.
-            bandwidth: bytes per second that `put` may write; `None` for no cap.
+            bandwidth: bytes per second that `put` may write; `None` for no limit.
         """
         self._root = Path(root).expanduser().absolute()
         self._pace = Pace(bandwidth)
@@ -83,7 +81,7 @@ class PosixBackend:
             _sync_directory(path.parent)
 
     def create(self, key: str, data: bytes) -> None:
-        """Write, sync, link, sync the directory; without hard links check first, which a race can beat."""
+        """Write, sync, link, sync the directory. Without hard links it checks first, which a race can defeat."""
         if self.creates_exclusively:
             self._link(key, data)
         elif self._path(key).exists():
@@ -127,11 +125,11 @@ class PosixBackend:
             self._prune(path.parent)
 
     def leftovers(self, prefix: str) -> Sequence[Entry]:
-        """Temporary files."""
+        """List temporary files."""
         return [*self._entries(prefix, temporary=True)]
 
     def sweep(self, prefix: str) -> None:
-        """Unlink temporary files; whoever still writes one gets a `StorageError` at its rename."""
+        """Unlink temporary files; a process that still writes one gets a `StorageError` at the rename."""
         directory = self._root / prefix.rpartition("/")[0]
         with _reported("sweep", directory):
             for file in self._files(directory):
@@ -141,13 +139,13 @@ class PosixBackend:
                     self._prune(Path(file.path).parent)
 
     def modified(self, key: str) -> float:
-        """When an object was written, in seconds since 1970 by the file server's clock."""
+        """Return when an object was written, in seconds since 1970 by the file server's clock."""
         path = self._path(key)
         with _reported("get", path):
             return path.stat().st_mtime
 
     def close(self) -> None:
-        """Nothing is held open; writes under way are abandoned."""
+        """Abandon running writes; no file is held open."""
         self._pace.close()
 
     def _entries(self, prefix: str, *, temporary: bool) -> Iterator[Entry]:
@@ -161,10 +159,10 @@ class PosixBackend:
         yield from sorted(found, key=lambda entry: entry.key)
 
     def _files(self, directory: Path) -> Iterator[os.DirEntry[str]]:
-        """Files below `directory`, tolerating that others delete meanwhile; never through a link.
+        """Yield files below `directory`; tolerates concurrent deletion and follows no links.
 
         Raises:
-            StorageRefused: what has the name of something of a run is no file and no folder of its own.
+            StorageRefused: a path with the name of a run's object or folder is a link or something else.
         """
         for above in [directory, *directory.parents]:
             if self._root in above.parents and above.is_symlink():
@@ -189,7 +187,7 @@ class PosixBackend:
             try:
                 path.hardlink_to(temporary)
             except FileExistsError as error:
-                # NFS repeats a link whose reply was lost and then reports our own success as a conflict.
+                # NFS repeats a link whose reply was lost, and reports our own first link as a conflict.
                 if temporary.stat().st_nlink == 1:
                     raise KeyExists(f"create {key}: exists at {self.url}.") from error
             except OSError as error:
@@ -200,7 +198,7 @@ class PosixBackend:
 
     @contextmanager
     def _written(self, path: Path, views: Sequence[bytes | memoryview], pace: Pace) -> Iterator[Path]:
-        """Yield a synced temporary file beside `path`; gone afterwards unless it was renamed."""
+        """Yield a synced temporary file beside `path`; it is removed afterwards unless the caller renamed it."""
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             file = self._open_new(temporary)
@@ -217,7 +215,7 @@ class PosixBackend:
         temporary.unlink(missing_ok=True)
 
     def _open_new(self, path: Path) -> int:
-        """Create a file, and its directory as often as somebody prunes it before the file is in it."""
+        """Create a file; make its directory again if another process prunes it before the file is there."""
         for _ in range(_MAX_PRUNED):
             with suppress(FileNotFoundError):
                 self._make_directory(path.parent)
@@ -235,14 +233,14 @@ class PosixBackend:
             self._stripe_root()
 
     def _stripe_root(self) -> None:
-        """As soon as there is a root, and nothing is in it yet that would keep its layout."""
+        """Set the Lustre layout of the root once, when it exists and is still empty."""
         if not self._looked_at_root and self._root.is_dir():
             self._looked_at_root = True
             if not any(self._root.iterdir()):
                 stripe(self._root)
 
     def _prune(self, directory: Path) -> None:
-        with suppress(OSError):  # not empty, or somebody else was faster
+        with suppress(OSError):  # not empty, or another process was faster
             while directory != self._root:
                 directory.rmdir()
                 self._synced.discard(directory)
@@ -260,7 +258,7 @@ class PosixBackend:
 
 @contextmanager
 def _reported(operation: str, path: Path) -> Iterator[None]:
-    """Turn an error of the operating system into ours, with the operation and the place."""
+    """Turn an `OSError` into a `StorageError` with the operation and the path."""
     try:
         yield
     except StorageError:
@@ -283,9 +281,9 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield a descriptor of a regular file, and its size; of anything else nothing is read, nor waited for."""
+    """Yield the descriptor of a regular file and its size; anything else is refused without reading or waiting."""
     try:
-        # Not blocking: a pipe without a writer would be waited for. Of a regular file it changes nothing.
+        # O_NONBLOCK: opening a pipe without a writer would block. It has no effect on regular files.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         if error.errno in _STRANGE:
@@ -301,7 +299,7 @@ def _opened(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _strange(path: Path) -> StorageRefused:
-    """What is in the place of a file or folder of ours."""
+    """Return the error for a path that should be one of our files or folders and is not."""
     mode = path.lstat().st_mode
     kind = next((word for is_it, word in _KINDS.items() if is_it(mode)), "something else")
     leads = f" to {path.readlink()}" if stat.S_ISLNK(mode) else ""
@@ -337,7 +335,7 @@ def _write_all(file: int, views: Sequence[bytes | memoryview], pace: Pace) -> No
 
 
 def _read_into(file: int, out: memoryview, start: int = 0) -> int:
-    """Fill `out` from byte `start` on; returns the bytes read, fewer only at the end of the file."""
+    """Fill `out` from byte `start` on; return the bytes read, fewer only at the end of the file."""
     rest, filled = out.cast("B") if out.nbytes else memoryview(bytearray()), 0
     while rest.nbytes:
         count = os.preadv(file, [rest[:_CHUNK_NBYTES]], start + filled)
@@ -348,7 +346,7 @@ def _read_into(file: int, out: memoryview, start: int = 0) -> int:
 
 
 def _start_writeback(file: int, position: int, nbytes: int) -> None:
-    """Let the device write this chunk while we copy the next; only a hint, the fsync decides.
+    """Start writing this chunk to the device while the next one is copied; a hint only, fsync makes it durable.
 
     Measured: 256 MB are durable in two thirds of the time of write-then-fsync.
     """
@@ -367,13 +365,12 @@ _TIMEOUT_SECONDS = 10
 
 
 def stripe(directory: Path) -> bool:
-    """Ask Lustre to spread files that will be made below `directory` over servers; return whether that was accepted.
+    """Ask Lustre to stripe new files below `directory` over several servers; return whether it accepted.
 
-    A layout is fixed when a file is written and inherited from its directory, so the hint is given once, to the directory
-    of a run that is still empty. Without `lfs`, on another file system, or where it is refused, files have the layout
-    that the administrator chose.
+    A file inherits its layout from its directory when it is created, so the call is made once, on the empty directory
+    of a run. Without `lfs`, on another file system, or after a refusal, files keep the administrator's layout.
 
-    Source: the storage study, Sec. 2 (Lustre wiki: 1 to 4 stripes of 4 MiB for files of up to 1 GiB from one client).
+    Source: Lustre wiki (1 to 4 stripes of 4 MiB for files of up to 1 GiB from one client).
     """
     command = shutil.which("lfs")
     if command is None or file_system(directory) != "lustre":
@@ -389,7 +386,7 @@ def stripe(directory: Path) -> bool:
 
 
 def file_system(path: Path) -> str | None:
-    """Type of the file system that `path` is on, such as `lustre`, `nfs4` or `ext4`; `None` where that is not told."""
+    """Return the type of the file system under `path`, such as `lustre`, `nfs4` or `ext4`; `None` if unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
@@ -402,5 +399,5 @@ def file_system(path: Path) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """A name from the table of mounts, which writes blanks and the like as octal numbers."""
+    """Decode a path from the mount table, which writes blanks and the like as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

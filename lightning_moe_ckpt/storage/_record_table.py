@@ -1,9 +1,8 @@
-"""Records of a segment: what a marker says of every tensor, written without looking at each, read only if wanted.
+"""Records of a segment: one entry per tensor in a line of the marker, encoded once per plan and parsed on demand.
 
-A marker is one line of JSON about its segments, then one line of records per segment, which the first line covers by
-length and digest. So whoever only has to know that a rank is done, as a commit over many ranks, parses the first line
-and digests the others. Of a line of records nothing but the digests changes from one generation to the next: its rest
-is spelled once per plan.
+A marker is one line of JSON about its segments, then one line of records per segment. The first line has length and
+digest of the others. So a commit over many ranks parses only first lines and digests the rest. From one generation to
+the next only the digests in a line of records change; its other text is encoded once per plan.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class RecordEntry:
     fqn: str
     """Parameter or buffer name; empty for the journal."""
     state_key: str
-    """What of the parameter: e.g. `param`, `exp_avg`; empty for the journal."""
+    """Which tensor of the parameter's state: e.g. `param`, `exp_avg`; empty for the journal."""
     dtype: str
     """safetensors code, e.g. `BF16`."""
     global_shape: tuple[int, ...]
@@ -50,24 +49,24 @@ class RecordEntry:
     """From the start of the file, in bytes."""
     nbytes: int
     digest: str
-    """Of the bytes `[offset, offset + nbytes)`."""
+    """Digest of the file's bytes `[offset, offset + nbytes)`."""
     present: bool = True
     """False if only the space is reserved: the optimizer has no such state yet."""
 
 
 RECORD_COLUMNS = tuple(column.name for column in fields(RecordEntry) if column.name != "digest")
-"""Of a row in a line of records; digests are a list of their own."""
+"""Columns of a row in a line of records; the line has the digests in a separate list."""
 
 _ROW = attrgetter(*RECORD_COLUMNS)
 
 
 class RecordTable(Sequence[RecordEntry]):
-    """The records of one segment, as a line of a marker; parsed when one is first asked for.
+    """The records of one segment, backed by a line of a marker; parsed on first access.
 
     Args:
-        line: as it is stored, with its newline.
+        line: the stored bytes, with the newline.
         where: key of the marker, for messages.
-        file_nbytes: of the segment; no record lies beyond.
+        file_nbytes: size of the segment file; a record that ends beyond it is refused.
     """
 
     def __init__(self, line: bytes, where: str = "records", *, file_nbytes: int = MAX_INTEGER) -> None:
@@ -76,7 +75,7 @@ class RecordTable(Sequence[RecordEntry]):
 
     @classmethod
     def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
-        """The line that says this."""
+        """Encode records as a line."""
         if isinstance(records, RecordTable):
             return records
         return cls(_line([record.digest for record in records], _rows(records)))
@@ -87,7 +86,7 @@ class RecordTable(Sequence[RecordEntry]):
     def __getitem__(self, index: slice) -> Sequence[RecordEntry]: ...
     @override
     def __getitem__(self, index: int | slice) -> RecordEntry | Sequence[RecordEntry]:
-        """One record, or some. Raises `Corrupt` if the line does not hold records."""
+        """Return one record or a slice of them. Raises `Corrupt` if the line does not hold records."""
         return self._records[index]
 
     @override
@@ -124,10 +123,10 @@ class RecordTable(Sequence[RecordEntry]):
 
 
 class RecordRows:
-    """What a plan knows of a segment's records before their bytes are final.
+    """The records of a segment without digests: everything known before the bytes are final.
 
     Args:
-        records: their digests are not looked at.
+        records: one per tensor; their digests are ignored.
     """
 
     def __init__(self, records: Sequence[RecordEntry]) -> None:
@@ -135,7 +134,7 @@ class RecordRows:
         self._rows = _rows(records)
 
     def digested(self, segment: memoryview) -> RecordTable:
-        """The records of a segment whose bytes are final.
+        """Digest every record of a finished segment and return the records with digests.
 
         Args:
             segment: all bytes of the file.
@@ -143,15 +142,11 @@ class RecordRows:
         return self.with_digests(self.digests(segment))
 
     def digests(self, segment: memoryview) -> list[str]:
-        """Of every record of a segment whose bytes are final, in order."""
+        """Digest every record of a finished segment, in order."""
         return [digest_of(segment[start:stop]) for start, stop in self._places]
 
     def with_digests(self, digests: Sequence[str]) -> RecordTable:
-        """The records, whose bytes are known from elsewhere.
-
-        Args:
-            digests: of each, in order.
-        """
+        """Return the records with digests that the caller has computed, one per record in order."""
         if len(digests) != len(self._places):
             raise ValueError(f"`with_digests`: {len(digests)} digests for {len(self._places)} records.")
         return RecordTable(_line(digests, self._rows))
@@ -173,7 +168,7 @@ def _read_row(value: object, where: str) -> list[object]:
 
 
 def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str) -> tuple[RecordEntry, ...]:
-    """Records of rows whose values are checked column by column: there are many rows, and a restore reads all of them."""
+    """Build records from rows. Values are checked by column, which is faster: a restore reads every row."""
     columns = dict(zip(RECORD_COLUMNS, zip(*rows, strict=True), strict=True)) if rows else {}
     for name, column in columns.items():
         _CHECKS[name](column, f"{where}: {name}")
@@ -184,7 +179,7 @@ def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str)
 
 
 def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:
-    """What a record says that cannot be so; whoever reads it makes room for as much as it says."""
+    """Return how a record contradicts itself or the file; `None` if it does not. Readers allocate by its sizes."""
     numel, itemsize = prod(record.global_shape), itemsize_of(record.dtype)
     if itemsize is None:
         return f"has the unknown type {record.dtype!r:.40}"
@@ -198,7 +193,7 @@ def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:
 
 
 def _expect_kind(kind: type, column: Iterable[object], where: str) -> None:
-    # Exact types: JSON has no others, and to Python a truth value is a whole number.
+    # Exact types, because `True` is an `int` in Python.
     if strange := set(map(type, column)) - {kind}:
         found = sorted(each.__name__ for each in strange)
         raise Corrupt(f"{where} must be {kind.__name__}, found {', '.join(found)}.")

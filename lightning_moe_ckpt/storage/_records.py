@@ -1,12 +1,11 @@
-"""What markers and manifests say: segments, one rank's marker, and the commit over all ranks.
+"""Markers and manifests: one rank's marker with its segments, and the commit over all ranks.
 
-A commit is computed from the markers alone, so whoever writes it (the coordinator, its retry, or the next life that
+A commit is computed from the markers alone. So every writer (the coordinator, its retry, or the next incarnation that
 promotes a generation) writes the same bytes. Coordinates are global: another number of ranks can read them.
 
-A generation may lack operators and borrow them: its markers name the files of older generations, and the records in
-them, that hold the newest state of each. They name files, not generations that borrow in turn, so what the older ones
-had borrowed themselves is not needed for it. In the same way they name the copy before the newest one of each operator, which
-stands in where the newest turns out bad: whether it is there decides nothing else.
+A generation may lack operators and borrow them: its markers name older files, and the records in them, with the newest
+state of each operator. They name files that hold the bytes, never a generation that borrows in turn. Markers also name
+spares: the second newest copy of each operator, used if the newest is damaged. A missing spare is no defect.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from lightning_moe_ckpt.storage._names import (
 from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
 
 _PLANS = 8
-"""Texts of plans that are remembered as good: those of all ranks, and of most generations, are one."""
+"""Number of plan texts remembered as valid; all ranks, and most generations, share one plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,39 +66,39 @@ class RankMarker:
     generation: GenerationId
     plan_hash: str
     segments: tuple[SegmentEntry, ...]
-    """In step order; of one step the durable file first."""
+    """In step order; within a step the durable file comes first."""
     policy: Mapping[str, object] = field(default_factory=dict)
-    """What the session needs to understand the generation: JSON values with string keys, equal on all ranks."""
+    """What a restore needs to interpret the generation: JSON values with string keys, equal on all ranks."""
     module: ModuleLine | None = None
-    """What was trained; rank 0 says it for all."""
+    """Description of the trained module; only rank 0's marker has it."""
     unix_time: int = 0
-    """Seconds since 1970 by the clock of this rank; for retention by age, nothing else."""
+    """Seconds since 1970 by this rank's clock; used for retention by age only."""
     borrowed: tuple[BorrowedEntry, ...] = ()
-    """What of this rank's part older generations hold, oldest first; see `carry_forward`."""
+    """Records of this rank that are in older generations' files, oldest first; see `carry_forward`."""
     spares: tuple[BorrowedEntry, ...] = ()
-    """Older copies of operators than the one above, or than its own, oldest first; see `carry_spares`."""
+    """Second newest copies of operators, oldest first; see `carry_spares`."""
     lineage: Lineage | None = None
-    """What its life descends from; rank 0 says it for all."""
+    """Ancestors of the incarnation that wrote it; only rank 0's marker has them."""
     rounded: bool = False
     """Whether this is a replica that was rebuilt from rounded gradients: its bytes are not those of its owner."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of the segments."""
+        """Distinct steps of the segments, in order."""
         return tuple(dict.fromkeys(segment.step for segment in self.segments))
 
     def slot_offset(self, entry: SegmentEntry) -> int:
-        """Where a file begins in the memory of its step: files lie there one behind the other."""
+        """Return the byte at which a file begins in its ring slot; a slot holds all files of a step in a row."""
         files = [each for each in self.segments if each.step == entry.step]
         return sum(each.nbytes for each in files[: [each.key for each in files].index(entry.key)])
 
     @property
     def needs(self) -> tuple[GenerationId, ...]:
-        """Generations whose files hold part of this one, in order."""
+        """Older generations whose files hold part of this one, in order."""
         return tuple(sorted({each.generation for each in self.borrowed}))
 
     def to_bytes(self) -> bytes:
-        """The object as it is stored: a document, a line of records per file in it, then one about the module."""
+        """Encode as a JSON document, then a line of records for each file that it names, then the module's line."""
         segments = [*self.segments, *(each.segment for each in (*self.borrowed, *self.spares))]
         tables = [RecordTable.of(segment.records) for segment in segments]
         module = b"" if self.module is None else self.module.line
@@ -116,7 +115,7 @@ class RankMarker:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
-        """Read a stored marker; every byte is checked, records are parsed when they are looked at. Raises `Corrupt`."""
+        """Read a stored marker. All digests are checked now, records are parsed on first use. Raises `Corrupt`."""
         end = data.find(b"\n") + 1
         version, body = decode_any(data[:end], kind="marker", where=where, versions=_VERSIONS)
         form = _form(version)
@@ -160,7 +159,7 @@ class StoredMarker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """The manifest of a whole generation; it exists once this is stored."""
+    """The manifest of a whole generation; the generation exists once its manifest is stored."""
 
     run_id: str
     generation: GenerationId
@@ -174,17 +173,17 @@ class Commit:
     """Size of all segments together."""
     policy: Mapping[str, object] = field(default_factory=dict)
     unix_time: int = 0
-    """When rank 0 wrote its marker, by its clock, in seconds since 1970."""
+    """When rank 0 wrote its marker, in seconds since 1970 by that rank's clock."""
     needs: tuple[GenerationId, ...] = ()
     """Older generations whose files hold part of this one, in order."""
     spares: tuple[GenerationId, ...] = ()
-    """Older generations whose files hold the copy before the newest one of some operator, in order."""
+    """Older generations whose files hold the second newest copy of some operator, in order."""
     lineage: Lineage | None = None
-    """What the life that wrote it descends from; `None` where rank 0's marker does not say."""
+    """Ancestors of the incarnation that wrote it; `None` where rank 0's marker has none."""
 
     @classmethod
     def of(cls, stored: Sequence[StoredMarker]) -> Commit:
-        """The one commit these markers, in rank order, add up to.
+        """Build the commit that these markers, in rank order, determine.
 
         Raises:
             Corrupt: a rank is missing, or ranks disagree on what they wrote.
@@ -212,7 +211,7 @@ class Commit:
         )
 
     def to_bytes(self) -> bytes:
-        """The document as it is stored."""
+        """Encode as a JSON document."""
         version = _version(self.generation, self.needs, self.spares)
         body = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in _SOMETIMES}
         body |= {"generation": generation_body(self.generation), "digests": DIGEST_NAME} | _lineage_body(self.lineage)
@@ -252,12 +251,12 @@ class Commit:
 
 
 def stored_sizes(marker: RankMarker) -> dict[str, int]:
-    """Key and size of every object that must exist for this marker to be true."""
+    """Return key and size of every segment file that the marker says is durable."""
     return {each.key: each.nbytes for each in marker.segments}
 
 
 def _common(marker: RankMarker) -> tuple[object, ...]:
-    """What all ranks must agree on."""
+    """Return the fields that must be equal on all ranks."""
     return (
         marker.run_id, marker.world_size, marker.generation, marker.plan_hash, marker.steps, marker.policy,
     )  # fmt: skip
@@ -268,16 +267,16 @@ _VERSIONS = (*_FORMS, *(form + OF_A_LIFE for form in _FORMS))
 
 
 _SOMETIMES = frozenset({"needs", "spares", "lineage"})
-"""Keys of a manifest that not every one has."""
+"""Optional keys of a manifest."""
 
 
 def _form(version: int) -> int:
-    """Which keys a document has, whether or not its generation names a life."""
+    """Return the version without `OF_A_LIFE`: it says which keys the document has."""
     return version - OF_A_LIFE if version > OF_A_LIFE else version
 
 
 def _version(generation: GenerationId, borrowed: Sequence[object], spares: Sequence[object]) -> int:
-    """Of a document: a release that knows nothing of borrowing must not take the part that is there for the whole."""
+    """Return a document's version, so that a release without borrowing refuses a generation that borrows."""
     of_a_life = OF_A_LIFE if generation.life else 0
     if spares:
         return of_a_life + SPARING
@@ -319,7 +318,7 @@ def _lineage_body(lineage: Lineage | None) -> dict[str, object]:
 
 
 def _read_policy(body: Fields, where: str) -> dict[str, object]:
-    """What the session reads, and readers of plans, who expect JSON."""
+    """Read the policy's fields; a plan among them must be the text of a JSON object."""
     policy = body.plain("policy")
     if "plan" in policy:
         plan = policy["plan"]
@@ -355,7 +354,7 @@ def _expect_own_keys(marker: RankMarker, where: str) -> None:
 
 
 def _expect_older_files(marker: RankMarker, entries: Sequence[BorrowedEntry], where: str) -> None:
-    """Refuse what is borrowed from another rank, or the present or the future."""
+    """Refuse entries that borrow from another rank, from this generation or from a later one."""
     for each in entries:
         key = segment_key(each.generation, marker.rank, each.segment.step)
         older = each.generation.step < marker.generation.step and each.generation.epoch <= marker.generation.epoch

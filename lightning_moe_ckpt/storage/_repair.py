@@ -1,12 +1,12 @@
-"""Rebuilding a lost log from the manifests of committed generations.
+"""Rebuild a lost log from the manifests of committed generations.
 
-Each generation says what its life descends from, so one tells the whole line. Where there are several lines, since a
-backup was put back and a job on another line went on, the life counts that began last and committed something: who was
-overtaken began before.
+Each manifest has the lineage of the incarnation that wrote it, so one manifest is enough for the whole history. There
+are several lineages if a backup was restored while a job with another lineage continued. Then the incarnation counts
+that began last and committed something.
 
-Generations of older releases do not say it. There a life is taken to have begun right below the oldest of its
-generations that is there, since it wrote nothing at or below the step it began from: what earlier lives have from there
-on is dead.
+Manifests of older releases have no lineage. An incarnation is then assumed to have begun right below its oldest
+generation that is still there, because it wrote nothing at or below the step it began from. Generations of earlier
+incarnations from there on are dead.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from lightning_moe_ckpt.storage._records import Commit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairedLog:
-    """A log that was made of manifests, or would be."""
+    """A log that was rebuilt from manifests, or would be in a dry run."""
 
     url: str
     run_id: str
     usable: Sequence[GenerationId]
-    """What a restart may try, newest first."""
+    """Generations that a restart may try, newest first."""
     left_out: Mapping[GenerationId, str]
-    """Other committed generations, and why they are not of this run as it is taken to have been."""
+    """Other committed generations, each with the reason why it does not belong to the rebuilt run."""
     mended: Sequence[GenerationId]
-    """Those with a manifest that cannot be read and was made again of the markers, or would be."""
+    """Generations whose unreadable manifest was rebuilt from the markers, or would be."""
     written: bool
 
 
 def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
-    """Make the first entry of a log for the run that committed last.
+    """Write the first entry of a new log for the run that committed last.
 
     Args:
-        backend: where generations are, and no log that can be read.
-        dry_run: only say what it would name.
+        backend: a place with generations and without a readable log.
+        dry_run: report the result, but write nothing.
 
     Raises:
-        ConfigurationError: there is a log that can be read, or somebody has just begun one.
-        NoUsableGeneration: there is no manifest that can be read.
+        ConfigurationError: there is a readable log, or another process has just begun one.
+        NoUsableGeneration: there is no readable manifest.
         StorageError: the medium failed.
     """
     log = Log(backend)
@@ -92,7 +92,7 @@ def _is_readable(log: Log) -> bool:
 def _manifests(
     backend: Backend, committed: Sequence[Contents]
 ) -> tuple[list[Commit], list[Commit], dict[GenerationId, str]]:
-    """All that are known; those of them that had to be made again of markers; and what is wrong with others."""
+    """Return all manifests, those among them that were rebuilt from markers, and the defects of the others."""
     commits, mended, bad = list[Commit](), list[Commit](), dict[GenerationId, str]()
     for contents in committed:
         try:
@@ -106,15 +106,15 @@ def _manifests(
 
 
 def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
-    """A manifest that was written says what the markers add up to. Raises `Corrupt` or `KeyMissing` where these are not good."""
+    """Rebuild a manifest, which follows from the markers alone. Raises `Corrupt` or `KeyMissing` for bad markers."""
     first = read_marker(backend, contents.generation, 0).marker
     return Commit.of(complete_markers(backend, first.run_id, contents))
 
 
 def _history_of(commits: Sequence[Commit], *, last_epoch: int) -> History:
-    """That of the life which began last, as its generations tell it."""
+    """Return the history of the incarnation that began last."""
     ancestors = {life for each in commits if each.lineage is not None for life in each.lineage.ancestors}
-    # Whoever is descended from began before, whatever the clocks of two nodes say.
+    # An ancestor began earlier, whatever the clocks of two nodes say.
     leaves = [each for each in commits if (each.generation.epoch, each.generation.life) not in ancestors]
     newest = max(leaves or commits, key=_beginning)
     lineage = newest.lineage or _guessed([each for each in commits if each.run_id == newest.run_id])
@@ -131,15 +131,15 @@ def _history_of(commits: Sequence[Commit], *, last_epoch: int) -> History:
 
 
 def _beginning(commit: Commit) -> tuple[int, int, int, int]:
-    """By which lives are ordered, and the generations of one."""
+    """Return the sort key of incarnations by their beginning, and of the generations of each."""
     opened_ns = 0 if commit.lineage is None else commit.lineage.opened_ns
     return opened_ns, commit.generation.epoch, commit.unix_time, commit.generation.step
 
 
 def _guessed(commits: Sequence[Commit]) -> Lineage:
-    """Of generations of one run which do not say it."""
+    """Guess the lineage of a run whose manifests have none."""
     own = sorted(commits, key=lambda each: each.unix_time)
-    # Two lives of one number: a copy, or a job that a backup overtook. The one that committed last counts.
+    # Two incarnations with one number: a copied or restored log. The one that committed last counts.
     lives = {each.generation.epoch: each.generation.life for each in own}
     cuts = []
     for epoch in sorted(lives):

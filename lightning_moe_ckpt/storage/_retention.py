@@ -1,11 +1,10 @@
-"""Which generations stay and which may go: pure decisions over a listing, so that they can be tested against a model.
+"""Decide which generations stay and which go: pure functions over a listing, tested against a model.
 
-Mark and sweep: what stays is appended to the log first, as the watermark and the generations kept below it, and only
-then is anything else deleted; a crash in between costs space, never a generation. What a life may still be writing is
-never touched.
+Mark and sweep: the log first records what stays (the watermark, and the generations kept below it), then the rest is
+deleted. A crash in between costs space, never a generation. Generations that may still be written are never deleted.
 
-Time is only a reason to keep. It is the time that each manifest records, compared with that of the newest one: no clock
-is read, so every process that looks decides the same, whatever its clock says and however long nothing was trained.
+Age is only a reason to keep. It is the time in a manifest relative to the newest manifest. No clock is read, so every
+process decides the same, however long the job was stopped.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which committed generations stay: each that at least one of these rules keeps.
+    """Rules for which committed generations stay; one matching rule is enough.
 
     Raises:
         ConfigurationError: a value is out of range.
     """
 
     last: int = 2
-    """The newest ones. Two, so that one is left if the newest turns out damaged."""
+    """Number of newest generations to keep. With two, one is left if the newest is damaged."""
     every_n_steps: int | None = None
-    """The first one at or after each multiple of so many steps, for good; step 0 is a multiple."""
+    """Keep for good the first generation at or after each multiple of so many steps; step 0 is a multiple."""
     days: float | None = None
-    """Those committed at most so long before the newest one. A clock that was ahead when the newest was committed lets
-    others go by so much too early, one that was behind keeps them longer; the other rules hold whatever clocks say."""
+    """Keep generations committed at most so many days before the newest one. If the clock was ahead when the newest was
+    committed, others go that much too early; if it was behind, they stay longer."""
 
     def __post_init__(self) -> None:
         for name, what in (("last", "generations, of which one is resumed from"), ("every_n_steps", "steps")):
@@ -52,11 +51,11 @@ class Retention:
             raise ConfigurationError(f"`Retention(days={days!r})` must be above zero, or None.")
 
     def reasons(self, restorable: Sequence[Commit], doubtful: Sequence[GenerationId]) -> dict[GenerationId, str]:
-        """What stays, and why.
+        """Return the generations that stay, each with the reason.
 
         Args:
-            restorable: committed and whole, newest first.
-            doubtful: committed, but not readable now; perhaps the medium is away.
+            restorable: committed and whole generations, newest first.
+            doubtful: committed generations that cannot be read now; the medium may be unavailable.
         """
         reasons: dict[GenerationId, str] = {}
         if self.every_n_steps is not None:
@@ -77,7 +76,7 @@ def _is_int(value: object) -> bool:
 
 
 def _milestones(generations: Iterable[GenerationId], every: int) -> list[GenerationId]:
-    """The first generation at or after each multiple of `every`."""
+    """Return the first generation at or after each multiple of `every`."""
     first: dict[int, GenerationId] = {}
     for each in sorted(generations, reverse=True):
         first[each.step // every] = each
@@ -87,18 +86,18 @@ def _milestones(generations: Iterable[GenerationId], every: int) -> list[Generat
 def advanced_history(
     history: History, stay: Iterable[GenerationId], restorable: Sequence[GenerationId]
 ) -> History | None:
-    """The history that gives up whatever need not stay; `None` if it gives up nothing more.
+    """Return the history after giving up all but `stay`; `None` if that gives up nothing more.
 
-    The watermark is the oldest of the newest ones that stay without a gap; those below it are named.
+    Counted from the newest, the watermark is the last generation before the first gap. Older ones are kept by name.
 
     Args:
         history: state of the log.
-        stay: generations to keep, among them what others of them need.
-        restorable: all that may be restored, or is there for what may, newest first.
+        stay: generations to keep, including those that others need.
+        restorable: all restorable generations and those that they need, newest first.
     """
     stay = set(stay)
     goes = next((index for index, each in enumerate(restorable) if each not in stay), None)
-    if not goes:  # nothing goes, or there is nothing that stays
+    if not goes:  # nothing goes, or the newest would go
         return None
     watermark = max(restorable[goes - 1].step, history.watermark)
     kept = {each for each in stay if each.step < watermark or each in history.kept}
@@ -109,13 +108,13 @@ def advanced_history(
 def doomed_generations(
     catalog: Catalog, history: History, *, epoch: int, run_of: Callable[[GenerationId], str | None]
 ) -> dict[GenerationId, str]:
-    """Generations to delete, oldest first, and why.
+    """Return the generations to delete, oldest first, each with the reason.
 
     Args:
-        catalog: what is stored.
+        catalog: all stored generations.
         history: state of the log, with the watermark already appended.
-        epoch: the newest life.
-        run_of: which run wrote a committed generation; `None` if that cannot be told.
+        epoch: number of the newest incarnation.
+        run_of: returns the run that wrote a committed generation; `None` if unknown.
     """
     own = (epoch, history.life)
     ours = [g for g, contents in catalog.items() if (g.epoch, g.life) == own and contents.committed]
@@ -133,12 +132,12 @@ def _why_garbage(
 ) -> str | None:
     if generation.epoch < history.first_epoch:
         # An earlier run stays whole until this one has more generations than it keeps.
-        # What the log does not name may be all that is left of a run whose log was lost.
+        # Generations of a run that the log does not name stay too: the log may have been lost.
         if contents.committed and (history.watermark == 0 or run_of(generation) not in history.replaced):
             return None
         return "of an earlier run" + ("" if contents.committed else ", not committed")
     if not contents.committed:
-        # Ranks write generations in order: below our newest commit nothing is in flight any more.
+        # Ranks write generations in order: older ones than our newest commit are not being written any more.
         if generation.epoch < newest_own.epoch:
             return f"not committed, and epoch {generation.epoch} is over"
         return "not committed, and newer ones are" if generation.step < newest_own.step else None

@@ -1,16 +1,16 @@
-"""One run's checkpoints under one URL: what may be restored, and the protocol that makes more of it.
+"""One run's checkpoints under one URL: which generations may be restored, and the protocol that adds new ones.
 
 ```text
-every rank     put_segment ... put_segment, put_marker          data, then the statement that it is durable
+every rank     put_segment ... put_segment, put_marker          data, then the marker that says it is durable
 coordinator    commit                                           markers of all ranks -> `_COMMITTED`
 coordinator    retain                                           watermark -> log, then delete
 next start     open, promote, candidates, (verify), open_epoch  pick inside the loop: the log has not moved meanwhile
 ```
 
-Only create-exclusive is asked of the medium: no rename, no overwrite, no clock. Crash points are in `FORMAT.md`.
+The medium has to support exclusive creation only: no rename, no overwrite, no clock. `FORMAT.md` lists crash points.
 
-Threads: `put_*` and `read_*` keep no state and may be called from any thread at once. The rest
-belongs to the coordinator (rank 0), one thread at a time: the main thread at start, the persist thread afterwards.
+Threads: `put_*` and `read_*` keep no state, so several threads may call them at once. Only the coordinator (rank 0)
+calls the other methods, from one thread at a time: the main thread at start, the persist thread afterwards.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class RunStore:
     def __init__(self, backend: Backend, run_id: str, *, coordination: Coordination | None = None) -> None:
         self.run_id = run_id
         self.rejected: list[tuple[str, str]] = []
-        """What the last `candidates` passed over, newest first: generation and reason."""
+        """Generations that the last `candidates` left out, newest first, each with the reason."""
         self.unreadable: list[tuple[str, str]] = []
-        """The part of `rejected` that is a loss: committed and not left behind by the run, but not readable."""
+        """The part of `rejected` that is a loss: committed generations that the log allows but that cannot be read."""
         self.lenders: list[Commit] = []
-        """What the last `candidates` passed over, but operators may still be taken from; newest first."""
+        """Generations that the last `candidates` left out, but whose operators others may use; newest first."""
         self._backend = backend
         self._coordination = coordination
 
@@ -73,9 +73,9 @@ class RunStore:
         """Find the run under the URL, or begin one.
 
         Args:
-            backend: from `open_backend`; written to once, to see that it can be and refuses existing keys.
+            backend: from `open_backend`; one probe object tests that it is writable and refuses existing keys.
             resume: `auto` and `memory` continue the newest run or begin the first; `must` continues or raises; `never`
-                begins another run, beside which the older one stays until the new one has more than it keeps.
+                begins another run. The older run stays until the new one has more generations than it keeps.
 
         Raises:
             ConfigurationError: the URL cannot be written.
@@ -105,47 +105,47 @@ class RunStore:
 
     @classmethod
     def join(cls, backend: Backend, *, run_id: str) -> RunStore:
-        """The store of a rank that only reads and writes data; `run_id` comes from the coordinator by broadcast."""
+        """Make the store of a rank that only reads and writes data; the coordinator broadcasts `run_id`."""
         return cls(backend, run_id)
 
     @property
     def url(self) -> str:
-        """Where the run is stored."""
+        """URL under which the run is stored."""
         return self._backend.url
 
     @property
     def epoch(self) -> int | None:
-        """This life's epoch; `None` before `open_epoch`, and on ranks that joined."""
+        """Number of this incarnation; `None` before `open_epoch`, and on ranks that joined."""
         return None if self._coordination is None else self._coordination.epoch
 
     @property
     def life(self) -> str:
-        """Name of this life; empty before `open_epoch`, and on ranks that joined."""
+        """Random name of this incarnation; empty before `open_epoch`, and on ranks that joined."""
         return self._coordination.history.life if self._coordination is not None and self.epoch is not None else ""
 
     @property
     def lineage(self) -> Lineage | None:
-        """What markers of rank 0 say of this life's past; `None` before `open_epoch`, and on ranks that joined."""
+        """Ancestors of this incarnation, for rank 0's markers; `None` before `open_epoch`, and on ranks that joined."""
         return None if self._coordination is None else self._coordination.lineage
 
     @property
     def place(self) -> str:
-        """The URL by which all processes know where the run is stored."""
+        """URL of the run, spelled alike in all processes: paths have no symbolic links."""
         return place_of(self.url)
 
     @property
     def memory_tag(self) -> str:
-        """By which shared memory of the run at this place is found. Coordinator only; for good after `open_epoch`."""
+        """Common part of the names of the run's shared memory. Coordinator only; final after `open_epoch`."""
         return memory_tag(self._coordinator().history.key, self.url)
 
     def name(self, step: int) -> GenerationId:
-        """A generation of this life, after `open_epoch`."""
+        """Return the name of this incarnation's generation at `step`; call after `open_epoch`."""
         return GenerationId(step=step, epoch=self._coordinator().opened_epoch(), life=self.life)
 
     # Data: any rank, any thread.
 
     def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
-        """Store a sealed segment; durable when this returns its key. The caller may then reuse the memory."""
+        """Store a sealed segment and return its key. It is then durable, and the caller may reuse the memory."""
         key = segment_key(generation, rank, step)
         self._backend.put(key, view)
         return key
@@ -155,20 +155,20 @@ class RunStore:
         self._backend.put(marker_key(marker.generation, marker.rank), marker.to_bytes())
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
-        """Read the marker the manifest vouches for.
+        """Read a rank's marker and check it against the digest in the manifest.
 
         Raises:
-            Corrupt: it is not the one that was committed.
-            KeyMissing: it is gone.
+            Corrupt: the marker is not the one that was committed.
+            KeyMissing: the marker is gone.
         """
         return read_committed_marker(self._backend, commit, rank)
 
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a segment from `start` on, unverified.
+        """Fill `out` with bytes of a segment from `start` on, without checking digests.
 
         Raises:
-            Corrupt: the whole segment was asked for and has another size, or it ends before.
-            StorageError: it cannot be read, or is gone.
+            Corrupt: the file ends before `out` is full, or the whole file was requested and has another size.
+            StorageError: the segment cannot be read, or is gone.
         """
         if start == 0 and out.nbytes == entry.nbytes:
             self._backend.get_into(entry.key, out)
@@ -178,23 +178,23 @@ class RunStore:
     # Coordination: rank 0, one thread at a time.
 
     def promote(self) -> list[GenerationId]:
-        """Commit what the preceding life finished on every rank but was killed before committing; call before a pick.
+        """Commit generations that the preceding incarnation finished on every rank but did not commit.
 
-        Only the immediately preceding epoch: what it left undone nobody has started over yet. If that life still
-        lives, it writes the same manifest, and one of the two finds it done.
+        Call this before `candidates`. Older incarnations are left alone: a later one has already begun from another
+        generation. If the preceding process still runs, it writes the same manifest; the second writer finds it there.
 
         Returns:
-            Generations committed, oldest first.
+            Committed generations, oldest first.
         """
         coordination = self._coordinator()
         coordination.refresh()
         return [g.generation for g in self._promotable(coordination) if self._promote(g)]
 
     def candidates(self) -> list[Commit]:
-        """Committed generations of this run that may be restored, newest first; the rest is in `rejected`.
+        """List the committed generations of this run that may be restored, newest first; `rejected` has the others.
 
-        Among them are those that lost some of what they need, and name older copies: reading them tells whether these do.
-        Also notes the position in the log that `open_epoch` builds on.
+        The list includes generations that lost files they need but name older copies; only a restore shows whether the
+        copies suffice. The call also remembers the position in the log that `open_epoch` builds on.
         """
         coordination = self._coordinator()
         coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_epoch` refuse
@@ -217,15 +217,15 @@ class RunStore:
         return survey.offered
 
     def why_dead(self, generation: GenerationId) -> str | None:
-        """Why a generation must not be restored, wherever its bytes are; `None` if it may. As of the last `candidates`."""
+        """Return why a generation must not be restored from any tier, by the last `candidates`; `None` if it may."""
         return self._coordinator().history.why_dead(generation)
 
     def why_foreign(self, generation: GenerationId, seen: GenerationId | None) -> str | None:
-        """Why a generation in memory is of another past than storage as it stands; `None` if it is of this one, or dead.
+        """Return why a generation in memory does not descend from the stored log; `None` if it does, or is dead.
 
         Args:
-            generation: in memory.
-            seen: the newest commit that was known when memory took it.
+            generation: a generation held in memory.
+            seen: the newest commit that was known when memory took the generation.
         """
         coordination = self._coordinator()
         history = coordination.history
@@ -238,13 +238,13 @@ class RunStore:
         return f"when it was taken storage had {seen}, which is not there now"
 
     def may_need(self, generation: GenerationId, has_more: Callable[[Commit], bool] = lambda _: False) -> bool:
-        """Whether a later start may restore a copy of `generation` that is in memory. On any rank; reads the medium.
+        """Whether a later start may restore the copy of `generation` in memory. Any rank may ask; reads the medium.
 
-        It does not where this run was replaced, the log has left the generation behind, or what is committed is as new.
+        False if another run replaced this one, the log has given the generation up, or a commit is as new.
 
         Args:
-            generation: in memory.
-            has_more: whether memory has something newer than what a commit that is as new consists of.
+            generation: a generation held in memory.
+            has_more: whether memory has newer records than a commit that is as new.
 
         Raises:
             StorageError: the medium failed.
@@ -258,16 +258,16 @@ class RunStore:
     def open_epoch(
         self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = (), foreign: bool = False
     ) -> int | None:
-        """Begin this life from one of the last `candidates`, from a copy in memory, or from nothing.
+        """Begin this incarnation from one of the last `candidates`, from a copy in memory, or from nothing.
 
         Args:
-            resumed: what all ranks have.
+            resumed: the generation that all ranks restored; `None` to start from nothing.
             volatile: generations of this run that ranks have in memory, committed or not.
-            foreign: whether `resumed` may be of a past that the log does not know; it becomes part of this run's.
+            foreign: whether `resumed` may come from a past that the log does not know; the log then adopts it.
 
         Returns:
-            The new epoch, past all that are stored or in memory; `None` if another process wrote to the log since
-            `candidates`: pick again.
+            The new incarnation's number, above all numbers stored or in memory. `None` if another process wrote to the
+            log since `candidates`; the caller then has to choose again.
 
         Raises:
             ValueError: `resumed` is neither a candidate nor a generation in memory that the log allows.
@@ -289,15 +289,15 @@ class RunStore:
         return coordination.epoch
 
     def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool] = lambda: False) -> Commit:
-        """Wait until every rank's marker agrees with ours and is true, then make the generation visible.
+        """Wait until every rank's marker agrees with `own` and all its files are there, then publish the manifest.
 
         Args:
-            own: the coordinator's marker, already put.
+            own: the coordinator's marker, already stored.
             timeout: how long to wait for the other ranks.
-            cancelled: asked now and then while waiting; whether to give up.
+            cancelled: polled while waiting; true ends the wait.
 
         Raises:
-            Fenced: a later life has begun.
+            Fenced: a later incarnation has begun.
             StorageError: time is up or the medium failed; the previous generation stays the newest.
             Corrupt: ranks disagree, or borrow from a generation that is not committed or was given up.
         """
@@ -313,16 +313,16 @@ class RunStore:
         return publish(self._backend, stored, coordination.history)
 
     def retain(self, retention: Retention) -> list[GenerationId]:
-        """Say in the log what stays, then delete what nobody may restore any more.
+        """Record in the log which generations stay, then delete those that nobody may restore any more.
 
-        What this life began from is the newest until it has committed one of its own, and the newest always stays. With each
-        stays what it needs of older ones.
+        The newest generation always stays: until the first own commit, that is the one this incarnation began from. The
+        older generations whose files a kept one needs stay with it.
 
         Returns:
-            Generations deleted, oldest first.
+            Deleted generations, oldest first.
 
         Raises:
-            Fenced: a later life has begun.
+            Fenced: a later incarnation has begun.
             StorageError: the medium failed; the next call goes on where this one stopped.
         """
         coordination = self._coordinator()
@@ -349,10 +349,10 @@ class RunStore:
         return self._coordination
 
     def _promotable(self, coordination: Coordination) -> list[Contents]:
-        """Uncommitted generations of the preceding epoch, newer than every committed one; oldest first."""
+        """List uncommitted generations of the preceding incarnation that are newer than every commit; oldest first."""
         history = coordination.history
         if coordination.log.num_lost or coordination.epoch is not None:
-            return []  # which epoch preceded is not known, or we are it
+            return []  # the preceding incarnation is not known, or it is this one
         catalog = read_catalog(self._backend)
         alive = [contents for generation, contents in catalog.items() if history.why_dead(generation) is None]
         newest = max((c.generation.step for c in alive if c.committed), default=-1)
@@ -373,5 +373,5 @@ class RunStore:
         try:
             for prefix in (LOG_PREFIX, SNAP_PREFIX):
                 self._backend.sweep(prefix)
-        except StorageError as error:  # the epoch is open already; leftovers cost space only
+        except StorageError as error:  # the incarnation has begun; leftovers only cost space
             log.warning("leftovers of interrupted writes stay for now: %s", error)

@@ -1,7 +1,7 @@
-"""Checking stored segments against what their markers say, in memory and, in bounded memory, as they stream past.
+"""Check stored segments against their markers, in memory or as a stream.
 
-A restore reads a segment into memory and checks it there. A scrub lets the file stream past: its digest and those of its
-records are computed on the way, and only its header is kept. What passes here passes there, and the other way round.
+A restore reads a segment into memory and checks it there. A scrub streams the file in bounded memory: it computes the
+digests of file and records on the way and keeps only the header. Both checks accept the same files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CHUNK_NBYTES = 4 * 2**20
 
 
 def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> Iterator[memoryview]:
-    """Bytes `[first, first + nbytes)` of an object, in order; while one chunk is used, the next is being read.
+    """Yield bytes `[first, first + nbytes)` of an object in chunks; the next chunk is read while one is in use.
 
-    A view is overwritten by the chunk after the next: use it at once. Memory is two chunks, whatever the object.
+    Use each view before asking for the next: its memory is reused. Memory is two chunks, whatever the object's size.
     """
     buffers = [memoryview(bytearray(min(CHUNK_NBYTES, nbytes))) for _ in range(2)]
 
@@ -50,17 +50,17 @@ def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> I
 
 
 def check_places(segment: SegmentEntry, data: memoryview) -> SegmentLayout:
-    """Check that every record lies where the marker says; its bytes are not looked at.
+    """Check that every record lies where the marker says; digests are not checked.
 
     Args:
-        segment: as its marker describes it.
+        segment: the file as its marker describes it.
         data: all bytes of the file.
 
     Returns:
-        The layout that the file's header says.
+        The layout in the file's header.
 
     Raises:
-        Corrupt: the first record that is elsewhere, or the header is not one.
+        Corrupt: a record is elsewhere, or the header is damaged.
     """
     layout = SegmentLayout.parse(data)
     _expect_places(segment, layout)
@@ -73,10 +73,10 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
     The caller has compared the size with the listing.
 
     Raises:
-        Corrupt: the first thing that is not as written.
-        KeyMissing: it is gone.
+        Corrupt: the header, a record or the file is not as written; the message names the first defect.
+        KeyMissing: the file is gone.
     """
-    check_header(backend, entry)  # before the rest: what cannot be a segment of this size is not read to its end
+    check_header(backend, entry)  # first, so that a file that is no segment is not read to its end
     records = sorted(entry.records, key=lambda record: record.offset)
     file = xxhash.xxh3_128()
     digests = [xxhash.xxh3_128() for _ in records]
@@ -91,12 +91,12 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
 
 
 def check_header(backend: Backend, entry: SegmentEntry) -> None:
-    """Read the header of a segment file and compare it with what is said of the file. Raises as `scrub_segment`."""
+    """Read the header of a segment file and compare it with the marker's entry. Raises like `scrub_segment`."""
     _check_places(entry, _read_header(backend, entry))
 
 
 def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
-    """Read one record of a segment, in pieces, and check its digest. Raises as `scrub_segment`."""
+    """Read one record of a segment in chunks and check its digest. Raises like `scrub_segment`."""
     digest = xxhash.xxh3_128()
     for chunk in read_chunks(backend, key, record.nbytes, first=record.offset):
         digest.update(chunk)
@@ -106,7 +106,7 @@ def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
 def _feed(
     chunk: memoryview, start: int, records: Sequence[RecordEntry], digests: Sequence[xxhash.xxh3_128], first: int
 ) -> int:
-    """Give every record what this chunk, from byte `start` of the file, has of it; the first that may go on."""
+    """Feed a chunk, which begins at byte `start`, to the digests of its records; return the first unfinished record."""
     stop = start + chunk.nbytes
     for i in range(first, len(records)):
         begin, end = records[i].offset, records[i].offset + records[i].nbytes
@@ -120,7 +120,7 @@ def _feed(
 
 
 def _read_header(backend: Backend, entry: SegmentEntry) -> bytes:
-    """The file's first bytes up to the end of its header, whose length is in the first eight."""
+    """Read the file's header, whose length is in the first eight bytes."""
     start = bytearray(min(_LENGTH_NBYTES, entry.nbytes))
     backend.get_range(entry.key, 0, memoryview(start))
     header = bytearray(_LENGTH_NBYTES + header_nbytes(bytes(start), entry.nbytes))
@@ -129,7 +129,7 @@ def _read_header(backend: Backend, entry: SegmentEntry) -> bytes:
 
 
 def _check_places(entry: SegmentEntry, header: bytes) -> None:
-    """Every record is where the header puts it, and the header is spelled by the rules of the format."""
+    """Check that the header follows the format and places every record where the marker says."""
     layout: SegmentLayout = _rebuild(_split_header(memoryview(header)))
     if layout.header != header or layout.nbytes != entry.nbytes:
         raise Corrupt(f"{entry.key}: the header is not spelled as this format writes it. Another copy may be good.")

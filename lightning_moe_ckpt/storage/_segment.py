@@ -1,12 +1,12 @@
 """The bytes of a segment: a safetensors file whose header sits in a reserved, page-aligned prefix.
 
-The buffer a snapshot is copied into is the file that is written and the buffer a restore reads from, byte for byte.
-safetensors forbids holes and guarantees no alignment, so gaps are filled with `U8` tensors named `__pad__.N` and the
-header is padded with spaces until the first tensor starts on a page. The header depends on the layout alone: it is
-written once per plan, while digests, which depend on the bytes, live in the markers.
+A snapshot is copied into a buffer that equals the file byte for byte; a restore reads the file into such a buffer.
+safetensors forbids holes and guarantees no alignment, so `U8` tensors named `__pad__.N` fill the gaps, and spaces pad
+the header until the first tensor starts on a page. The header depends on the layout alone, so it is written once per
+plan. Digests depend on the bytes, so they are in the markers.
 
 Invariant: one layout has one header; `parse` rebuilds the layout from a header and refuses any that differs.
-Source: the storage study, Sec. 3 (rules of the safetensors parser, measured).
+Source: the rules of the safetensors parser, measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Name of a dtype in safetensors files and in markers, e.g. `BF16`.
+    """Return the name of a dtype in safetensors files and in markers, e.g. `BF16`.
 
     Raises:
         ValueError: the format has no such type.
@@ -56,15 +56,15 @@ def _not_stored(dtype: torch.dtype) -> str:
 
 
 def itemsize_of(code: str) -> int | None:
-    """Bytes of an element of the dtype a code names; `None` if there is no such code."""
+    """Return the bytes per element of the dtype that `code` names; `None` for an unknown code."""
     return _DTYPES[code].itemsize if code in _DTYPES else None
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """The dtype a code names.
+    """Return the dtype that `code` names.
 
     Raises:
-        Corrupt: no such code.
+        Corrupt: the code is unknown.
     """
     if code not in _DTYPES:
         raise Corrupt(f"unknown dtype {code!r}.")
@@ -73,7 +73,7 @@ def dtype_of(code: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to find room for."""
+    """Name, dtype and shape of a tensor to place in a segment."""
 
     name: str
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor lies in the file."""
+    """Place of a tensor in the file."""
 
     offset: int
     """From the start of the file, in bytes."""
@@ -97,29 +97,28 @@ class Span:
 
 
 class SegmentLayout:
-    """Places of all tensors of a segment, in the order given, and the header that says so."""
+    """Places of all tensors of a segment, in the order given, and the header that describes them."""
 
     def __init__(self, tensors: Sequence[TensorSpec], *, metadata: Mapping[str, str], align: int = 64) -> None:
         """Lay tensors out.
 
         Args:
             tensors: names must differ; shapes may hold zeros; order is kept.
-            metadata: goes into the header; what changes from step to step does not belong here.
-            align: bytes on which every tensor starts, a power of two up to a page.
+            metadata: strings for the header; they must not change from step to step.
+            align: every tensor starts at a multiple of so many bytes, a power of two up to a page.
 
         Raises:
             ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
         _check(tensors, metadata, align)
         self.metadata = dict(metadata)
-        """As given."""
         self.align = align
         placed = _place(tensors, align)
         self.header = _header(placed, {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(align), **metadata})
         """The file's first bytes, up to the first tensor; a multiple of 4096."""
         start = len(self.header)
         self.pads: dict[str, Span] = {}
-        """Fillers, by name."""
+        """Padding tensors, by name."""
         self.spans: dict[str, Span] = {}
         """Tensors by name, in file order."""
         for spec, offset, nbytes in placed:
@@ -135,13 +134,13 @@ class SegmentLayout:
             buffer[pad.offset : pad.offset + pad.nbytes].zero_()
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor `name` inside `buffer` (uint8, 1-D, starting at the file's first byte), without a copy."""
+        """Return tensor `name` as a view of `buffer` (uint8, 1-D, starting at the file's first byte), not a copy."""
         span = self.spans[name]
         return buffer[span.offset : span.offset + span.nbytes].view(span.dtype).view(span.shape)
 
     @staticmethod
     def places(tensors: Iterable[TensorSpec], align: int = 64) -> list[tuple[int, int]]:
-        """Offset from the first one and bytes of each tensor, as a layout of them places them behind its header."""
+        """Return (offset, nbytes) of each tensor as a layout would place them; offsets count from the header's end."""
         return [(offset, nbytes) for spec, offset, nbytes in _place(tensors, align) if not _is_filler(spec.name)]
 
     @classmethod
@@ -164,10 +163,10 @@ class SegmentLayout:
         """Read the layout that a header describes.
 
         Args:
-            header: see `header_in`.
+            header: the file's first bytes, as `header_in` returns them.
 
         Raises:
-            Corrupt: it is not a header that this layout writes.
+            Corrupt: no layout writes this header.
         """
         layout = _rebuild(_split_header(memoryview(header)))
         if layout.header != header:
@@ -176,7 +175,7 @@ class SegmentLayout:
 
     @staticmethod
     def header_in(data: memoryview) -> bytes:
-        """The first bytes of a segment, up to its first tensor. Raises `Corrupt` if it begins otherwise."""
+        """Return the bytes of a segment before its first tensor. Raises `Corrupt` if they are no header."""
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
@@ -196,21 +195,16 @@ def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: in
 
 
 def _is_filler(name: str) -> bool:
-    """Whether a tensor of this name fills a gap."""
+    """Whether a tensor of this name is padding."""
     return name.startswith(_PAD_PREFIX)
 
 
 _Placed = tuple[TensorSpec, int, int]
-"""A tensor or a filler, its offset from the end of the header, and its bytes."""
+"""A tensor or a padding tensor, its offset from the end of the header, and its bytes."""
 
 
 def _place(tensors: Iterable[TensorSpec], align: int) -> list[_Placed]:
-    """Tensors and fillers, each with its offset from the first one and its bytes, without a hole.
-
-    Args:
-        tensors: in order.
-        align: as of `SegmentLayout`.
-    """
+    """Place tensors in order, each at a multiple of `align` bytes, with padding tensors in the gaps."""
     placed: list[_Placed] = []
     position = num_pads = 0
     for spec in tensors:
@@ -241,11 +235,11 @@ def _header(placed: Sequence[_Placed], metadata: Mapping[str, str]) -> bytes:
 
 
 def header_nbytes(start: bytes, file_nbytes: int) -> int:
-    """Bytes of a header behind the eight that say so. Raises `Corrupt`.
+    """Return the length of a header, without the eight bytes before it that state the length. Raises `Corrupt`.
 
     Args:
         start: the first eight bytes of a file.
-        file_nbytes: of all of it.
+        file_nbytes: size of the whole file.
     """
     nbytes: int = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
     if not 0 < nbytes <= min(_MAX_HEADER_NBYTES, file_nbytes - 8):
@@ -269,7 +263,7 @@ def _split_header(data: memoryview) -> dict[str, object]:
 
 
 def _rebuild(table: dict[str, object]) -> SegmentLayout:
-    """Lay out what a header names; whatever differs from the original shows when headers are compared."""
+    """Lay out the tensors that a header names. The caller compares the new header with the original."""
     try:
         metadata = _string_map(table.pop(_METADATA))
         if metadata.pop(_FORMAT_KEY) != _FORMAT:

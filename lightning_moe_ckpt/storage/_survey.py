@@ -1,4 +1,4 @@
-"""Which stored generations may be restored, by the log and by their manifests, and why the others may not."""
+"""Find out which stored generations may be restored, by log and manifests, and why the others may not."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from lightning_moe_ckpt.storage._retention import Retention, advanced_history
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A generation that cannot be restored, and whether it should have been possible."""
+    """A generation that cannot be restored, with the reason; `is_loss` if it should be restorable."""
 
     generation: GenerationId
     reason: str
     is_loss: bool
     commit: Commit | None = None
-    """Its manifest, where only what it needs is missing."""
+    """The manifest, if only files that the generation borrows are missing."""
 
     @property
     def is_for_others(self) -> bool:
-        """Whether it is only there because others need some of it, which is how it should be."""
+        """Whether it only stays because other generations borrow from it; this is no defect."""
         return self.commit is not None and not self.is_loss
 
     @property
     def may_be_restored(self) -> bool:
-        """Whether older copies may stand in for all that it lacks; only a restore can tell."""
+        """Whether spares may replace all that is missing; only a restore can tell."""
         return self.is_loss and self.commit is not None and bool(self.commit.spares)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a run can restore."""
+    """The stored generations of a run, sorted into restorable ones and others."""
 
     usable: Sequence[Commit]
-    """Newest first."""
+    """Restorable generations, newest first."""
     passed_over: Sequence[PassedOver]
     """The others, newest first."""
     damaged: Mapping[GenerationId, str] = field(default_factory=dict)
-    """What is wrong with files of those that manifests and listings have nothing against, as far as they were read."""
+    """Usable generations whose files were read and found damaged, with the defect."""
 
     @classmethod
     def take(cls, backend: Backend, history: History, catalog: Catalog) -> Survey:
@@ -57,12 +57,12 @@ class Survey:
         return cls(usable, [found for found in judged if isinstance(found, PassedOver)])
 
     def read(self, check: Callable[[GenerationId], str | None], number: int, catalog: Catalog) -> Survey:
-        """The same with files read, newest first, until so many generations were found good.
+        """Return this survey with `damaged` filled: files are read, newest first, until `number` generations are good.
 
         Args:
-            check: reads all files of a generation, and what it borrows; what is wrong with them.
-            number: of good ones.
-            catalog: as in `take`.
+            check: reads all files of a generation and those it borrows; returns a defect, or `None`.
+            number: how many good generations to find.
+            catalog: the listing given to `take`.
         """
         damaged: dict[GenerationId, str] = {}
         whole, _ = self._sound(catalog)
@@ -77,40 +77,40 @@ class Survey:
 
     @property
     def offered(self) -> list[Commit]:
-        """What a restore may try, newest first."""
+        """Generations that a restore may try, newest first."""
         partly = [each.commit for each in self.passed_over if each.commit is not None and each.may_be_restored]
         return sorted([*self.usable, *partly], key=lambda commit: commit.generation, reverse=True)
 
     @property
     def lenders(self) -> list[Commit]:
-        """What a restore does not try, but may take operators from; newest first."""
+        """Generations that a restore does not try, but may take operators from; newest first."""
         return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
 
     @property
     def needed(self) -> dict[GenerationId, GenerationId]:
-        """What usable generations need, each with the newest one that needs it."""
+        """Generations that usable ones need, each with the newest that needs it."""
         return needed_by(self.usable)
 
     @property
     def spare(self) -> dict[GenerationId, GenerationId]:
-        """What has older copies for usable generations, each with the newest of those."""
+        """Generations that hold spares of usable ones, each with the newest that names it."""
         return spare_for(self.usable)
 
     def give_up(self, history: History, retention: Retention, catalog: Catalog) -> History | None:
-        """The history after what need not stay under `retention` was given up; `None` if it is the same."""
+        """Return the history after `retention` gave up what need not stay; `None` if nothing changes."""
         whole, _ = self._sound(catalog)
         return advanced_history(history, self.reasons(retention, catalog), self._in_order(whole))
 
     def reasons(self, retention: Retention, catalog: Catalog) -> dict[GenerationId, str]:
-        """What stays under `retention`, and why."""
+        """Return the generations that stay under `retention`, each with the reason."""
         whole, doubtful = self._sound(catalog)
         if any(commit.needs or commit.spares for commit in whole[:1]):
-            # What is being saved may borrow from either of the last two, and from whatever they borrow from. Of what
-            # they hold themselves there are two copies then, too.
+            # A running save may borrow from either of the last two, and from what these borrow from. Keeping both also
+            # keeps two copies of what they hold.
             retention = replace(retention, last=max(2, retention.last))
         reasons = retention.reasons(whole, doubtful)
         counted = {commit.generation for commit in whole}
-        # What cannot be read now may be needed again, and so what it needs, until the log has given it up.
+        # An unreadable generation may come back, so what it needs stays until the log gives it up.
         needing = [c for each, c in self._manifests.items() if each in reasons or each not in counted]
         needed = {need: f"needed by {by}" for need, by in needed_by(c for c in needing if self._stays(c)).items()}
         spare = {each: f"has older copies for {by}" for each, by in spare_for(whole[: retention.last]).items()}
@@ -118,7 +118,7 @@ class Survey:
         return self._perhaps_needed(reasons) | there | needed | reasons
 
     def _perhaps_needed(self, stay: Mapping[GenerationId, str]) -> dict[GenerationId, str]:
-        """Where generations borrow: all that is older than one that stays and does not say now what it needs."""
+        """Return all generations older than a kept one whose manifest is unreadable, if the run borrows at all."""
         manifests = self._manifests
         silent = [each.generation for each in self.passed_over if each.is_loss and each.commit is None]
         newest = max((each for each in silent if each in stay), default=None)
@@ -127,11 +127,11 @@ class Survey:
         return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
 
     def _stays(self, commit: Commit) -> bool:
-        """Whether it counts as something to restore: not if it is only there for others."""
+        """Whether the generation is there for its own sake, not only because others borrow from it."""
         return all(each.commit is not commit or not each.is_for_others for each in self.passed_over)
 
     def _in_order(self, whole: Sequence[Commit]) -> list[GenerationId]:
-        """All of which the log can give up something, newest first: what is whole, and what is only there for others."""
+        """Return the generations that the log can give up, newest first: whole ones, and older ones kept for others."""
         newest = max((commit.generation for commit in whole), default=None)
         others = [each.generation for each in self.passed_over if each.is_for_others]
         older = [each for each in others if newest is not None and each < newest]
@@ -139,24 +139,24 @@ class Survey:
 
     @property
     def _allowed(self) -> set[GenerationId]:
-        """What the log allows and was committed, readable or not."""
+        """Committed generations that the log allows, readable or not."""
         return {*self._manifests, *(each.generation for each in self.passed_over if each.is_loss)}
 
     @property
     def _manifests(self) -> Mapping[GenerationId, Commit]:
-        """Of all that the log allows, as far as they can be read."""
+        """Readable manifests of generations that the log allows."""
         known = [*self.usable, *(each.commit for each in self.passed_over if each.commit is not None)]
         return {commit.generation: commit for commit in known}
 
     def _sound(self, catalog: Catalog) -> tuple[list[Commit], list[GenerationId]]:
-        """What all is there of, and what counts neither as kept nor as given up: unreadable, or objects are missing."""
+        """Return whole generations, and doubtful ones: unreadable, damaged or with missing objects."""
         whole = [commit for commit in self.usable if self._is_whole(commit, catalog)]
         counted = {commit.generation for commit in whole}
         doubtful = [commit.generation for commit in self.usable if commit.generation not in counted]
         return whole, doubtful + [each.generation for each in self.passed_over if each.is_loss]
 
     def _is_whole(self, commit: Commit, catalog: Catalog) -> bool:
-        """Whether no object of it is missing, nor of what it needs, and none was found damaged."""
+        """Whether no object of it, or of the generations it needs, is missing or known to be damaged."""
         if commit.generation in self.damaged:
             return False
         manifests = self._manifests
@@ -167,14 +167,14 @@ class Survey:
 def _complete(
     found: Commit | PassedOver, history: History, defects: Mapping[GenerationId, str | None]
 ) -> Commit | PassedOver:
-    """The manifest, unless what it needs is missing."""
+    """Return the manifest, or why files that the generation borrows are not available."""
     if isinstance(found, PassedOver) or (lack := what_lacks(found, history, defects)) is None:
         return found
     return PassedOver(found.generation, lack.reason, lack.is_loss, commit=found)
 
 
 def _read_restorable(backend: Backend, history: History, contents: Contents) -> Commit | PassedOver:
-    """The manifest of a generation, or what speaks against it."""
+    """Return the manifest of a generation, or why it cannot be restored."""
     generation = contents.generation
     if (reason := history.why_left_behind(generation)) is not None:
         return PassedOver(generation, reason, is_loss=False)

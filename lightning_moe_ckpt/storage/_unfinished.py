@@ -1,8 +1,8 @@
-"""Multipart uploads to S3 that nobody will finish: found and aborted.
+"""Find and abort incomplete multipart uploads to S3.
 
-A process that is killed in an upload leaves its parts in the bucket, invisible to listings and paid for. obstore does
-not list uploads, botocore does, where it is installed. Where it is not, or the store does not serve such requests, or this
-user may not make them, a lifecycle rule of the bucket has to do it; that is said once.
+A process killed during an upload leaves parts in the bucket, invisible to listings but paid for. obstore cannot list
+uploads, botocore can. If botocore is not installed, or the store refuses such requests, the bucket needs a lifecycle
+rule; a warning says so once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _REFUSALS = {400, 401, 403, 405, 501}
 _ROUNDS = 3
-"""Parts under way while their upload is aborted keep it listed: it is looked for, and aborted, again."""
+"""How often uploads are listed and aborted: parts sent during an abort keep the upload in the listing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,18 @@ class Upload:
     """One multipart upload that is neither completed nor aborted."""
 
     key: str
-    """Within the bucket."""
+    """Key within the bucket."""
     upload_id: str
 
 
 class UnfinishedUploads:
-    """Those of one bucket.
+    """The incomplete uploads of one bucket.
 
     Args:
-        bucket: its name.
-        config: of the S3 store, in obstore's words; what it lacks, botocore finds as obstore does.
-        client: HTTP options, in obstore's words.
-        certificates: file with those of authorities to trust.
+        bucket: name of the bucket.
+        config: obstore's configuration of the store; botocore finds missing values where obstore does.
+        client: obstore's HTTP options.
+        certificates: file with certificates of trusted authorities.
         timeout: seconds for one request.
     """
 
@@ -58,16 +58,16 @@ class UnfinishedUploads:
         self._bucket, self._config, self._http, self._timeout = bucket, config, client, timeout
         self._certificates = certificates
         self.why_useless: str | None = None
-        """Why nothing can be asked; `None` as long as everything could."""
+        """Why the store cannot be asked; `None` while it can."""
 
     def abort(self, prefix: str) -> int:
         """Abort every upload to a key that starts with `prefix`.
 
         Returns:
-            How many; zero where the store does not tell.
+            Number of aborted uploads; zero if the store cannot be asked.
 
         Raises:
-            StorageError: the store does not answer as it should.
+            StorageError: a request failed.
         """
         num_aborted = 0
         for _ in range(_ROUNDS):
@@ -82,10 +82,10 @@ class UnfinishedUploads:
         return num_aborted
 
     def list(self, prefix: str) -> list[Upload]:
-        """Return uploads under way to keys that start with `prefix`, in this process or any other.
+        """List incomplete uploads to keys that start with `prefix`, by this process or any other.
 
         Raises:
-            StorageError: the store does not answer as it should.
+            StorageError: a request failed.
         """
         found = list[Upload]()
         if self.why_useless is not None:
@@ -102,15 +102,15 @@ class UnfinishedUploads:
             self._give_up(f"{refused}")
         return [each for each in found if each.key.startswith(prefix)]  # some servers ignore the parameter
 
-    # For a look at the store itself.
+    # For tests of the store itself.
 
     def begin(self, key: str) -> Upload:
-        """Begin an upload, as if to be killed."""
+        """Begin an upload and leave it incomplete."""
         with self._asking("create_multipart_upload"):
             return Upload(key, self._client.create_multipart_upload(Bucket=self._bucket, Key=key)["UploadId"])
 
     def refuses_small_parts(self, key: str) -> bool:
-        """Return whether an upload of two parts of some bytes is refused."""
+        """Whether the store refuses an upload with a part that is too small."""
         place = {"Bucket": self._bucket, "Key": key, "UploadId": self.begin(key).upload_id}
         parts = [
             {"PartNumber": number, "ETag": self._client.upload_part(**place, PartNumber=number, Body=b"a part")["ETag"]}
@@ -119,7 +119,7 @@ class UnfinishedUploads:
         return self._refuses("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
 
     def refuses_wrong_digest(self, key: str) -> bool:
-        """Return whether a body that is not the one of its `Content-MD5` is refused."""
+        """Whether the store refuses a body that does not match its `Content-MD5`."""
         digest = base64.b64encode(bytes(16)).decode()
         return self._refuses("put_object", Bucket=self._bucket, Key=key, Body=b"a body", ContentMD5=digest)
 
@@ -144,7 +144,7 @@ class UnfinishedUploads:
 
     @contextlib.contextmanager
     def _asking(self, operation: str) -> Iterator[None]:
-        """Turn exceptions of botocore into ours; of what is not there, nothing needs to be said."""
+        """Turn exceptions of botocore into `StorageError`s; a missing upload is no error."""
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
         try:
@@ -155,7 +155,7 @@ class UnfinishedUploads:
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if status in _REFUSALS:
                 raise _RefusedError(f"it answers {status} {error.response['Error'].get('Code', '')}") from error
-            if status != 404:  # somebody else was faster, or there has never been one
+            if status != 404:  # another process was faster, or there never was such an upload
                 raise StorageError(f"{operation} in {self._bucket}: {error}.") from error
         except BotoCoreError as error:
             raise StorageError(f"{operation} in {self._bucket}: {error} Check the store and the network.") from error
@@ -169,7 +169,7 @@ class UnfinishedUploads:
         config = self._config
         virtual = str(config.get("virtual_hosted_style_request", "")).lower() == "true"
         endpoint = config.get("endpoint")
-        if virtual and endpoint:  # obstore wants the bucket in it already
+        if virtual and endpoint:  # for obstore the endpoint already contains the bucket
             endpoint = endpoint.replace(f"//{self._bucket}.", "//", 1)
         trusted = not self._http.get("allow_invalid_certificates")
         return botocore.session.get_session().create_client(
@@ -192,4 +192,4 @@ class UnfinishedUploads:
 
 
 class _RefusedError(StorageError):
-    """The store does not serve this request, to us or to anybody."""
+    """The store does not support this request, or this user may not make it."""

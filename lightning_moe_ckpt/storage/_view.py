@@ -1,7 +1,7 @@
-"""A stored run as a reader sees it who must not change anything.
+"""Read-only view of a stored run.
 
-`RunStore.open` begins a run where there is none and probes the medium by writing; a look from outside, perhaps while
-the run goes on, does neither. It applies the same rules: the newest readable log entry, the timeline rule, manifests.
+`RunStore.open` begins a run where there is none and probes the medium by writing. This view does neither, so it may be
+used while the job runs. It applies the same rules: the newest readable log entry, the timeline rule, manifests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_moe_ckpt.storage._records import Commit, RankMarker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredGeneration:
-    """What a listing and the manifest say of one generation; segments were not read."""
+    """One generation by listing and manifest; segments were not read."""
 
     generation: GenerationId
     committed: bool
@@ -40,13 +40,13 @@ class StoredGeneration:
     sizes: Mapping[str, int]
     """Bytes by key, as listed."""
     dead: str | None
-    """Why the run must not restore it any more, by the log."""
+    """Why the log forbids to restore it; `None` if it does not."""
     damage: str | None
-    """Why it could not be restored although the log allows it, as far as listing and manifest show."""
+    """Why it cannot be restored although the log allows it, as far as listing and manifest show."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the segments there are."""
+        """Size of all stored segments."""
         return data_nbytes(self.sizes)
 
     @property
@@ -91,16 +91,16 @@ class RunView:
 
     @property
     def url(self) -> str:
-        """Where the run is."""
+        """URL under which the run is stored."""
         return self._backend.url
 
     @property
     def run_id(self) -> str:
-        """The newest run under the URL; empty if the log cannot be read."""
+        """Name of the newest run under the URL; empty if the log cannot be read."""
         return "" if self.history is None else self.history.run_id
 
     def generations(self) -> list[StoredGeneration]:
-        """Everything stored, newest first, also of earlier runs and lives."""
+        """List all stored generations, newest first, including those of earlier runs and incarnations."""
         catalog = read_catalog(self._backend)
         found = {generation: self._look_at(catalog[generation]) for generation in sorted(catalog, reverse=True)}
         defects = {each: stored.why_not for each, stored in found.items()}
@@ -111,7 +111,7 @@ class RunView:
         return [_explained(each, only_lent.get(each.generation)) for each in judged]
 
     def log_damage(self) -> list[str]:
-        """Read every log entry; what is wrong with those that are bad, or missing between others."""
+        """Read every log entry and return the defects of damaged and missing ones."""
         found = ((parse_log_key(entry.key), entry.key) for entry in self._backend.list(LOG_PREFIX))
         damage, due = [], 0
         for index, key in sorted((index, key) for index, key in found if index is not None):
@@ -129,11 +129,11 @@ class RunView:
         check_entry(self._backend.get(key), index)
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
-        """Read the marker a manifest vouches for.
+        """Read a rank's marker and check it against the digest in the manifest.
 
         Raises:
-            Corrupt: it is not the one that was committed.
-            KeyMissing: it is gone.
+            Corrupt: the marker is not the one that was committed.
+            KeyMissing: the marker is gone.
         """
         return read_committed_marker(self._backend, commit, rank)
 
@@ -158,23 +158,23 @@ class RunView:
         )
 
     def _with_needs(self, stored: StoredGeneration, defects: Mapping[GenerationId, str | None]) -> StoredGeneration:
-        """The same, unless what it needs is missing."""
+        """Return `stored`, marked as damaged if files that it borrows are missing."""
         if not stored.usable or stored.commit is None or self.history is None:
             return stored
         lack = what_lacks(stored.commit, self.history, defects)
-        if lack is None or (lack.is_loss and stored.commit.spares):  # older copies may do
+        if lack is None or (lack.is_loss and stored.commit.spares):  # spares may suffice
             return stored
         return replace(stored, damage=lack.reason) if lack.is_loss else replace(stored, dead=lack.reason)
 
     def _read_commit(self, generation: GenerationId, dead: str | None) -> Commit:
-        """The manifest; one that cannot be restored anyway may be of another run."""
+        """Read the manifest; a dead generation may belong to another run."""
         if dead is None:
             return read_commit(self._backend, self.run_id, generation)
         return read_manifest(self._backend, generation)
 
 
 def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:
-    """The same; if it stays only because another one needs it, that is said."""
+    """Return `stored`; if it only stays because another one needs it, `dead` says so."""
     if needed_by is None or stored.dead is None:
         return stored
     return replace(stored, dead=f"only there for {needed_by}; {stored.dead}")
