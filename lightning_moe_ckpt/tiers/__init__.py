@@ -1,6 +1,6 @@
-"""Where generations are kept: in memory of this node, in memory of other nodes, in storage.
+"""Keep generations in memory of this node, in memory of other nodes and in storage.
 
-A tier is one short contract (`Tier`); recovery asks the tiers in order of cost, per operator.
+All tiers have the same short contract (`Tier`). Recovery asks them in order of cost, for each operator.
 """
 
 from lightning_moe_ckpt.tiers._contract import Holding as Holding

@@ -1,21 +1,21 @@
-"""A segment told by gradients: whoever has the segment of the boundary before rebuilds this one, byte for byte.
+"""Encode a segment by gradients: a holder of the previous boundary's segment rebuilds this one, byte for byte.
 
-Between two boundaries the optimizer takes one step. So of a part whose state is in both segments only the gradient of
-that step travels, as the optimizer consumed it, with the settings that the step had; parameter and moments are those of
-the segment before, taken through the step again. A part that got no gradient was not stepped and takes nothing. All
-other tensors travel as they are, and so does every part that the segment before has not, or has without state.
+The optimizer takes one step between two boundaries. For a part whose state is in both segments, only the gradient of
+that step is sent, as the optimizer consumed it, with the settings of the step. The receiver repeats the step on the
+parameter and moments of the previous segment. A part without gradient was not stepped, and nothing is sent for it. All
+other tensors are sent whole, and so are parts that the previous segment lacks or has without state.
 
 ```text
-recipe   which part is told how, settings of the step, what differs in the header, a digest of all this
-payload  tensors as they are, in runs, in the order of the file; then gradients, each at a multiple of 64 bytes
+recipe   encoding of each part, settings of the step, difference of the headers, a digest of all this
+payload  whole tensors, in runs, in the order of the file; then gradients, each at a multiple of 64 bytes
 ```
 
-Invariant: nothing here decides whether what was rebuilt is right. The marker's digest of the whole segment does, and a
-copy that does not have it is refused: the processor of another node may round otherwise, and people edit weights.
+Invariant: only the marker's digest of the whole segment decides whether a rebuilt segment is right, and a copy with
+another digest is refused: the processor of another node may round differently, and users may edit weights.
 
-Gradients that were rounded to bfloat16 lead elsewhere, a little further with every step. Of such a segment those tensors
-are checked that travel as they are, and the gradients by a digest of their own; its marker says what was rebuilt. In an
-*audit* the segment travels besides, and it is told how far the steps would have led from it.
+Gradients that were rounded to bfloat16 lead to slightly different bytes, and the error grows with every step. Of such a
+segment, tensors that are sent whole and the gradients are checked by digests; its marker describes the rebuilt bytes.
+In an *audit* the whole segment is sent too, and the receiver reports how far the rebuilt state is from it.
 
 Source: MOETION (2024), Sec. 5.2, Algorithm 3.
 """
@@ -57,9 +57,9 @@ _LENGTHS = struct.Struct("<III")
 _DIGEST_NBYTES = 16
 _MAX_SETTINGS = 256 - STEPPED
 _MAX_DOCUMENT_NBYTES = 2**17
-"""Of the settings of a step, of which there are fewer than 256."""
+"""Most bytes of the settings of a step, of which there are fewer than 256."""
 _BLOCK_NUMEL = 2**16
-"""Elements that are copied and stepped at a time: what was copied is in the cache when it is stepped."""
+"""Elements that are copied and stepped at a time, so that they are still in the cache when they are stepped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,43 +75,43 @@ class StepSettings:
     maximize: bool
 
     def step(self, gradient: Tensor, number: int) -> AdamStep:
-        """The step with that number, for `gradient`."""
+        """Return the arguments of step `number` with `gradient`."""
         return AdamStep(gradient=gradient, step=number, **asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class PartGradient:
-    """What the optimizer did with one part of a segment in the step that led to it."""
+    """Describe the optimizer step of one part of a segment."""
 
     offset: int
-    """Of its gradient in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
+    """Offset of its gradient in `Gradients.area`; a multiple of `GRADIENT_ALIGN`."""
     settings: StepSettings | None
-    """Of the step; `None` if there was no gradient, and so no step of this part."""
+    """Settings of the step; `None` if the part had no gradient, and so no step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What an optimizer step consumed, by part of the segment of the boundary after it."""
+    """Gradients that an optimizer step consumed, by part of the segment after it."""
 
     area: Tensor
-    """uint8; where they are."""
+    """Memory of the gradients, uint8."""
     dtype: torch.dtype
     """float32, or bfloat16 where rounding is allowed."""
     parts: Mapping[str, PartGradient]
-    """By prefix of the names of their tensors; a part that is not here travels as it is."""
+    """Parts by the prefix of their tensors' names; a part that is missing here is sent whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a sender knows of the segment before, without its bytes."""
+    """Facts of the previous segment that the sender keeps instead of its bytes."""
 
     header: bytes
     present: bytes
-    """Of each part, whether the optimizer had state."""
+    """One byte per part: whether the optimizer had state."""
 
     @classmethod
     def of(cls, segment_U8: Tensor) -> Baseline:
-        """Of a segment whose bytes are final."""
+        """Return the facts of a segment whose bytes are final."""
         segment = segment_U8.numpy()
         header = SegmentLayout.header_in(segment.data)
         return cls(header, index_of(header).present(segment))
@@ -119,28 +119,28 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """What travels in the place of a segment."""
+    """Message that is sent in place of a segment."""
 
     recipe: bytes
     payload: Sequence[Tensor]
-    """uint8, without copies: views of the segment, then of gradients."""
+    """uint8 views of the segment, then of gradients; nothing is copied."""
     exact: bool = True
-    """Whether it leads to the bytes of the segment."""
+    """Whether the receiver gets exactly the bytes of the segment."""
 
     @property
     def payload_nbytes(self) -> int:
-        """Without the recipe."""
+        """Bytes of the payload, without the recipe."""
         return sum(view.numel() for view in self.payload)
 
 
 def encode_delta(base: Baseline, segment_U8: Tensor, gradients: Gradients, *, audit: bool = False) -> EncodedDelta:
-    """Tell a segment by the step that led to it.
+    """Encode a segment by the optimizer step that led to it.
 
     Args:
-        base: of the boundary before, which the receiver has.
-        segment_U8: all bytes of the file; they and the gradients must stay as they are until all is sent.
-        gradients: of the step.
-        audit: whether the segment travels besides.
+        base: facts of the previous boundary's segment, which the receiver has.
+        segment_U8: all bytes of the file; neither they nor the gradients may change until all is sent.
+        gradients: gradients of the step.
+        audit: whether the whole segment is sent too.
     """
     now = Baseline.of(segment_U8)
     settings: dict[StepSettings, int] = {}
@@ -160,15 +160,15 @@ def encode_delta(base: Baseline, segment_U8: Tensor, gradients: Gradients, *, au
 
 
 class DeltaDecoder:
-    """Rebuilds one segment from the one before it, in place, while its payload arrives.
+    """Rebuild one segment from the previous one, in place, while its payload arrives.
 
     Args:
-        recipe: from `encode_delta`.
-        base_U8: begins with the segment before.
-        out_U8: memory for the segment and, behind it, for gradients: as much as the sender has for both.
+        recipe: the recipe that `encode_delta` returned.
+        base_U8: memory that begins with the previous segment.
+        out_U8: memory for the segment and the gradients behind it, as large as the sender's.
 
     Raises:
-        Corrupt: the recipe is not whole, or is for another segment before this one.
+        Corrupt: the recipe is damaged, or was made for another previous segment.
     """
 
     def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor) -> None:
@@ -181,7 +181,7 @@ class DeltaDecoder:
         self._received = self._num_stepped = 0
         self._digest = xxhash.xxh3_128()
         self.drift: Drift | None = Drift() if self.plan.whole else None
-        """In an audit, how far the steps lead from the segment."""
+        """In an audit, difference between the rebuilt state and the segment."""
         if max(codes, default=0) >= STEPPED + len(self._settings) or out_U8.numel() < self.plan.nbytes:
             raise wrong_delta()
         self.plan.layout.write_header(out_U8)
@@ -191,7 +191,7 @@ class DeltaDecoder:
 
     @property
     def exact(self) -> bool:
-        """Whether what is rebuilt has to be the sender's segment."""
+        """Whether the rebuilt bytes must be the sender's segment."""
         return self.plan.whole or self.dtype is torch.float32
 
     @property
@@ -200,20 +200,20 @@ class DeltaDecoder:
         return self._received == self.plan.payload_nbytes
 
     def expect_gradients(self) -> None:
-        """Raise `Corrupt` unless the gradients are those that were sent, where nothing else would tell."""
+        """Raise `Corrupt` unless the gradients have the sender's digest, which is given if no other digest covers them."""
         if self._wanted is not None and self._digest.hexdigest() != self._wanted:
             raise Corrupt("gradients are not those that were sent. The next generation comes whole.")
 
     @property
     def segment(self) -> Tensor:
-        """The memory of the segment; uint8."""
+        """Memory of the segment, uint8."""
         return self._out[: self.plan.layout.nbytes]
 
     def place(self, offset: int, nbytes: int) -> Tensor:
-        """Where the next bytes of the payload go; uint8, shape `[nbytes]`.
+        """Return the memory for the next bytes of the payload; uint8, shape `[nbytes]`.
 
         Raises:
-            Corrupt: these are not the next ones, or do not go to one place.
+            Corrupt: these are not the next bytes, or they do not belong in one place.
         """
         if offset != self._received or nbytes <= 0:
             raise wrong_delta()
@@ -221,7 +221,7 @@ class DeltaDecoder:
         return self._out[start:stop]
 
     def arrived(self, nbytes: int) -> None:
-        """The next bytes are in their place: steps are taken whose gradients are there."""
+        """Note that the next bytes are in place, and take the steps whose gradients are complete."""
         if self._wanted is not None and self._received >= self.plan.literal_nbytes:
             start, stop = self.plan.place(self._received, nbytes)
             self._digest.update(self._out[start:stop].numpy().data)
@@ -246,7 +246,7 @@ class DeltaDecoder:
             self.drift = self.drift.with_part(drift)
 
     def _count(self, part: SteppedPart) -> int:
-        """Write the step's number. Raises `Corrupt` if there was none before it."""
+        """Write and return the step's number. Raises `Corrupt` if the previous segment has no step before it."""
         (source, destination), nbytes = part.step, part.step_dtype.itemsize
         before = self._base[source : source + nbytes].view(part.step_dtype)
         if not self.plan.whole:
@@ -257,13 +257,13 @@ class DeltaDecoder:
         return int(number)
 
     def _moved(self, source: int, destination: int, first: int, last: int) -> Tensor:
-        """State of the segment before, where the step is taken."""
+        """Copy elements of the previous segment's state to their new place and return the copy."""
         base = _floats(self._base, source, first, last)
         return base.clone() if self.plan.whole else _floats(self._out, destination, first, last).copy_(base)
 
 
 def _floats(memory_U8: Tensor, offset: int, first: int, last: int) -> Tensor:
-    """Elements of a float32 tensor at `offset`."""
+    """Return elements of the float32 tensor at `offset`."""
     return memory_U8[offset + 4 * first : offset + 4 * last].view(torch.float32)
 
 
@@ -275,7 +275,7 @@ def _digest(views: Sequence[Tensor]) -> xxhash.xxh3_128:
 
 
 def _codes(base: Baseline, now: Baseline, gradients: Gradients, settings: dict[StepSettings, int]) -> Iterator[int]:
-    """How each part is told; `settings` gets those in use, numbered."""
+    """Yield the code of each part's encoding; fill `settings` with the numbered settings in use."""
     before, index = index_of(base.header), index_of(now.header)
     for prefix, present in zip(index.prefixes, now.present, strict=True):
         part = gradients.parts.get(prefix)
@@ -295,7 +295,7 @@ def _present(base: Baseline, index: SegmentIndex, prefix: str) -> int:
 
 
 def _gradient_runs(plan: DeltaPlan, gradients: Gradients) -> Iterator[Run]:
-    """Of the sender's memory; gradients that follow each other go together."""
+    """Yield runs of the sender's memory; adjacent gradients share one run."""
     start = stop = -1
     for part in plan.stepped:
         offset = gradients.parts[part.prefix].offset
@@ -315,7 +315,7 @@ def _pack(document: bytes, codes: bytes, squeezed: bytes) -> bytes:
 
 
 def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
-    """Document, codes of parts, of which there are fewer than bytes in a segment of `most`, and header."""
+    """Return document, codes of parts and header; a segment has at most `most` bytes, and so at most as many parts."""
     body, digest = recipe[:-_DIGEST_NBYTES], recipe[-_DIGEST_NBYTES:]
     if len(body) < _LENGTHS.size or xxhash.xxh3_128_digest(body) != digest:
         raise Corrupt("the recipe of a delta is not the one that was sent. The next generation comes whole.")
@@ -325,7 +325,7 @@ def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
 
 
 def _inflated(data: bytes, most: int) -> bytes:
-    """At most one byte more than `most` is ever made."""
+    """Decompress `data` to at most `most + 1` bytes."""
     stream = zlib.decompressobj()
     try:
         found = stream.decompress(data, most + 1)
@@ -337,7 +337,7 @@ def _inflated(data: bytes, most: int) -> bytes:
 
 
 def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None, bool]:
-    """Settings, type of gradients, their digest, and whether the segment travels besides. Raises `Corrupt`."""
+    """Return settings, dtype and digest of gradients, and whether the whole segment is sent too. Raises `Corrupt`."""
     try:
         found = json.loads(document)
         settings = [StepSettings(**each) for each in found["settings"]]

@@ -1,4 +1,4 @@
-"""Copies whose gradients were rounded on the way: how far they are from their owner's state, and what is said of them."""
+"""Measure how far replicas that were rebuilt from rounded gradients are from their owner's state."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from lightning_moe_ckpt.storage import RankMarker, digest_of
 
 
 class PartDrift:
-    """Of the tensors of one part, block by block: the largest difference, and the largest value."""
+    """Collect, block by block, the largest difference and the largest value of each tensor of one part."""
 
     def __init__(self, num_tensors: int) -> None:
         self._differences, self._values = [0.0] * num_tensors, [0.0] * num_tensors
 
     def add(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-        """A block of each tensor, as it came out and as it is."""
+        """Add one block of each tensor: as rebuilt, and as the owner has it."""
         for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
             self._differences[index] = max(self._differences[index], float((one - other).abs().max()))
             self._values[index] = max(self._values[index], float(other.abs().max()))
 
     def relative(self) -> list[float]:
-        """Of each tensor."""
+        """Return the largest difference relative to the largest value, by tensor."""
         pairs = zip(self._differences, self._values, strict=True)
         return [difference / value if value else float(difference > 0) for difference, value in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The largest difference of a tensor's elements relative to its largest element, over all parts."""
+    """Largest difference of a tensor's elements, relative to its largest element, over all parts."""
 
     params: float = 0.0
     moments: float = 0.0
 
     def with_part(self, part: PartDrift) -> Drift:
-        """One more part, parameter first."""
+        """Return the drift with one more part, whose first tensor is the parameter."""
         param, *moments = part.relative()
         return Drift(max(self.params, param), max(self.moments, *moments))
 
 
 def rounded_marker(marker: RankMarker, segment_U8: Tensor, literal: frozenset[str]) -> RankMarker:
-    """What a marker has to say of a copy that was rebuilt from rounded gradients.
+    """Return the marker for a replica that was rebuilt from rounded gradients.
 
     Args:
-        marker: of the owner, over its own bytes.
-        segment_U8: the copy.
-        literal: names of the tensors that came as they are.
+        marker: the owner's marker over its own bytes.
+        segment_U8: bytes of the replica.
+        literal: names of the tensors that were sent whole.
 
     Raises:
-        Corrupt: one of those is not as the owner's.
+        Corrupt: a tensor that was sent whole differs from the owner's.
     """
     (entry,) = marker.segments
     view, records = segment_U8.numpy().data, []

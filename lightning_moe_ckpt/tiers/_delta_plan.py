@@ -1,7 +1,7 @@
-"""Which bytes of a segment are told how, by a delta: a pure function of two headers and one code per part.
+"""Plan how a delta encodes the bytes of a segment: a pure function of two headers and one code per part.
 
-Sender and receiver make the same plan, so a recipe names no offsets. Plans follow each other unchanged while the same
-experts are taken, and are remembered.
+Sender and receiver make the same plan, so a recipe names no offsets. Plans are cached, since they are equal while the same
+experts are taken.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GRADIENT_ALIGN = 64
 """Bytes on which every gradient starts, in memory and on the wire."""
 
 LITERAL, UNCHANGED, STEPPED = range(3)
-"""How a part is told: as it is, not at all, or by its gradient; above `STEPPED` with other settings."""
+"""Codes of a part: sent whole, not sent, or sent as its gradient. Codes above `STEPPED` mean further settings."""
 
 Run = tuple[int, int]
-"""First byte, and the one behind the last."""
+"""First byte, and the byte after the last."""
 
 _STEP, _PRESENT = "step", "present"
 _REPLAYED = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -34,38 +34,38 @@ _REMEMBERED = 16
 
 
 def gradient_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that a gradient takes, up to where the next one may start."""
+    """Return the bytes that a gradient takes, with padding to the next one."""
     return aligned_gradient(numel * dtype.itemsize)
 
 
 def aligned_gradient(nbytes: int) -> int:
-    """Rounded up to where a gradient may start."""
+    """Return `nbytes` rounded up to where a gradient may start."""
     return nbytes + -nbytes % GRADIENT_ALIGN
 
 
 class SegmentIndex:
-    """The parts of a segment, by header. Use `index_of`."""
+    """Index of the parts of a segment, by its header; `index_of` makes and caches it."""
 
     def __init__(self, header: bytes) -> None:
         self.layout = SegmentLayout.of_header(header)
         self.prefixes = [name.removesuffix("/param") for name in self.layout.spans if name.endswith("/param")]
-        """Of the names of each part's tensors, in the order of the file."""
+        """Prefix of the names of each part's tensors, in the order of the file."""
         self.position = {prefix: index for index, prefix in enumerate(self.prefixes)}
         present = [self.layout.spans.get(f"{prefix}/{_PRESENT}") for prefix in self.prefixes]
         self._has_flag = np.array([span is not None for span in present], dtype=np.bool_)
         self._flags = np.array([span.offset if span is not None else 0 for span in present], dtype=np.int64)
 
     def present(self, segment: NDArray[np.uint8]) -> bytes:
-        """Of each part, whether the optimizer had state; 0 where the segment does not say."""
+        """Return one byte per part: whether the optimizer had state; 0 where the segment does not say."""
         return np.where(self._has_flag, segment[self._flags], 0).astype(np.uint8).tobytes()
 
     def spans(self, prefix: str) -> dict[str, Span]:
-        """The tensors of a part that a delta knows what to do with, by the rest of their names."""
+        """Return the tensors of a part that a delta can encode, by the name after the prefix."""
         found = {key: self.layout.spans.get(f"{prefix}/{key}") for key in _KNOWN}
         return {key: span for key, span in found.items() if span is not None}
 
     def can_step(self, prefix: str) -> bool:
-        """Whether the part has all that a step of Adam reads, in the precision that is replayed."""
+        """Return whether the part has all tensors that a step of Adam reads, in the supported dtype."""
         spans = self.spans(prefix)
         needed = [spans.get(key) for key in _KNOWN[:-1]]
         state = [spans[key].dtype for key in _REPLAYED if key in spans]
@@ -74,65 +74,65 @@ class SegmentIndex:
 
 @lru_cache(_REMEMBERED)
 def index_of(header: bytes) -> SegmentIndex:
-    """The parts of a segment with this header. Raises `Corrupt`."""
+    """Return the index of a segment with this header. Raises `Corrupt`."""
     return SegmentIndex(header)
 
 
 def same_part(base: SegmentIndex, index: SegmentIndex, prefix: str) -> bool:
-    """Whether both segments have a part, of one shape."""
+    """Return whether both segments have the part, in the same shape."""
     return prefix in base.position and _shapes(base.spans(prefix)) == _shapes(index.spans(prefix))
 
 
 @dataclass(frozen=True, slots=True)
 class SteppedPart:
-    """A part that is told by its gradient."""
+    """A part that is sent as its gradient."""
 
     prefix: str
     settings: int
-    """Which, of the recipe."""
+    """Index of the step's settings in the recipe."""
     numel: int
     state: Sequence[tuple[int, int]]
-    """Offsets of parameter and moments in the segment before, and in this one."""
+    """Offsets of parameter and moments, in the previous segment and in this one."""
     step: tuple[int, int]
-    """Of the step count, likewise."""
+    """Offsets of the step count, in the previous segment and in this one."""
     step_dtype: torch.dtype
     gradient: int
-    """Offset behind the segment."""
+    """Offset of the gradient behind the segment."""
     end: int
-    """Byte of the payload with which its gradient is whole."""
+    """Bytes of the payload after which its gradient is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlan:
-    """What becomes of every byte."""
+    """Where every byte of a segment comes from."""
 
     layout: SegmentLayout
     literal: Sequence[Run]
-    """Of the segment, as they are; in the order of the payload."""
+    """Runs of the segment that are sent whole, in the order of the payload."""
     literal_names: frozenset[str]
-    """Of the tensors in there."""
+    """Names of the tensors in these runs."""
     kept: Sequence[tuple[int, int, int]]
-    """Offset in the segment before, offset in this one, bytes."""
+    """Unchanged runs: offset in the previous segment, offset in this one, bytes."""
     stepped: Sequence[SteppedPart]
     whole: bool
-    """Whether the segment comes as it is, and steps are taken only to see where they lead."""
+    """Whether the whole segment is sent, and steps are taken only to measure their error."""
     literal_nbytes: int
     payload_nbytes: int
     places: Sequence[tuple[int, int, int]]
-    """Begin in the payload, offset in memory, bytes."""
+    """Runs of the payload: first byte, offset in memory, bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Memory of the segment and, behind it, the gradients that travel."""
+        """Bytes of memory for the segment and the gradients behind it."""
         return self.gradients_at + self.payload_nbytes - self.literal_nbytes
 
     @property
     def gradients_at(self) -> int:
-        """Offset of the memory behind the segment."""
+        """Offset of the gradients behind the segment."""
         return aligned_gradient(self.layout.nbytes)
 
     def place(self, offset: int, nbytes: int) -> Run:
-        """Where bytes of the payload go. Raises `Corrupt` unless they go to one place."""
+        """Return where bytes of the payload go. Raises `Corrupt` unless they go to one place."""
         index = bisect_right(self.places, (offset, self.nbytes, 0)) - 1
         if index >= 0:
             begin, place, size = self.places[index]
@@ -143,17 +143,17 @@ class DeltaPlan:
 
 @lru_cache(_REMEMBERED)
 def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dtype, *, whole: bool) -> DeltaPlan:
-    """What becomes of every byte of a segment.
+    """Plan where every byte of a segment comes from.
 
     Args:
-        base_header: of the segment before.
-        header: of the segment.
-        codes: how each part is told, in the order of the file.
-        dtype: of gradients.
-        whole: whether the segment comes as it is, besides.
+        base_header: header of the previous segment.
+        header: header of the segment.
+        codes: code of each part's encoding, in the order of the file.
+        dtype: type of the gradients.
+        whole: whether the whole segment is sent too.
 
     Raises:
-        Corrupt: this cannot be done with these two.
+        Corrupt: the codes do not fit the two headers.
     """
     base, index = index_of(base_header), index_of(header)
     if len(codes) != len(index.prefixes):
@@ -182,7 +182,7 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
 
 
 def wrong_delta() -> Corrupt:
-    """A delta that nothing can be done with."""
+    """Return the error for a delta that cannot be decoded."""
     return Corrupt("a delta does not fit the segment that it was to be applied to. The next generation comes whole.")
 
 
@@ -191,7 +191,7 @@ def _shapes(spans: dict[str, Span]) -> dict[str, tuple[int, torch.dtype]]:
 
 
 def _runs(layout: SegmentLayout, names: frozenset[str]) -> Iterator[Run]:
-    """Tensors that follow each other go together, with the filling between them."""
+    """Yield runs of tensors; adjacent tensors share one run, with the padding between them."""
     start = stop = -1
     for name, span in layout.spans.items():
         if name in names and span.nbytes:

@@ -1,8 +1,8 @@
-"""What fails together: the node and the rack of a process.
+"""Find the node and the rack of a process, which are what fails together.
 
-A node is a machine: two containers on one machine are one node, since they die together, so the kernel's boot id decides
-and not the host name. Who names a directory for shared memory by `MOE_CKPT_SHARED_MEMORY` says with it which processes are
-one node, so it is part of the name then.
+A node is a machine. Two containers on one machine die together, so they are one node: the kernel's boot id decides,
+not the host name. If `MOE_CKPT_SHARED_MEMORY` names a directory, processes that share it are one node, so the directory
+is part of the node's name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True)
 class FailureDomain:
-    """Where a rank runs, as far as what fails with it is concerned."""
+    """Node and rack that a rank runs on."""
 
     node: str
     """Ranks with equal names lose their memory together."""
     rack: str = ""
-    """Nodes with equal names may be lost together (rack, switch, power); empty where nothing is known."""
+    """Nodes with equal names may be lost together (rack, switch, power); empty if unknown."""
     host: str = field(default="", compare=False)
     """Host name, for messages."""
 
@@ -37,9 +37,9 @@ class FailureDomain:
 
 
 def this_domain(environ: Mapping[str, str] | None = None) -> FailureDomain:
-    """Node and rack of this process.
+    """Return node and rack of this process.
 
-    The node is `MOE_CKPT_NODE`, or found as the module says. The rack is `MOE_CKPT_RACK`, or the switch that SLURM's
+    The node is `MOE_CKPT_NODE`, or else the boot id. The rack is `MOE_CKPT_RACK`, or the switch that SLURM's
     topology plugin names for this node.
 
     Args:
@@ -54,10 +54,10 @@ def this_domain(environ: Mapping[str, str] | None = None) -> FailureDomain:
 
 
 def expect_domains(given: Sequence[FailureDomain], world_size: int) -> tuple[FailureDomain, ...]:
-    """Check what a user said about every rank.
+    """Check the domains that a user gave, one per rank.
 
     Raises:
-        ConfigurationError: not one per rank.
+        ConfigurationError: there is not one domain per rank.
     """
     if len(given) != world_size:
         raise ConfigurationError(
@@ -76,9 +76,9 @@ def _found_node(directory: str | None) -> str:
 
 
 def _slurm_switch(variables: Mapping[str, str]) -> str:
-    """`top.leaf` of `SLURM_TOPOLOGY_ADDR=top.leaf.node`, whose parts the pattern names, such as `switch.switch.node`.
+    """Return `top.leaf` of `SLURM_TOPOLOGY_ADDR=top.leaf.node`; SLURM's pattern, such as `switch.switch.node`, names the parts.
 
-    Node names may have dots, so it is the pattern that counts the parts.
+    Node names may have dots, so the number of parts is taken from the pattern.
     """
     address, pattern = variables.get("SLURM_TOPOLOGY_ADDR", ""), variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     kinds = pattern.split(".")

@@ -1,6 +1,6 @@
-"""The host tier: what processes of this node captured, or kept for others, in memory that outlived them.
+"""Read the host tier: generations that processes of this node captured or kept for others in shared memory.
 
-Read with `pread`, not through a mapping: a file that shrinks or goes meanwhile is an error then, not a SIGBUS.
+Reads use `pread`, not a mapping, so that a file that shrinks or goes meanwhile gives an error and not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where a whole copy lies."""
+    """Location of a complete copy."""
 
     memory: Path
     header: RingHeader
     marker: Path
     status: tuple[int, int, int]
-    """Of the marker's file when it was parsed: which one, how long, and when it was written."""
+    """Inode, size and modification time of the marker's file when it was parsed."""
     starts: Mapping[str, int]
-    """First byte of each file behind the header, by key, as the marker said then."""
+    """First byte of each file behind the ring's header, by key, from the parsed marker."""
 
 
 class HostTier:
-    """Every ring and replica of one run in this node's shared memory, whoever owns it.
+    """Read every ring and replica of one run in this node's shared memory, whichever rank owns it.
 
     Args:
-        tag: of the run at its place; other memory is not looked at.
-        directory: of shared memory; default as in `shared_directory`.
+        tag: tag of the run at its place; other memory is ignored.
+        directory: directory of shared memory; default as in `shared_directory`.
     """
 
     name = HOST
@@ -56,7 +56,7 @@ class HostTier:
         self._lock = threading.Lock()
 
     def holdings(self) -> list[Holding]:
-        """Every whole copy, newest first; what is torn, or of another run, is left out."""
+        """Return every complete copy, newest first; incomplete copies and those of other runs are left out."""
         self.close()  # files may have been replaced since the last call
         for path, name in memory_files(self._directory):
             if name.tag == self._tag:
@@ -64,11 +64,11 @@ class HostTier:
         return sorted(self._places, reverse=True)
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        """The marker of a copy. Raises `Corrupt` if it is not what was written, `KeyMissing` if it is gone."""
+        """Return the marker of a copy. Raises `Corrupt` if it is not what was written, `KeyMissing` if it is gone."""
         return self._of(holding, lambda place: _read_marker(place.marker, place.header).marker)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a segment from `offset` on, unverified. Raises `StorageError`, `KeyMissing`."""
+        """Fill `out` with the bytes of a segment from `offset` on, unchecked. Raises `StorageError`, `KeyMissing`."""
         place, starts = self._of(holding, lambda place: (place, _current_starts(place)))
         end = min(entry.nbytes, place.header.slot_nbytes)
         if entry.key not in starts or offset < 0 or offset + out.nbytes > end:
@@ -76,7 +76,7 @@ class HostTier:
         _read_fully(self._open(place.memory), RING_HEADER_NBYTES + starts[entry.key] + offset, out, place.memory)
 
     def close(self) -> None:
-        """Let go of what was opened for reading; nothing is deleted."""
+        """Release what was opened for reading; nothing is deleted."""
         self._places = {}
         while self._descriptors:
             close_shared(self._descriptors.popitem()[1])
@@ -87,20 +87,20 @@ class HostTier:
         try:
             header = self._header(path)
         except (Corrupt, OSError):
-            return  # torn while it was made, or gone meanwhile
+            return  # its process died while making it, or it is gone meanwhile
         for file in marker_paths(path):
             try:
                 status = _status(file)
                 marker = _read_marker(file, header)
                 holding = _holding(marker, name)
             except (Corrupt, OSError):
-                continue  # torn, of an earlier ring, or gone meanwhile
+                continue  # incomplete, of an earlier ring, or gone meanwhile
             starts = _starts(marker, header)
             place = _Place(memory=path, header=header, marker=file, status=status, starts=starts)
             self._places.setdefault(holding, []).append(place)
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
-        """What the first place of a copy says whose marker is still good: what is in other places is the same."""
+        """Return the result of `look` at the first location of a copy whose marker is still valid; all have the same bytes."""
         failed: Exception = KeyMissing(f"{self._directory}: no memory of {holding}.")
         for place in self._places.get(holding, []):
             try:
@@ -131,7 +131,7 @@ def _status(path: Path) -> tuple[int, int, int]:
 
 
 def _current_starts(place: _Place) -> Mapping[str, int]:
-    """Where files lie, parsed again only where the marker is another one than was listed."""
+    """Return the first bytes of files; the marker is parsed again only if it was replaced."""
     if _status(place.marker) == place.status:
         return place.starts
     return _starts(_read_marker(place.marker, place.header), place.header)
@@ -145,7 +145,7 @@ def _starts(file: MemoryMarker, header: RingHeader) -> dict[str, int]:
 
 
 def _read_marker(path: Path, header: RingHeader) -> MemoryMarker:
-    """A marker beside a ring. Raises `Corrupt`, also if it is of another ring."""
+    """Read a marker beside a ring. Raises `Corrupt`, also if it belongs to another ring."""
     marker = MemoryMarker.from_bytes(read_shared(path), str(path))
     if marker.ring != header.nonce or any(slot >= header.num_slots for slot in marker.slots.values()):
         raise Corrupt(f"{path}: speaks of a ring that is not there any more.")

@@ -1,14 +1,14 @@
-"""Names of the memory files of a run, and their way back to what they name.
+"""Make and parse the names of a run's memory files.
 
 ```text
-moe-ckpt-<uid>-<tag>-<rank>.ring             what the rank captured itself
+moe-ckpt-<uid>-<tag>-<rank>.ring             generations that the rank captured itself
 moe-ckpt-<uid>-<tag>-<rank>.<turn>.ring      the same, while an earlier ring of the rank is still needed
-moe-ckpt-<uid>-<tag>-<rank>.replica          kept for a rank of another node
-<any of these>.<step>.e<epoch>-<life>.done   a whole generation in it
-<any of these>.<step>.e<epoch>-<life>.tmp    the same while it is written; says nothing, whatever is in it
+moe-ckpt-<uid>-<tag>-<rank>.replica          generations kept for a rank of another node
+<any of these>.<step>.e<epoch>-<life>.done   marker of a complete generation in it
+<any of these>.<step>.e<epoch>-<life>.tmp    the marker while it is written; readers ignore it
 ```
 
-The tag is of a run at a place, see `memory_tag` of the storage package. Files of other users are passed over, whatever
+The tag names a run at a place, see `memory_tag` of the storage package. Files of other users are ignored, whatever
 they are called.
 """
 
@@ -33,10 +33,10 @@ _MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)(?:-[0-9a-f]{12})?\.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryName:
-    """What a memory file is called by."""
+    """Parsed name of a memory file."""
 
     tag: str
-    """Of the run at its place."""
+    """Tag of the run at its place."""
     owner: int
     """Rank whose segments are in it."""
     kind: Kind
@@ -45,7 +45,7 @@ class MemoryName:
 
     @classmethod
     def parse(cls, name: str) -> MemoryName | None:
-        """Of a file of this user; `None` for any other."""
+        """Return the parsed name of a file of this user; `None` for any other."""
         match = _NAME.fullmatch(name)
         if match is None or int(match[1]) != os.getuid():
             return None
@@ -58,13 +58,13 @@ class MemoryName:
 
 
 def shared_name(tag: str, rank: int, kind: Kind = "ring", *, turn: int = 0) -> str:
-    """File name for memory that holds segments of one rank of one run of this user.
+    """Return the file name for memory that holds one rank's segments of one run of this user.
 
     Args:
-        tag: of the run at its place.
-        rank: whose segments they are.
-        kind: whether the rank itself keeps them.
-        turn: tells files of one rank apart.
+        tag: tag of the run at its place.
+        rank: rank whose segments are in the file.
+        kind: `ring` if the rank itself keeps them, `replica` if another rank does.
+        turn: number that tells files of one rank apart.
 
     Raises:
         ValueError: `tag` has characters that a file name should not have.
@@ -75,34 +75,34 @@ def shared_name(tag: str, rank: int, kind: Kind = "ring", *, turn: int = 0) -> s
 
 
 def marker_path(memory: Path, generation: GenerationId) -> Path:
-    """Where the marker of a generation stands that is whole in a memory file."""
+    """Return the path of the marker of a generation in a memory file."""
     life = f"-{generation.life}" if generation.life else ""
     return memory.with_name(f"{memory.name}.{generation.step}.e{generation.epoch}{life}.done")
 
 
 def unfinished_path(marker: Path) -> Path:
-    """Where a marker is written before it gets its name."""
+    """Return the path at which a marker is written before it gets its name."""
     return marker.with_suffix(".tmp")
 
 
 def marker_paths(memory: Path) -> list[Path]:
-    """Markers that stand beside a memory file, in no order; not those that are being written."""
+    """Return the finished markers beside a memory file, in no order."""
     return [path for path in marker_files(memory) if path.suffix == ".done"]
 
 
 def marker_files(memory: Path) -> list[Path]:
-    """Everything that was or is being written about a memory file: what has to go with it."""
+    """Return all markers beside a memory file, finished or not; they are removed with it."""
     return [path for path, of in _marker_files(memory.parent) if of == memory.name]
 
 
 def memory_files(directory: Path) -> list[tuple[Path, MemoryName]]:
-    """Every memory file of this user."""
+    """Return every memory file of this user, with its parsed name."""
     named = [(path, MemoryName.parse(path.name)) for path in listing(directory)]
     return [(path, name) for path, name in named if name is not None and is_own_file(path)]
 
 
 def orphaned_markers(directory: Path) -> list[tuple[Path, MemoryName]]:
-    """Markers of this user without the file they speak of, finished or not."""
+    """Return this user's markers, finished or not, whose memory file is gone."""
     there = {path.name for path, _ in memory_files(directory)}
     named = [(path, MemoryName.parse(of)) for path, of in _marker_files(directory) if of not in there]
     return [(path, name) for path, name in named if name is not None]
@@ -116,7 +116,7 @@ def _marker_files(directory: Path) -> Iterator[tuple[Path, str]]:
 
 
 def listing(directory: Path) -> list[Path]:
-    """What is in a directory; nothing if something has removed it, with all that was in it."""
+    """Return the entries of a directory; none if it was removed."""
     try:
         return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):

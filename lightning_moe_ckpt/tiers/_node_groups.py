@@ -1,9 +1,9 @@
-"""Groups of nodes that keep each other's copies.
+"""Choose groups of nodes that keep each other's replicas.
 
-Nodes are divided into groups of `replicas + 1`, and what is left over joins the last group, in which each node's copies
+Nodes are divided into groups of `replicas + 1`. Nodes left over join the last group, in which each node's replicas
 go to the `replicas` nodes after it in a ring. A checkpoint is lost only if a whole group is lost (or as many neighbours
-in the ring): fewer sets of nodes can do harm than if copies were scattered, and that is what survival depends on.
-Source: Gemini (SOSP 2023), Sec. 4, mixed placement. We differ in who joins a group: nodes of other racks first.
+in the ring). Fewer sets of nodes can do harm than if replicas were scattered, which makes survival more likely.
+Source: Gemini (SOSP 2023), Sec. 4, mixed placement. We differ in the choice of a group: nodes of other racks come first.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One node, as the choice of its group sees it."""
+    """One node, with the facts that decide its group."""
 
     rack: str
     ranks: tuple[int, ...]
-    """Ascending."""
+    """Its ranks, ascending."""
     kinds: Mapping[Hashable, int]
-    """How many of its ranks are in each data-parallel group."""
+    """Number of its ranks in each data-parallel group."""
 
 
 def partners(nodes: Sequence[Node], replicas: int) -> list[tuple[int, ...]]:
-    """The nodes that keep the copies of each node.
+    """Return the nodes that keep the replicas of each node.
 
     Guarantees, for `replicas + 1` dividing the number of nodes: every node keeps the copies of exactly `replicas`
     others. If in addition no rack has more nodes than there are groups, the nodes of a group are in different racks.
@@ -48,7 +48,7 @@ def partners(nodes: Sequence[Node], replicas: int) -> list[tuple[int, ...]]:
 def _groups(nodes: Sequence[Node], size: int) -> list[list[int]]:
     left, num_groups = list(range(len(nodes))), len(nodes) // size
     per_rack = Counter(node.rack for node in nodes)
-    # The fewest nodes of one rack per group that all groups can keep to.
+    # Smallest limit on nodes of one rack per group that all groups can meet.
     share = {rack: -(-count // num_groups) for rack, count in per_rack.items()}
     groups = [_take_group(nodes, left, size, share, after) for after in range(num_groups - 1, 0, -1)]
     return [*groups, _alternate(nodes, left)]
@@ -67,7 +67,7 @@ def _take_group(
 
         def cost(i: int, members: Sequence[Node] = members) -> tuple[bool, int, int, int, int]:
             node = nodes[i]
-            # What the groups after this one cannot take goes first; sizes and ranks in common come after racks.
+            # First take nodes that later groups could not take; sizes and common ranks count after racks.
             return (
                 taken[node.rack] >= due[node.rack],
                 taken[node.rack],
@@ -84,12 +84,12 @@ def _take_group(
 
 
 def _in_common(a: Node, b: Node) -> int:
-    """Ranks of `a` that can have a holder of their own data-parallel group on `b`."""
+    """Return the number of ranks of `a` that can have a holder of their own data-parallel group on `b`."""
     return sum(min(count, b.kinds.get(kind, 0)) for kind, count in a.kinds.items())
 
 
 def _alternate(nodes: Sequence[Node], members: Sequence[int]) -> list[int]:
-    """A ring in which neighbours are of different racks, as far as there are."""
+    """Return `members` in an order in which neighbours are of different racks as far as possible."""
     seen: Counter[str] = Counter()
     order = []
     for i in members:

@@ -1,4 +1,4 @@
-"""Commits as a tier: what of every rank is whole in storage, read by range or whole."""
+"""Read the object tier: committed generations of every rank, whole or by range."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ObjectTier:
     """Committed generations of a run.
 
     Args:
-        store: of the run, on any rank.
-        commits: what the coordinator found that may be restored.
+        store: store of the run, on any rank.
+        commits: commits that may be restored, as the coordinator found them.
     """
 
     def __init__(self, store: RunStore, commits: Sequence[Commit]) -> None:
@@ -27,23 +27,23 @@ class ObjectTier:
         return "object"
 
     def holdings(self) -> list[Holding]:
-        """One per rank and commit, newest first; of the bytes nothing is read, and a rank's share is not known."""
+        """Return one copy per rank and commit, newest first. No bytes are read, and a rank's share of them is not known."""
         newest_first = sorted(self._commits, reverse=True)
         return [holding for generation in newest_first for holding in _holdings(self._commits[generation])]
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        """The marker that the manifest vouches for. Raises `Corrupt` if it is another one, `KeyMissing` if it is gone."""
+        """Return the marker whose digest the manifest has. Raises `Corrupt` if it differs, `KeyMissing` if it is gone."""
         commit = self._commits.get(holding.generation)
         if commit is None:
             raise KeyMissing(f"{self._store.url}: no commit of {holding}.")
         return self._store.read_marker(commit, holding.owner)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
-        """Read a range of the object."""
+        """Fill `out` with a range of the object."""
         self._store.read_range(entry, offset, out)
 
     def close(self) -> None:
-        """The store belongs to the caller."""
+        """Do nothing: the store belongs to the caller."""
 
 
 def _holdings(commit: Commit) -> list[Holding]:

@@ -1,8 +1,8 @@
-"""This rank's part in the peer tier: it sends its segments to ranks on other nodes, and keeps those of others.
+"""Run this rank's part of the peer tier: send its segments to ranks on other nodes, and keep replicas of others.
 
-One thread sends (the caller's), one per owner receives; the training thread only counts steps. Both sides end with the
-owner's goodbye. Where that does not come in time, because the owner is stuck or training ended here only, this side
-closes its connections: no thread is left that could wake up while the interpreter ends.
+The caller's thread sends, one thread per owner receives, and the training thread only counts steps. Both sides end with the
+owner's last message. If it does not come in time, because the owner is stuck or training ended here only, this side
+closes its connections, so that no thread wakes up while the interpreter ends.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_CHUNK = 16 * 2**20
-"""Bytes of one message: loopback and fast networks gain nothing above it, and training waits behind one at most."""
+"""Bytes of one message. Loopback and fast networks gain nothing from more, and training waits for one at most."""
 
 
 class Replication:
-    """Joins the stream of this rank and the receivers of others.
+    """Own the sending stream of this rank and the receivers of other ranks' segments.
 
     Args:
-        group: gloo over all ranks, used for nothing else; see `Wire`.
-        run_id: of the run.
-        tag: of its memory at its place.
-        holders: ranks that keep copies of this rank's segments; may be none.
-        owners: ranks of which this rank keeps copies; may be none.
+        group: gloo group of all ranks that is used for nothing else; see `Wire`.
+        run_id: name of the run.
+        tag: tag of its memory at its place.
+        holders: ranks that keep replicas of this rank's segments; may be empty.
+        owners: ranks whose replicas this rank keeps; may be empty.
         max_chunk: bytes of one message, the same on all ranks.
-        url: of the run; what replaced runs left is found by it.
-        resumed: the generation that this life goes on from; see `ReplicaStore`.
+        url: URL of the run; memory of replaced runs is found by it.
+        resumed: the generation that this process resumed from; see `ReplicaStore`.
         keep: generations that holders keep.
-        ahead: whether a generation is sent before all ranks know of the one before, so that it may be told by deltas.
+        ahead: whether a generation is sent before all ranks know of the previous one, so that it may be delta-encoded.
         offered: see `RankMemory.claim`.
-        directory: where copies are kept; default `shared_directory()`.
+        directory: directory of the replicas; default `shared_directory()`.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Replication:
         ]
 
     def allocate(self, slot_nbytes: Sequence[int], num_segments: int, *, keep: int | None = None) -> None:
-        """Reserve memory for every copy that this rank will keep.
+        """Reserve memory for every replica that this rank will keep.
 
         Args:
             slot_nbytes: largest segment of each rank, by rank.
-            num_segments: of a generation, on all ranks.
-            keep: generations that holders keep, the same on all ranks; `None` for as many as was said before.
+            num_segments: segments of a generation, on all ranks.
+            keep: generations that holders keep, the same on all ranks; `None` leaves the number.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
@@ -97,31 +97,31 @@ class Replication:
         log.info("%.1f MiB are reserved for copies of the segments of ranks %s", nbytes / 2**20, sorted(self.stores))
 
     def start(self) -> None:
-        """Begin to receive. Call it on every rank once all have allocated."""
+        """Begin to receive. Call it on every rank after all have allocated."""
         self.started = True
         for receiver in self.receivers:
             receiver.start()
 
     def saw(self, committed: GenerationId | None) -> None:
-        """See `RankMemory.saw`."""
+        """Note the newest commit; see `RankMemory.saw`."""
         for store in self.stores.values():
             store.saw(committed)
 
     def unlink(self) -> None:
-        """Leave no name of a copy behind; from any thread, right before the process is ended."""
+        """Remove the names of all replicas; from any thread, right before the process is ended."""
         for store in self.stores.values():
             store.unlink()
 
     @property
     def nbytes(self) -> int:
-        """Reserved for copies."""
+        """Bytes reserved for replicas."""
         return sum(store.nbytes for store in self.stores.values())
 
     def end(self, timeout: float) -> None:
-        """End the receivers. Our own goodbye must have been said, or is never going to be.
+        """End the receivers. Our own last message must have been sent, or will never be.
 
         Args:
-            timeout: seconds to wait for the owners' goodbyes.
+            timeout: seconds to wait for the owners' last messages.
         """
         deadline = time.monotonic() + timeout
         for receiver in self.receivers if self.started else []:
@@ -131,11 +131,11 @@ class Replication:
                 receiver.join(1.0)
 
     def close(self, timeout: float, *, unlink: bool) -> None:
-        """`end`, then give the memory back. Closing twice is allowed.
+        """End the receivers, then release the memory. Closing twice is allowed.
 
         Args:
             timeout: see `end`.
-            unlink: whether the copies go too. Else a later life finds them.
+            unlink: whether the replicas are removed too. Otherwise a later process finds them.
         """
         self.end(timeout)
         for store in self.stores.values():

@@ -1,9 +1,9 @@
-"""The receiving half of the peer tier: one thread per owner takes that rank's segments into memory of this node.
+"""Receive replicas: one thread per owner takes that rank's segments into memory of this node.
 
-Bytes arrive where they stay, in slots of the owner's replica ring. A generation is published, which is what a later
-life finds, only when every segment has the digest that the owner's marker says; then its owner is told. So a copy
-that is torn, because its owner died or gave it up, is never mistaken for a whole one, and neither is one that was rebuilt
-from gradients and has other bytes than the owner's segment; unless they were rounded, which the owner asks for.
+Bytes arrive where they stay, in slots of the owner's replica ring. A generation is published, so that a later process
+finds it, only when every segment has the digest in the owner's marker; then its owner is told. A replica that is
+incomplete, because its owner died or gave it up, is therefore never taken for a complete one. Neither is one that was
+rebuilt from gradients to other bytes than the owner's, except from rounded gradients, which the owner asks for.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Incoming:
-    """The generation under way."""
+    """State of the generation that is being received."""
 
     generation: GenerationId
     num_segments: int
     base: GenerationId | None
-    """What deltas are made of."""
+    """Generation that deltas are based on."""
     segments: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
-    """Bytes of those that have arrived, and their digest, by step."""
+    """Bytes and digest of segments that have arrived, by step."""
     step: int = -1
     out: torch.Tensor | None = None
-    """Memory of the segment under way."""
+    """Memory of the current segment."""
     decoder: DeltaDecoder | None = None
-    """Rebuilds it, if it does not come as it is."""
+    """Rebuilds the current segment if it is delta-encoded."""
 
     def place(self, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Where the next bytes go; `None` if none are due."""
+        """Return the memory for the next bytes; `None` if none are due."""
         if self.decoder is not None:
             return self.decoder.place(offset, nbytes)
         fits = self.out is not None and offset + nbytes <= self.out.numel()
         return self.out[offset : offset + nbytes] if self.out is not None and fits else None
 
     def arrived(self, end: int, nbytes: int) -> bool:
-        """The bytes up to `end` are there; whether the segment is whole."""
+        """Note that the bytes up to `end` have arrived; return whether the segment is complete."""
         if self.decoder is not None:
             self.decoder.arrived(nbytes)
             return self.decoder.whole
@@ -69,12 +69,12 @@ class _Incoming:
 
     @property
     def drift(self) -> tuple[float, ...]:
-        """What an audit has found."""
+        """Return the differences that an audit has found."""
         found = None if self.decoder is None else self.decoder.drift
         return () if found is None else (found.params, found.moments)
 
     def as_kept(self, marker: RankMarker) -> RankMarker:
-        """What the owner's marker has to say of the copy. Raises `Corrupt` if what came is not what was sent."""
+        """Return the marker for the replica. Raises `Corrupt` if its bytes are not those that were sent."""
         if self.decoder is None:
             return marker
         self.decoder.expect_gradients()
@@ -86,14 +86,14 @@ class _Incoming:
 
 
 class ReplicaReceiver:
-    """Keeps copies of one owner.
+    """Receive and keep the replicas of one owner.
 
     Args:
-        group: gloo; see `Wire`.
-        owner: rank whose segments come.
-        run_id: of the run that they belong to.
-        store: where they are kept.
-        max_chunk: as of the owner.
+        group: gloo group; see `Wire`.
+        owner: rank whose segments are received.
+        run_id: name of the run.
+        store: memory in which they are kept.
+        max_chunk: bytes of one message, as on the owner.
     """
 
     def __init__(
@@ -104,15 +104,15 @@ class ReplicaReceiver:
         self._wire = Wire(group, owner, to_holder=False, max_chunk=max_chunk)
         self._incoming: _Incoming | None = None
         self._newest: tuple[GenerationId, bytes] | None = None
-        """The newest whole copy, and its marker as it came."""
+        """Newest complete replica, and its marker as received."""
         self._thread = threading.Thread(target=self._serve, name=f"moe-ckpt-replica-{owner}", daemon=True)
 
     def start(self) -> None:
-        """Begin to receive; memory must have been allocated."""
+        """Start the receiving thread; memory must have been allocated."""
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
-        """Wait until the owner has said goodbye or is gone; `False` after `timeout` seconds."""
+        """Wait for the owner's last message or death; return `False` after `timeout` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -125,7 +125,7 @@ class ReplicaReceiver:
             log.warning("no more copies of the segments of rank %d come: %s", self.owner, error)
         except BaseException:  # thread entry: nothing above would see it
             log.exception("copies of the segments of rank %d are not kept any more; training goes on", self.owner)
-            cut(self._group, self.owner)  # else the owner would wait for ever for somebody to take its next message
+            cut(self._group, self.owner)  # otherwise the owner would wait for ever until its next message is received
         finally:
             self._drop()
 
@@ -170,7 +170,7 @@ class ReplicaReceiver:
     def _begin_delta(self, step: int, nbytes: int) -> None:
         incoming = self._expect(Kind.DELTA)
         slot = self._slot(incoming, step, Kind.DELTA)
-        recipe = self._wire.receive_bytes(nbytes, slot.numel())  # no recipe is larger than what it leads to
+        recipe = self._wire.receive_bytes(nbytes, slot.numel())  # no recipe is larger than its segment
         try:
             incoming.decoder = DeltaDecoder(recipe, self._base(incoming), slot)
         except Corrupt as error:
@@ -181,7 +181,7 @@ class ReplicaReceiver:
         self._wire.send(Message(Kind.READY))
 
     def _slot(self, incoming: _Incoming, step: int, kind: Kind) -> torch.Tensor:
-        """Memory for the next segment, which begins when the one before is whole, and which was announced."""
+        """Return memory for the next announced segment; the previous one must be complete."""
         begun = incoming.step not in {-1, step, *incoming.segments}
         if begun or step in incoming.segments or len(incoming.segments) >= incoming.num_segments:
             raise self._unexpected(kind)
@@ -189,7 +189,7 @@ class ReplicaReceiver:
         return self._store.slot(step)
 
     def _base(self, incoming: _Incoming) -> torch.Tensor:
-        """The segment that one is rebuilt from. Raises `Corrupt`."""
+        """Return the segment that the current one is rebuilt from. Raises `Corrupt`."""
         base = incoming.base
         known = self._newest is not None and self._newest[0] == base
         found = self._store.whole(base, base.step) if base is not None and known else None
@@ -205,7 +205,7 @@ class ReplicaReceiver:
         self._wire.receive_into(place)
         if incoming.arrived(offset + nbytes, nbytes):
             assert incoming.out is not None
-            # While the owner waits for its next step.
+            # Digest now, while the owner waits for its next step.
             incoming.segments[incoming.step] = (incoming.out, digest_of(incoming.out.numpy().data))
 
     def _finish(self, message: Message) -> None:
@@ -256,7 +256,7 @@ class ReplicaReceiver:
 
 
 def _is_as_told(out_U8: torch.Tensor, digest: str, marker: RankMarker, step: int) -> bool:
-    """Whether the bytes of a step are the files that a marker says."""
+    """Return whether the bytes of a step have the digests in the marker."""
     files = [entry for entry in marker.segments if entry.step == step]
     if out_U8.numel() != sum(entry.nbytes for entry in files):
         return False

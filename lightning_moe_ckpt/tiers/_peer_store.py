@@ -1,13 +1,13 @@
-"""Memory of this node for copies of one rank of another: segment rings with room for one generation more than is kept.
+"""Keep the replicas of one rank of another node, in segment rings with room for one generation more than is kept.
 
-Usually one is kept, the one that is whole on all ranks of the job; the other is being received. Which one is kept the owner
-says when it begins the next, because only then every rank knows of it: a holder that gave up the older copy as soon as
-it had a newer one would leave the job with nothing if a node died while others still had the older one only.
+Usually one generation is kept, which is complete on all ranks; the other is being received. The owner says which one is
+kept when it begins the next, because only then does every rank know of it. If a holder gave up the older replica as soon as
+it had a newer one, and a node died while other holders had only the older one, no generation would be left.
 
-An owner that begins a generation before all ranks know of the one before has room for that one too: the newer one may
+If an owner begins a generation before all ranks know of the previous one, there is room for that one too: the newer may
 be rebuilt from it.
 
-A plan that needs more memory gets a ring of its own; the ring before stays until the new one holds what is kept.
+A plan that needs more memory gets a new ring; the old one stays until the new one has the generations to keep.
 
 Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
 """
@@ -24,17 +24,17 @@ from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot
 
 COPIES = 2
-"""Generations there is room for, where one is kept."""
+"""Generations that there is room for if one is kept."""
 
 
 class ReplicaStore:
-    """Copies of one owner. Used by one thread after `allocate`.
+    """Keep the replicas of one owner. One thread uses it after `allocate`.
 
     Args:
-        memory: of the owner's replicas on this node.
-        resumed: the generation that this life goes on from; a copy that an earlier life left of it stays.
-        keep: generations that are kept besides the one that is received.
-        ahead: whether a generation may come before all ranks know of the one before.
+        memory: memory of the owner's replicas on this node.
+        resumed: the generation that this process resumed from; an earlier process's replica of it stays.
+        keep: generations to keep besides the one being received.
+        ahead: whether a generation may begin before all ranks know of the previous one.
         offered: see `RankMemory.claim`.
     """
 
@@ -56,9 +56,9 @@ class ReplicaStore:
         """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`.
 
         Args:
-            slot_nbytes: of the largest segment.
-            num_segments: of a generation.
-            keep: generations that are kept, where that is known only now.
+            slot_nbytes: bytes of the largest segment.
+            num_segments: segments of a generation.
+            keep: generations to keep; `None` leaves the number.
 
         Returns:
             Bytes reserved.
@@ -78,7 +78,7 @@ class ReplicaStore:
         num_segments: int,
         slot_nbytes: int,
     ) -> None:
-        """Make room for a generation by giving up every other but `base`, `keep` and those before it that are kept with it.
+        """Make room for a generation: give up all others but `base`, `keep` and those that are kept with `keep`.
 
         Raises:
             ConfigurationError: the generation needs more memory than there is.
@@ -93,7 +93,7 @@ class ReplicaStore:
         self._generation = generation
 
     def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None) -> None:
-        """Give up every whole copy but two, and as many before `keep` as are kept with it."""
+        """Give up every complete replica but `base`, `keep` and those that are kept with `keep`."""
         if keep is not None:
             self._memory.complete_everywhere(keep)
         for each in self._ring.published:
@@ -101,7 +101,7 @@ class ReplicaStore:
                 self._ring.discard(each)
 
     def slot(self, step: int) -> Tensor:
-        """Memory for the segment of boundary `step`, and what may lie behind it; uint8. The one before is whole."""
+        """Return uint8 memory for the segment of boundary `step` and gradients behind it; the previous segment is complete."""
         assert self._generation is not None
         if self._slot is None or self._slot.step != step:
             self._seal()
@@ -109,15 +109,15 @@ class ReplicaStore:
         return self._slot.view
 
     def whole(self, generation: GenerationId, step: int) -> Tensor | None:
-        """Memory that begins with a segment of a whole copy, which stays while it is `keep` or `base`; `None` if gone."""
+        """Return memory that begins with a segment of a complete replica, which is valid while that is kept; `None` if gone."""
         return self._memory.view(generation, step)
 
     def publish(self, marker: RankMarker) -> None:
-        """Every segment is whole and as the marker says: the copy may be restored from.
+        """Publish the replica for restores: every segment is complete and has the marker's digest.
 
         Raises:
             CheckpointError: something has removed the name of the memory.
-            OSError: there is no room for the statement.
+            OSError: there is no room for the marker.
         """
         generation = self._generation
         assert generation is not None
@@ -131,29 +131,29 @@ class ReplicaStore:
             raise
 
     def abandon(self) -> None:
-        """Forget the generation under way, if there is one."""
+        """Give up the generation being received, if there is one."""
         generation, self._generation, self._slot = self._generation, None, None
         if generation is not None:
             self._ring.abort_window(generation)
 
     @property
     def nbytes(self) -> int:
-        """Reserved."""
+        """Bytes reserved."""
         return self._memory.nbytes
 
     def saw(self, committed: GenerationId | None) -> None:
-        """See `RankMemory.saw`."""
+        """Note the newest commit; see `RankMemory.saw`."""
         self._memory.saw(committed)
 
     def unlink(self) -> None:
-        """Remove all names without a word: for the last moment of a process, from any thread."""
+        """Remove all names without logging: for the last moment of a process, from any thread."""
         self._memory.unlink()
 
     def close(self, *, unlink: bool) -> None:
-        """Let go of the memory; nothing may be received any more.
+        """Release the memory; nothing may be received after that.
 
         Args:
-            unlink: whether the copies go too; else a later life finds them.
+            unlink: whether the replicas are removed too; otherwise a later process finds them.
         """
         self._memory.close(unlink=unlink)
 

@@ -1,8 +1,8 @@
-"""The sending half of the peer tier: one generation after the other from its owner to every holder of its copies.
+"""Send replicas: one generation after the other from its owner to every holder.
 
-All holders get the same chunks at the same time, straight from the memory of the segments. A holder that is lost, or
-refuses a generation, is left out and the others get theirs: half the copies are better than none, but the generation
-does not count as replicated. One thread uses a stream; it blocks while a holder is slow, and training does not.
+All holders get the same chunks at the same time, directly from the memory of the segments. A holder that is lost or
+refuses a generation is left out, and the others get theirs: half the replicas are better than none, but the generation
+does not count as replicated. One thread uses a stream. It blocks while a holder is slow; training does not.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class NotReplicated(StorageError):
-    """Some holder of a generation does not have it; the message says which, and why.
+    """A holder does not have the generation; the message says which one, and why.
 
     Args:
-        message: for people.
-        refused: whether one that lives has refused it.
+        message: text for the log.
+        refused: whether a holder that is alive has refused it.
     """
 
     def __init__(self, message: str, *, refused: bool) -> None:
@@ -48,13 +48,13 @@ class NotReplicated(StorageError):
 
 
 class ReplicaStream:
-    """Sends the segments of this rank.
+    """Send the segments of this rank to its holders.
 
     Args:
-        group: gloo; see `Wire`.
-        holders: ranks that keep copies, at least one.
-        max_chunk: bytes of one message at most.
-        pacer: says when how much may go.
+        group: gloo group; see `Wire`.
+        holders: ranks that keep replicas, at least one.
+        max_chunk: most bytes of one message.
+        pacer: grants the bytes that may be sent.
     """
 
     def __init__(self, group: dist.ProcessGroup, holders: Sequence[int], *, max_chunk: int, pacer: Pacer) -> None:
@@ -63,13 +63,13 @@ class ReplicaStream:
         self._lost: dict[int, str] = {}
         self._missing: dict[int, str] = {}
         self.nbytes_sent = 0
-        """Of segments, or what was sent in their place, to all holders together."""
+        """Bytes of segments or deltas sent, over all holders."""
         self.seconds_sending = 0.0
-        """In which these went, not those in which the pacer held them up."""
+        """Seconds spent sending, without waits for the pacer."""
 
     @property
     def holders(self) -> list[int]:
-        """Ranks that keep copies."""
+        """Ranks that keep replicas."""
         return [wire.peer for wire in self._wires]
 
     def begin(
@@ -84,11 +84,11 @@ class ReplicaStream:
         """Announce a generation, and wait until every holder has made room for it or has refused it.
 
         Args:
-            generation: what is coming.
-            keep: the generation that is whole on all ranks; holders may give up every other one of this owner, but for
-            base: one whose fate other ranks may still decide, and of which deltas may be made.
-            num_segments: how many segments it has.
-            slot_nbytes: size of the largest.
+            generation: the generation to announce.
+            keep: the generation that is complete on all ranks; holders may give up the owner's other ones but for `base`.
+            base: the generation that deltas may be based on; other ranks may not know yet whether it is complete.
+            num_segments: number of its segments.
+            slot_nbytes: bytes of the largest segment.
 
         Raises:
             NotReplicated: no holder takes it.
@@ -100,7 +100,7 @@ class ReplicaStream:
         self._expect_active()
 
     def send(self, step: int, view_U8: Tensor, wanted: Callable[[], bool]) -> bool:
-        """Send the segment of boundary `step` as fast as the pacer lets it; `False` if that stopped being wanted.
+        """Send the segment of boundary `step` at the pacer's speed; return `False` if it stopped being wanted.
 
         Raises:
             NotReplicated: no holder is left.
@@ -112,7 +112,7 @@ class ReplicaStream:
         """Ask whether every holder can rebuild the segment of boundary `step` from the generation `base`.
 
         Returns:
-            Why not; the segment must be sent as it is then. `None` if the payload may be sent.
+            The reason of a refusal, after which the segment must be sent whole; `None` if the payload may be sent.
 
         Raises:
             NotReplicated: no holder is left.
@@ -124,21 +124,21 @@ class ReplicaStream:
         return "; ".join(refused.values()) or None
 
     def send_delta(self, delta: EncodedDelta, wanted: Callable[[], bool]) -> bool:
-        """Send what was offered; as `send`."""
+        """Send the payload of an accepted offer; returns and raises like `send`."""
         return self._send_chunks(delta.payload, wanted)
 
     def finish(self, marker: bytes, *, like: bytes | None = None) -> tuple[float, ...]:
         """Send the marker and wait until every holder has checked its copy against it.
 
         Args:
-            marker: over the segments that were sent.
-            like: the marker of `base`; given if and only if a delta was sent.
+            marker: the marker of the segments that were sent.
+            like: the marker of `base`; must be given if and only if a delta was sent.
 
         Returns:
-            After an audit how far steps would have led, of parameters and of moments, at the holder where that is most.
+            After an audit the largest differences of parameters and of moments, over all holders; else empty.
 
         Raises:
-            NotReplicated: some holder has no whole copy, or not the same as the others.
+            NotReplicated: a holder has no complete replica, or one that differs from the others'.
         """
         payload = as_payload(marker if like is None else squeeze(marker, like))
         self._tell(Message(Kind.MARKER, (payload.numel(), int(like is not None))), payload)
@@ -153,11 +153,11 @@ class ReplicaStream:
         return tuple(max(column) for column in zip(*(drift for _, drift in found), strict=True))
 
     def abandon(self) -> None:
-        """Holders forget what they have of the generation under way."""
+        """Tell holders to give up the generation being sent."""
         self._tell(Message(Kind.ABANDON))
 
     def bye(self) -> None:
-        """The last message."""
+        """Send the last message to all holders."""
         self._missing = dict(self._lost)
         self._tell(Message(Kind.BYE))
 
@@ -168,7 +168,7 @@ class ReplicaStream:
         return [wire for wire in self._wires if wire.peer not in self._missing]
 
     def _tell(self, message: Message, payload: Tensor | None = None) -> None:
-        """To all at once, then wait for all: the slowest holder sets the pace, not their sum."""
+        """Send a message to all holders at once, then wait for the slowest one."""
         under_way = []
         for wire in self._active:
             with self._losing(wire):
@@ -178,7 +178,7 @@ class ReplicaStream:
                 sending.wait()
 
     def _send_chunks(self, views: Sequence[Tensor], wanted: Callable[[], bool]) -> bool:
-        """No chunk has bytes of two views."""
+        """Send views in chunks, none of which has bytes of two views."""
         position = 0
         for view_U8 in views:
             sent = 0
@@ -195,7 +195,7 @@ class ReplicaStream:
         return True
 
     def _hear(self, wanted: Kind) -> tuple[dict[int, str], list[tuple[int, ...]]]:
-        """One answer of each: why some refuse, by rank, and what the others say."""
+        """Receive one answer per holder: reasons of refusals by rank, and numbers of the others."""
         refused, answers = {}, []
         for wire in self._active:
             with self._losing(wire):
@@ -215,7 +215,7 @@ class ReplicaStream:
 
     @contextmanager
     def _losing(self, wire: Wire) -> Iterator[None]:
-        """Around what one holder may fail at: it is left out for good, and the others go on."""
+        """Leave a holder out for good if it is lost in this context; the others go on."""
         try:
             yield
         except PeerLost as error:

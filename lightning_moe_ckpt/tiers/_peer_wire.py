@@ -1,8 +1,8 @@
-"""Messages between an owner of segments and a holder of their copies, over point-to-point operations of one gloo group.
+"""Exchange messages between an owner of segments and a holder of replicas, by point-to-point operations of gloo.
 
-Every message is a header of fixed size; those that carry bytes are followed by exactly as many as the header says. gloo
-moves a message when both sides have asked for it, so nothing is buffered on the way: a holder receives into the
-memory that keeps the bytes, and a slow holder holds up the sender's thread, never somebody's memory.
+Every message is a header of fixed size, followed by exactly as many bytes as the header says. gloo moves a message when
+both sides have asked for it, so nothing is buffered on the way: a holder receives into the
+memory that keeps the bytes, and a slow holder holds up the sender's thread without using more memory.
 
 ```text
 owner                                                 holder
@@ -12,15 +12,15 @@ SEGMENT step, nbytes                   ->
 or DELTA step, nbytes, recipe          ->             (the segment is rebuilt from what the holder has)
                                            <-  READY, or REFUSED reason: SEGMENT comes next
 CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT or DELTA; until it is whole)
-MARKER nbytes, how, bytes              ->             (how: 1 after a DELTA, told by its difference)
+MARKER nbytes, how, bytes              ->             (how: 1 after a DELTA, encoded as a difference)
                                            <-  WHOLE digest, drift; or REFUSED reason
-ABANDON                                ->             (instead of whatever would come next; no answer)
+ABANDON                                ->             (instead of any other message; no answer)
 BYE                                    ->             (the last one; no answer)
 ```
 
-A peer that dies closes its connections: operations with it under way, or begun later, raise `PeerLost`. So does a header
-that says what no header of this protocol says. No number of a peer's is believed before it was held against a bound:
-memory is made for what it announces only within `receive_bytes`, or was made beforehand.
+A peer that dies closes its connections: current and later operations with it raise `PeerLost`. A header that is not valid
+in this protocol raises it too. Every number from a peer is checked against a bound before use:
+only `receive_bytes` allocates memory by such a number; all other memory exists before.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.storage import GenerationId
 
 _MAGIC = 0x4D6F45_0003
-"""Which protocol, in its third version, whose generations name their life; a header that begins otherwise is not read."""
+"""Begins every header: the protocol and its version, 3, in which generations name their process."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 MESSAGE_NBYTES = 8 * _NUM_FIELDS
-"""Of a header."""
+"""Bytes of a header."""
 MAX_REASON_NBYTES = 2**16
-"""Of the words with which something is refused."""
+"""Most bytes of the reason of a refusal."""
 _TO_HOLDER, _TO_OWNER = 71, 72
-"""Tags: two ranks may each hold copies of the other."""
+"""Tags by direction: two ranks may each hold replicas of the other."""
 _FOREVER = timedelta(days=3650)
-"""gloo takes a timeout for the death of the peer and closes every connection of the group, so a wait has none: the next
+"""Stands for no timeout: gloo takes a timeout for the peer's death and closes all connections of the group, but the next
 generation may be hours away."""
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\]")
-"""The line of gloo's source with which its messages begin."""
+"""Matches the place in gloo's source with which its messages begin."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -62,7 +62,7 @@ class PeerLost(CheckpointError, ConnectionError):
 
 
 class Kind(IntEnum):
-    """See the module."""
+    """Kinds of messages; the module's docstring shows their order."""
 
     BEGIN = 1
     SEGMENT = 2
@@ -80,26 +80,26 @@ _LENGTHS = {
     Kind.BEGIN: (11,), Kind.SEGMENT: (2,), Kind.DELTA: (2,), Kind.CHUNK: (2,), Kind.MARKER: (2,), Kind.REFUSED: (1,),
     Kind.WHOLE: (2, 4),
 }  # fmt: skip
-"""How many numbers messages have; others have none."""
+"""Allowed counts of numbers by kind; other kinds have none."""
 _SIGNED = {Kind.BEGIN, Kind.WHOLE}
-"""Those with numbers that may be negative: of no generation, and of a digest."""
+"""Kinds whose numbers may be negative: in place of a generation, or in a digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A header, but for what every header has."""
+    """Contents of a header besides its fixed part."""
 
     kind: Kind
     numbers: tuple[int, ...] = ()
 
     def to_header(self) -> Tensor:
-        """int64, shape `[16]`."""
+        """Return the header, int64 `[16]`."""
         values = [_MAGIC, int(self.kind), len(self.numbers), *self.numbers]
         return torch.tensor(values + [0] * (_NUM_FIELDS - len(values)), dtype=torch.int64)
 
     @classmethod
     def from_header(cls, header: Tensor) -> Message:
-        """Raises `PeerLost` if it is none of this protocol."""
+        """Parse a header. Raises `PeerLost` if it is not valid in this protocol."""
         magic, kind, length, *numbers = header.tolist()
         if magic != _MAGIC or kind not in set(Kind) or not 0 <= length <= len(numbers):
             raise PeerLost(
@@ -115,18 +115,18 @@ class Message:
 
 
 NUMBERS = 3
-"""Integers of a generation in a header."""
+"""Number of integers that a generation takes in a header."""
 
 
 def numbers_of(generation: GenerationId | None) -> tuple[int, int, int]:
-    """A generation, or none, in a header."""
+    """Return the integers for a generation, or for none."""
     if generation is None:
         return -1, -1, -1
     return generation.step, generation.epoch, int(generation.life, 16) if generation.life else -1
 
 
 def generation_of(numbers: Sequence[int]) -> GenerationId | None:
-    """The way back from `numbers_of`. Raises `PeerLost` if it cannot have been there."""
+    """Return the generation that `numbers_of` encoded. Raises `PeerLost` if the integers are not valid."""
     step, epoch, life = numbers
     if epoch < -1 or life >= 2**48:
         raise PeerLost(f"a message names generation {list(numbers)}, which none of this release does.")
@@ -134,24 +134,24 @@ def generation_of(numbers: Sequence[int]) -> GenerationId | None:
 
 
 def numbers_of_copy(digest: str, drift: Sequence[float]) -> tuple[int, ...]:
-    """What a holder has, in a header: digest of a segment, and differences that an audit has found."""
+    """Return the integers for a segment's digest and the differences that an audit has found."""
     return struct.unpack(f">qq{len(drift)}q", bytes.fromhex(digest) + struct.pack(f">{len(drift)}d", *drift))
 
 
 def copy_of(numbers: Sequence[int]) -> tuple[str, tuple[float, ...]]:
-    """The way back from `numbers_of_copy`."""
+    """Return digest and differences that `numbers_of_copy` encoded."""
     data = struct.pack(f">{len(numbers)}q", *numbers)
     return data[:16].hex(), struct.unpack(f">{len(numbers) - 2}d", data[16:])
 
 
 class Wire:
-    """One direction of talk with one peer, and the answers to it. Used by one thread.
+    """Send messages to one peer and receive its answers, or the reverse. One thread uses it.
 
     Args:
-        group: gloo, used for point-to-point operations of this kind only.
+        group: gloo group that is used for these messages only.
         peer: rank of the other side.
         to_holder: whether this side owns the segments.
-        max_chunk: bytes of one operation at most.
+        max_chunk: most bytes of one operation.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, to_holder: bool, max_chunk: int) -> None:
@@ -159,10 +159,10 @@ class Wire:
         self._out, self._in = (_TO_HOLDER, _TO_OWNER) if to_holder else (_TO_OWNER, _TO_HOLDER)
 
     def start(self, message: Message, payload: Tensor | None = None) -> Sending:
-        """Begin to send; the payload must stay as it is until `Sending.wait`.
+        """Begin to send; the payload must not change until `Sending.wait` returns.
 
         Args:
-            message: what to say.
+            message: the header to send.
             payload: uint8, contiguous; the bytes that the message announces.
         """
         header = message.to_header()
@@ -172,22 +172,22 @@ class Wire:
         return Sending(self, works, header)
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
-        """`start` and wait."""
+        """Send a message and wait until the peer has it."""
         self.start(message, payload).wait()
 
     def receive(self) -> Message:
-        """The next message; waits for as long as it takes."""
+        """Return the next message; waits without limit."""
         header = torch.empty(_NUM_FIELDS, dtype=torch.int64)
         self.wait_for(self._operate(header, self._in, receive=True))
         return Message.from_header(header)
 
     def receive_into(self, out: Tensor) -> None:
-        """The bytes that the last message announced; uint8, contiguous."""
+        """Fill `out`, uint8 and contiguous, with the bytes that the last message announced."""
         for part in torch.split(out, self.max_chunk):
             self.wait_for(self._operate(part, self._in, receive=True))
 
     def receive_bytes(self, nbytes: int, most: int) -> bytes:
-        """The bytes that the last message announced. Raises `PeerLost`, with nothing allocated, if they are more than `most`."""
+        """Return the bytes that the last message announced. Raises `PeerLost`, and allocates nothing, if there are over `most`."""
         if nbytes > most:
             raise PeerLost(f"rank {self.peer} announces {nbytes} bytes where {most} are the most.")
         out = torch.empty(nbytes, dtype=torch.uint8)
@@ -195,7 +195,7 @@ class Wire:
         return out.numpy().tobytes()
 
     def wait_for(self, work: dist.Work) -> None:
-        """Raises `PeerLost` if the peer is gone."""
+        """Wait for an operation. Raises `PeerLost` if the peer is gone."""
         try:
             work.wait(_FOREVER)
         except RuntimeError as error:
@@ -222,20 +222,20 @@ class Sending:
         self._header = header  # gloo reads it until the end
 
     def wait(self) -> None:
-        """Until the peer has all of it. Raises `PeerLost`."""
+        """Wait until the peer has the whole message. Raises `PeerLost`."""
         for work in self._works:
             self._wire.wait_for(work)
 
 
 def as_payload(data: bytes) -> Tensor:
-    """Bytes to send with a message; a copy."""
+    """Return a uint8 tensor with a copy of `data`, to send with a message."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def cut(group: dist.ProcessGroup, peer: int) -> None:
-    """Close this process's connections of `group`: every operation under way raises `PeerLost`, here and at the peers.
+    """Close this process's connections of `group`, so that all current operations raise `PeerLost`, here and at peers.
 
-    For an end that cannot wait for the others. The group cannot be used afterwards.
+    It is for ends that cannot wait for other ranks. The group cannot be used afterwards.
     """
     try:
         group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TO_OWNER + 1).wait(_AT_ONCE)

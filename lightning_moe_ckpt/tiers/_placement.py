@@ -1,16 +1,16 @@
-"""Which ranks keep copies of which rank's segments.
+"""Choose the ranks that keep replicas of each rank's segments.
 
 MOETION's Algorithm 2 fills the data-parallel group first and then any rank with room. It does not look at nodes, and
-takes the same first peer for a whole group. Here the nodes are chosen first, in groups that keep each other's copies
-(see `_node_groups`), so that a copy always leaves the node and, where racks allow it at equal loads, the rack; then a
-rank on each chosen node, of the owner's data-parallel group if that node has one with room, else the one with least to
-keep. What a rank of another node has anyway, because it is replicated there, counts as a copy and is not sent.
+takes the same first peer for a whole group. Here the nodes are chosen first, in groups that keep each other's replicas
+(see `_node_groups`), so that a replica always leaves the node and, where racks allow it at equal loads, the rack. Then a
+rank on each chosen node is chosen: one of the owner's data-parallel group if it has room, else the rank with least to
+keep. Bytes that a rank of another node has anyway, as data parallelism replicates them, count as a replica and are not sent.
 
 Invariant: the holders of an owner are on different nodes, none of them the owner's.
 Bound: with nodes of n_min to n_max ranks no rank keeps more than `replicas * ceil(n_max / n_min)` times the largest
 rank's bytes. So on nodes of one size the fullest rank keeps the least possible if `replicas` is 1 or ranks are equal,
-and at most `replicas` times the least possible in any case: whoever keeps the largest rank's copy keeps that much.
-Source: MOETION (arXiv 2412.15411v1), Sec. 5.1, Alg. 2; we differ as said above.
+and at most `replicas` times the least possible in any case, since some rank has to keep the largest rank's replica.
+Source: MOETION (arXiv 2412.15411v1), Sec. 5.1, Alg. 2; we differ as described above.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from lightning_moe_ckpt.tiers._node_groups import Node, partners
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Who keeps copies of whom; equal on all ranks. Everything is indexed by rank."""
+    """Holders of every rank's replicas; equal on all ranks. All fields are indexed by rank."""
 
     domains: tuple[FailureDomain, ...]
     nbytes: tuple[int, ...]
-    """Bytes of one copy of a rank."""
+    """Bytes of one replica of a rank."""
     holders: tuple[tuple[int, ...], ...]
-    """Ranks that have a copy besides the owner, each on another node."""
+    """Ranks that have a replica besides the owner, each on another node."""
     sent_to: tuple[tuple[int, ...], ...]
-    """Those of the holders that must be sent their copy; the others have the bytes anyway."""
+    """Holders that must be sent their replica; the others have the bytes anyway."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes there are."""
+        """Number of nodes."""
         return len({domain.node for domain in self.domains})
 
     @property
     def num_racks(self) -> int:
-        """Racks there are; 1 if none is known."""
+        """Number of racks; 1 if none is known."""
         return len({domain.rack for domain in self.domains})
 
     def owners(self, holder: int) -> tuple[int, ...]:
-        """Ranks that send `holder` a copy, ascending."""
+        """Return the ranks that send `holder` a replica, ascending."""
         return tuple(owner for owner, sent in enumerate(self.sent_to) if holder in sent)
 
     def held_nbytes(self, holder: int) -> int:
-        """Bytes of one generation that `holder` receives and keeps for others."""
+        """Return the bytes of one generation that `holder` receives and keeps for others."""
         return sum(self.nbytes[owner] for owner in self.owners(holder))
 
     def sent_nbytes(self, owner: int) -> int:
-        """Bytes that `owner` sends per generation."""
+        """Return the bytes that `owner` sends per generation."""
         return self.nbytes[owner] * len(self.sent_to[owner])
 
     def leaves_rack(self, owner: int) -> bool:
-        """Whether a copy is in another rack than the owner."""
+        """Return whether a replica is in another rack than the owner."""
         return any(self.domains[holder].rack != self.domains[owner].rack for holder in self.holders[owner])
 
 
@@ -74,14 +74,14 @@ def place_replicas(
     """Choose the holders of every rank. Deterministic: equal arguments give equal placements on every rank.
 
     Args:
-        domains: of every rank.
+        domains: node and rack of every rank.
         data_parallel: the ranks of each group that holds the same experts; every rank is in one.
-        nbytes: of one copy of each rank, without what `held_anyway` covers in part.
-        replicas: copies of each rank besides its own.
-        held_anyway: by owner, ranks that have all its bytes without being sent them.
+        nbytes: bytes of one replica of each rank, without what `held_anyway` covers in part.
+        replicas: replicas of each rank besides its own copy.
+        held_anyway: ranks that have all bytes of an owner without being sent them, by owner.
 
     Raises:
-        ConfigurationError: there are not more nodes than `replicas`, or one node is in two racks.
+        ConfigurationError: there are not more than `replicas` nodes, or one node is in two racks.
         ValueError: the arguments do not name each rank once.
     """
     if (
@@ -115,7 +115,7 @@ def place_replicas(
 
 
 def _nodes(domains: Sequence[FailureDomain], group_of: Mapping[int, int]) -> list[Node]:
-    """In the order of their lowest ranks."""
+    """Return the nodes in the order of their lowest ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, domain in enumerate(domains):
         ranks.setdefault(domain.node, []).append(rank)
@@ -133,9 +133,9 @@ def _nodes(domains: Sequence[FailureDomain], group_of: Mapping[int, int]) -> lis
 def _free_holders(
     domains: Sequence[FailureDomain], owner: int, having: Collection[int], replicas: int, must_leave: bool
 ) -> tuple[int, ...]:
-    """Up to `replicas` ranks of different other nodes that have the owner's bytes anyway, those of other racks first.
+    """Return up to `replicas` ranks of different other nodes that have the owner's bytes anyway, other racks first.
 
-    If none is of another rack, but one must be, the last place is left to a copy that is sent there.
+    If none is of another rack, but one must be, the last place is left to a replica that is sent there.
     """
     home = domains[owner]
     seen = {home.node}
@@ -155,7 +155,7 @@ def _by_place(
     to: Sequence[int],
     free: Sequence[Sequence[int]],
 ) -> dict[int, list[int]]:
-    """Owners of `node` whose copies go to each node of `to`: to all of it but where copies are held anyway."""
+    """Return the owners of `node` whose replicas are sent to each node of `to`: all but those held anyway."""
     far_first = sorted(to, key=lambda place: nodes[place].rack == node.rack)
     owners: dict[int, list[int]] = {place: [] for place in to}
     for owner in node.ranks:
@@ -173,7 +173,7 @@ def _assign(
     nbytes: Sequence[int],
     load: Mapping[int, int],
 ) -> dict[int, int]:
-    """A holder among `candidates` for each owner: equally many for each, within the data-parallel group where it can be."""
+    """Return a holder for each owner: equally many per candidate, and of its data-parallel group if possible."""
     room = dict.fromkeys(candidates, -(-len(owners) // len(candidates)))
     added: Counter[int] = Counter()
     holder: dict[int, int] = {}

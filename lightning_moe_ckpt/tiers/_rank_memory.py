@@ -1,13 +1,13 @@
-"""The rings of one rank: the one in use, and those that are kept until it holds a generation of its own.
+"""Manage the rings of one rank: the one in use, and older ones until it holds a complete generation.
 
-A new life finds what the last one left. The ring of a dead process is claimed in place and goes on being used if it
-fits. The ring of a process that still lives (stopped, or of a job that was started twice) stays that process's: it
-may be read, and goes by name only, so that its owner keeps its pages to itself. A ring that does not fit, or that a
-larger one has replaced, is kept too. All of these go once a generation is complete on all ranks in the ring in use:
-a life that is killed before that, in the middle of replay, finds them again.
+A new process finds the rings of the previous one. The ring of a dead process is claimed in place and used again if it
+fits. The ring of a process that is still alive (stopped, or of a job that was started twice) stays that process's. It
+may be read, and only its name is removed, so that its owner keeps its pages. A ring that does not fit, or that a
+larger one has replaced, is kept too. All of these go once a generation in the ring in use is complete on all ranks:
+if the process is killed before that, in the middle of replay, the next one finds them again.
 
-Of what a claimed ring holds, only the generation that was resumed from is kept: the others are older, or belong to a
-time line that the new life has left. Older ones are kept too where several generations together have all of the state.
+A claimed ring keeps only the generation that was resumed from. The others are older, or belong to a time line that the
+new process has left. Older ones are kept too if only several generations together have the whole state.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ from lightning_moe_ckpt.tiers._shm import (
 log = logging.getLogger(__name__)
 
 _WASTE = 1.25
-"""A claimed ring is used again if it has at most so many times the bytes that are needed."""
+"""A claimed ring is used again if it has at most this many times the bytes that are needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryClaim:
-    """How memory of a run is found by one life of it, and what the life knows of storage when it begins."""
+    """How a process finds the memory of its run, and what it knows of storage when it begins."""
 
     tag: str
-    """Of the run at its place."""
+    """Tag of the run at its place."""
     run_id: str
-    """Of the run, wherever it is."""
+    """Name of the run, which does not depend on its place."""
     url: str
-    """Of the run, as `RunStore.place` has it."""
+    """URL of the run, as in `RunStore.place`."""
     offered: frozenset[GenerationId] = frozenset()
-    """Generations in memory of another past than storage's, which users may ask for with the next start."""
+    """Generations in memory that do not descend from storage's history; users may ask for them at the next start."""
     seen: GenerationId | None = None
-    """The newest commit."""
+    """Newest commit."""
 
 
 class RankMemory:
-    """What one rank of a run has in this node's shared memory.
+    """Memory of one rank of a run in this node's shared memory.
 
     Args:
-        tag: of the run at its place.
-        rank: whose segments it holds.
-        url: of the run; what replaced runs left is found by it.
-        directory: of shared memory; default as in `shared_directory`.
-        kind: `ring` for what the rank captures itself, `replica` for what this process keeps for it.
+        tag: tag of the run at its place.
+        rank: rank whose segments the memory holds.
+        url: URL of the run; memory of replaced runs is found by it.
+        directory: directory of shared memory; default as in `shared_directory`.
+        kind: `ring` for segments that the rank captures itself, `replica` for those that this process keeps for it.
     """
 
     def __init__(self, tag: str, rank: int, *, url: str, directory: Path | None = None, kind: Kind = "ring") -> None:
@@ -86,40 +86,40 @@ class RankMemory:
         self._ring: SegmentRing | None = None
         self._kept: list[SegmentRing] = []
         self._offered: list[SegmentRing] = []
-        """With what storage has another past than; nothing of it is used, and it is kept as long as there is room."""
+        """Rings whose generations do not descend from storage's history. They are not used, and kept while there is room."""
         self._seen: GenerationId | None = None
         self._foreign: list[tuple[Path, FileId]] = []
-        """Of processes that live: names, and which files they led to."""
+        """Memory of processes that are alive: names, and the files that they led to."""
         self._moved_are_removed = False
 
     @property
     def ring(self) -> SegmentRing | None:
-        """The one in use."""
+        """Ring in use."""
         return self._ring
 
     @property
     def published(self) -> list[GenerationId]:
-        """Generations that a later life would find here."""
+        """Generations that a later process would find here."""
         return [generation for ring in self._all() for generation in ring.published]
 
     @property
     def rank(self) -> int:
-        """Whose segments it holds."""
+        """Rank whose segments the memory holds."""
         return self._rank
 
     @property
     def copies(self) -> dict[str, GenerationId]:
-        """Newest generation that a later life would find here, by operator of which it has a full record."""
+        """Newest generation with a full record that a later process would find here, by operator."""
         markers = sorted((each for ring in self._all() for each in ring.markers), key=lambda each: each.generation)
         return {record.operator: each.generation for each in markers for _, record in full_records(each)}
 
     @property
     def nbytes(self) -> int:
-        """Of all rings that this process owns."""
+        """Bytes of all rings that this process owns."""
         return sum(ring.nbytes for ring in (*self._all(), *self._offered))
 
     def saw(self, committed: GenerationId | None) -> None:
-        """Storage has a generation: what is published from here on says that it was known. From any thread."""
+        """Note the newest commit, which later published markers state. From any thread."""
         self._seen = committed
         for ring in self._all():
             ring.seen = committed
@@ -129,12 +129,12 @@ class RankMemory:
     def claim(
         self, resumed: GenerationId | None, *, older: bool = False, offered: Collection[GenerationId] = ()
     ) -> None:
-        """Take over what earlier lives of this rank left, once it is known what this life resumes from.
+        """Take over the memory of earlier processes of this rank, once it is known what this one resumes from.
 
         Args:
-            resumed: kept until something newer is complete; everything else goes, all of it for `None`.
-            older: whether generations before that are kept too, since it has not all of the state.
-            offered: generations of another past that users may still ask for; a ring with one is left as it is.
+            resumed: generation to keep until a newer one is complete; all others go. `None` keeps none.
+            older: whether earlier generations are kept too, since `resumed` does not have the whole state.
+            offered: generations of another history that users may still ask for; a ring with one is not changed.
         """
         self._remove_replaced_runs()
         for path, name in memory_files(self._directory):
@@ -146,12 +146,12 @@ class RankMemory:
                 remove_shared(path)
 
     def make(self, slot_nbytes: int, num_slots: int, *, keep: int = 1) -> SegmentRing:
-        """The ring to use from here on: one that was claimed, if it fits, or a new one. If there is no room, that of before.
+        """Return the ring to use from now on: a claimed one if it fits, else a new one; without room, the previous one.
 
         Args:
-            slot_nbytes: of the largest segment.
+            slot_nbytes: bytes of the largest segment.
             num_slots: see `slots_needed`.
-            keep: generations to keep that are complete on all ranks.
+            keep: number of generations to keep that are complete on all ranks.
 
         Raises:
             ConfigurationError: there is no room; the message says how many bytes are missing.
@@ -174,9 +174,9 @@ class RankMemory:
         return self._ring
 
     def renew(self) -> SegmentRing:
-        """A ring of the same size in place of the one in use, whose name is gone: no later life would find that one.
+        """Return a new ring of the same size in place of the one in use, whose name is gone: no later process would find it.
 
-        Who reads from the old one already may go on; its memory goes with the last of them.
+        Current readers of the old ring may go on; its memory is released with the last of them.
 
         Raises:
             ConfigurationError: there is no room yet, or a later start of the run has removed the name. Call it again later.
@@ -188,7 +188,7 @@ class RankMemory:
         lost.close(unlink=False)
         self._close([ring for ring in self._kept if not ring.is_named])
         self._expect_no_successor()
-        with contextlib.suppress(OSError):  # said by what needs it
+        with contextlib.suppress(OSError):  # the next use of the directory reports it
             self._directory.mkdir(mode=0o700, exist_ok=True)
         self._ring = self._create(lost.slot_nbytes, lost.num_slots)
         self._ring.keep, self._ring.seen = lost.keep, self._seen
@@ -202,13 +202,13 @@ class RankMemory:
         return self._ring
 
     def view(self, generation: GenerationId, step: int) -> Tensor | None:
-        """Memory that begins with a segment of a published generation; `None` if it is not here."""
+        """Return memory that begins with a segment of a published generation; `None` if it is not here."""
         return next((view for ring in self._all() if (view := ring.view(generation, step)) is not None), None)
 
     # -- completion
 
     def complete_everywhere(self, generation: Hashable) -> None:
-        """All ranks hold `generation` in memory: what is older goes, and rings that are not in use any more."""
+        """Drop older generations and rings that are not in use: all ranks hold `generation` in memory."""
         for ring in self._all():
             if generation in ring.complete:
                 ring.complete_everywhere(generation)
@@ -217,17 +217,17 @@ class RankMemory:
                     self._remove_moved(generation)
 
     def give_up(self, generation: Hashable) -> None:
-        """Some rank will never hold `generation` in memory: nobody waits for it any more."""
+        """Stop keeping `generation` for other ranks: some rank will never hold it in memory."""
         for ring in self._all():
             ring.give_up(generation)
 
     # -- the end
 
     def close(self, *, unlink: bool) -> None:
-        """Let go of all memory. Closing twice is allowed.
+        """Release all memory. Closing twice is allowed.
 
         Args:
-            unlink: whether the names go too; else they stay where a later life could restore something.
+            unlink: whether the names are removed too; otherwise names stay if a later process could restore something.
         """
         rings, self._kept, self._ring = [*self._all(), *self._offered], [], None
         self._offered = []
@@ -241,7 +241,7 @@ class RankMemory:
             self._remove_dead()
 
     def unlink(self) -> None:
-        """Remove all names of this rank without a word: for the last moment of a process, from any thread."""
+        """Remove all names of this rank without logging: for the last moment of a process, from any thread."""
         for ring in self._all():
             ring.unlink()
 
@@ -256,11 +256,11 @@ class RankMemory:
     def _claim(
         self, path: Path, resumed: GenerationId | None, *, older: bool, offered: Collection[GenerationId]
     ) -> None:
-        """Take a file over. Raises `FileNotFoundError` if it is gone meanwhile."""
+        """Take over a file. Raises `FileNotFoundError` if it is gone meanwhile."""
         found = file_id(path)
         try:
             ring = SegmentRing.adopt(path)
-        except Corrupt:  # torn while it was made
+        except Corrupt:  # its process died while making it
             _remove(path)
             return
         if ring is None:
@@ -276,7 +276,7 @@ class RankMemory:
         self._kept.append(ring)
 
     def _expect_no_successor(self) -> None:
-        """A later start of the run has a ring of this rank, and removed the name of ours: what we hold is not wanted."""
+        """Raise if a later start of the run has a ring of this rank, and so does not need ours."""
         for path, name in memory_files(self._directory):
             if self._is_own(name) and is_owned_elsewhere(path):
                 raise ConfigurationError(
@@ -297,12 +297,12 @@ class RankMemory:
         return self._create_beside(slot_nbytes, num_slots)
 
     def _create_beside(self, slot_nbytes: int, num_slots: int) -> SegmentRing:
-        """A ring under a name that nothing has which is still needed."""
-        taken = {path.name for path in listing(self._directory)}  # whoever has made it
+        """Create a ring under a name that no other memory still needs."""
+        taken = {path.name for path in listing(self._directory)}  # by any process
         for turn in itertools.count():
             name = shared_name(self._tag, self._rank, self._kind, turn=turn)
             if name not in taken:
-                with contextlib.suppress(FileExistsError):  # somebody was quicker
+                with contextlib.suppress(FileExistsError):  # another process was quicker
                     return SegmentRing.create(name, slot_nbytes, num_slots, self._directory, origin=self._origin)
             if not is_own_file(self._directory / name):
                 log.warning(
@@ -320,7 +320,7 @@ class RankMemory:
         self._remove_foreign()
 
     def _remove_foreign(self) -> None:
-        """Not what has got the name since: that is a later life's."""
+        """Remove names of living processes' memory, unless they lead to another file now, which is a later process's."""
         foreign, self._foreign = self._foreign, []
         for path, found in foreign:
             with contextlib.suppress(FileNotFoundError):
@@ -328,16 +328,16 @@ class RankMemory:
                     _remove(path)
 
     def _remove_dead(self) -> None:
-        """What a life of this rank left that ran beside this one and was killed."""
+        """Remove memory of a process of this rank that ran beside this one and was killed."""
         for path, name in memory_files(self._directory):
             ring = _adopted(path) if self._is_own(name) else None
             if ring is not None:
                 ring.close(unlink=True)
 
     def _remove_moved(self, generation: Hashable) -> None:
-        """What ranks of this run left here that are on other nodes now; once per life, since they moved before it.
+        """Remove memory of ranks of this run that are on other nodes now; once per process, since they moved before it.
 
-        All ranks hold `generation` in memory of this kind: dead files without anything as new are of no use.
+        All ranks hold `generation` in memory of this kind, so dead files with older generations only are not needed.
         """
         if self._moved_are_removed or not isinstance(generation, GenerationId):
             return
@@ -347,7 +347,7 @@ class RankMemory:
                 _remove_if_older(path, generation)
 
     def _remove_replaced_runs(self) -> None:
-        """What dead processes left of other runs under the same URL, which nobody can resume any more."""
+        """Remove memory of dead processes of other runs under the same URL, which cannot be resumed any more."""
         for path, name in memory_files(self._directory):
             if name.tag != self._tag and _origin(path) == self._origin:
                 _remove_if_dead(path)
@@ -355,18 +355,18 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnusedMemory:
-    """Memory of a rank of a run under a name that the run does not have any more, or has at another place."""
+    """Memory of a rank under a name that its run no longer has, or has at another place."""
 
     path: Path
     newest: GenerationId
-    """Generation in it."""
+    """Newest generation in it."""
     here: bool
-    """Whether it is of this place, of before the log was repaired: then `RankMemory.claim` removes it, once its owner is dead.
-    Else it is of a copy of the run's folder, whose job may live, or of this folder before it was moved."""
+    """Whether it belongs to this place, before the log was repaired. `RankMemory.claim` removes it once its owner is dead.
+    Otherwise it belongs to a copy of the run's folder, whose job may be alive, or to this folder before it was moved."""
 
 
 def unused_memory(claim: MemoryClaim, rank: int, directory: Path | None = None) -> list[UnusedMemory]:
-    """What there is of a rank of this run, on this node, that its life cannot use."""
+    """Return the memory of a rank of this run, on this node, that its process cannot use."""
     origin = digest_of(claim.url.encode())
     found: list[UnusedMemory] = []
     for path, name in memory_files(directory if directory is not None else shared_directory()):
@@ -384,7 +384,7 @@ def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int) -> bool:
 
 
 def _adopted(path: Path) -> SegmentRing | None:
-    """The ring of a dead process; `None` if it lives, or if there is none."""
+    """Adopt the ring of a dead process; `None` if the process is alive, or if there is no ring."""
     try:
         return SegmentRing.adopt(path)
     except (FileNotFoundError, Corrupt):
@@ -392,7 +392,7 @@ def _adopted(path: Path) -> SegmentRing | None:
 
 
 def _remove_if_older(path: Path, generation: GenerationId) -> None:
-    """Remove the memory of a dead process unless it has something as new."""
+    """Remove the memory of a dead process unless it has a generation as new as `generation`."""
     try:
         ring = _adopted(path)
     except OSError as error:  # training goes on with less room
@@ -420,7 +420,7 @@ def _remove(path: Path) -> None:
 
 
 def _origin(path: Path) -> str | None:
-    """Of the run that a ring belongs to; `None` if it does not say."""
+    """Return the origin in a ring's header, the digest of its run's URL; `None` if it has none."""
     try:
         descriptor = open_shared(path)
     except OSError:

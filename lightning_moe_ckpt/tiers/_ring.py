@@ -1,9 +1,9 @@
-"""Host memory for segments: a ring of equal slots in named shared memory, and the rules of who may use which slot.
+"""Hold segments in host memory: a ring of equal slots in named shared memory, with rules for the use of slots.
 
-A slot is FREE, FILLING or SEALED. A *generation* owns the slots its segments were captured into and plays roles:
+A slot is FREE, FILLING or SEALED. A *generation* owns the slots of its segments and plays roles:
 
 * *snapshot*: its window is open; slots are acquired, filled and sealed.
-* *persist*: pinned by somebody who reads it; its sealed segments may travel while the window is still open.
+* *persist*: pinned by a reader; its sealed segments may be read while the window is still open.
 * *recovery*: complete, and fewer than `keep` newer ones are complete on all ranks.
 
 ::
@@ -13,13 +13,13 @@ A slot is FREE, FILLING or SEALED. A *generation* owns the slots its segments we
                                       `-> abort_window ----------------------------------------------------> slots FREE
 
 Invariants: a slot belongs to one generation at most; a pinned generation keeps its slots; a complete generation keeps
-its slots until `keep` newer ones, usually one, are complete on all ranks, or until it is known that it never will be. So
-a slow reader costs slots, never somebody's bytes. When no slot is left `acquire` raises `RingFull`, and the session
-skips the window.
+its slots until `keep` newer ones, usually one, are complete on all ranks, or until some rank has given it up. A slow
+reader therefore costs slots, never bytes that are still needed. If no slot is left, `acquire` raises `RingFull`, and the
+session skips the window.
 
-A generation is *published* by a small file beside the ring, which names its slots and carries every digest. The file
-appears whole and last, and goes before one of its slots may be filled again: while it is there, the bytes are. So a
-restarted process `adopt`s the ring of a dead one in place, with all that was published (`FORMAT.md`, section 9).
+A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file
+appears whole and last, and goes before one of its slots may be filled again: while it is there, the bytes are. A
+restarted process can therefore `adopt` the ring of a dead one with all published generations (`FORMAT.md`, section 9).
 
 Threads: all methods may be called from any thread; views may be used until their slot is freed.
 """
@@ -56,7 +56,7 @@ _PAGE_NBYTES = 4096
 
 
 class SlotState(Enum):
-    """What may happen to a slot next."""
+    """State of a slot."""
 
     FREE = "free"
     FILLING = "filling"
@@ -64,7 +64,7 @@ class SlotState(Enum):
 
 
 class GenerationState(Enum):
-    """How far the window of a generation got."""
+    """State of a generation's window."""
 
     OPEN = "open"
     COMPLETE = "complete"
@@ -74,7 +74,7 @@ class GenerationState(Enum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """The memory of one segment, on loan to a generation until that is freed."""
+    """Memory of one segment, which belongs to a generation until that is freed."""
 
     index: int
     generation: Hashable
@@ -88,20 +88,20 @@ class _Generation:
     state: GenerationState = GenerationState.OPEN
     slots: dict[int, SlotState] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
-    """Slot by step."""
+    """Index of the slot, by step."""
     pins: int = 0
     marker: Path | None = None
-    """Once it is published."""
+    """Path of the marker; `None` until the generation is published."""
 
 
 def slots_needed(window: int, *, readers: int = 0, lag: int = 0, keep: int = 1) -> int:
-    """Slots for windows of `window` segments.
+    """Return the number of slots for windows of `window` segments.
 
     Args:
-        window: `keep` complete generations are kept while the next is filled.
+        window: segments per window; `keep` complete generations stay while the next one is filled.
         readers: tiers that may each still be reading a generation older than that.
         lag: slots that may be filled before all ranks know that the newer one is complete.
-        keep: generations that are kept once they are complete on all ranks.
+        keep: number of generations to keep that are complete on all ranks.
     """
     return (1 + keep + readers) * window + lag
 
@@ -122,15 +122,15 @@ class SegmentRing:
         self._free = list(range(self.num_slots))
         self._generations: dict[Hashable, _Generation] = {}  # in the order in which their windows began
         self.keep = 1
-        """Generations that stay once they are complete on all ranks: the newest ones."""
+        """Number of newest generations that stay once they are complete on all ranks."""
         self.seen: GenerationId | None = None
-        """The newest commit that is known; stated with what is published."""
+        """Newest known commit, which later published markers state."""
 
     @classmethod
     def create(
         cls, name: str, slot_nbytes: int, num_slots: int, directory: Path | None = None, *, origin: str = ""
     ) -> SegmentRing:
-        """Reserve and map memory; replaces the ring that an earlier life left under `name`.
+        """Reserve and map memory; replaces the ring that an earlier process left under `name`.
 
         Args:
             name: see `shared_name`.
@@ -159,14 +159,14 @@ class SegmentRing:
 
     @classmethod
     def adopt(cls, path: Path) -> SegmentRing | None:
-        """Go on with the ring of a dead process, in place: what it had published is complete, other slots are free.
+        """Take over the ring of a dead process in place: its published generations are complete, other slots are free.
 
         Returns:
-            The ring; `None` if the process that made it still lives, stopped or not.
+            The ring; `None` if the process that made it is alive, stopped or not.
 
         Raises:
-            FileNotFoundError: there is none.
-            Corrupt: it is not a ring.
+            FileNotFoundError: there is no ring.
+            Corrupt: the file is not a ring.
         """
         file = SharedFile.take_over(path)
         if file is None:
@@ -182,7 +182,7 @@ class SegmentRing:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return RING_HEADER_NBYTES + self.num_slots * self.slot_nbytes
 
     @property
@@ -193,12 +193,12 @@ class SegmentRing:
 
     @property
     def is_named(self) -> bool:
-        """Whether a restarted process would find it: somebody else may have removed the name, with all that it stands for."""
+        """Whether a restarted process would find the ring; another process may have removed its name."""
         return self._file is None or self._file.is_mine()
 
     @property
     def usage(self) -> str:
-        """What takes slots, for messages."""
+        """Text for messages that says what takes slots."""
         with self._lock:
             return self._usage()
 
@@ -209,11 +209,11 @@ class SegmentRing:
             return len(self._free)
 
     def has_room(self, num_slots: int) -> bool:
-        """Whether that many slots can be acquired now."""
+        """Return whether that many slots can be acquired now."""
         return self.free_slots >= num_slots
 
     def can_begin(self, window: int) -> bool:
-        """Whether a window of so many segments can begin.
+        """Return whether a window of so many segments can begin.
 
         One slot must be free; the others may still belong to generations that go as soon as all ranks know that the
         newest complete one is complete everywhere.
@@ -224,7 +224,7 @@ class SegmentRing:
             return bool(self._free) and len(self._free) + going >= window
 
     def fits(self, slot_nbytes: int, window: int) -> bool:
-        """Whether windows of `window` segments of `slot_nbytes` can follow each other in this memory."""
+        """Return whether windows of `window` segments of `slot_nbytes` can follow each other in this memory."""
         return slot_nbytes <= self.slot_nbytes and slots_needed(window, keep=self.keep) <= self.num_slots
 
     # -- the window being filled
@@ -237,7 +237,7 @@ class SegmentRing:
             self._generations[generation] = _Generation()
 
     def acquire(self, generation: Hashable, step: int) -> Slot:
-        """A slot to fill for the segment of `step`.
+        """Return a slot to fill for the segment of `step`.
 
         Raises:
             RingFull: every slot is in use.
@@ -257,14 +257,14 @@ class SegmentRing:
         return Slot(index, generation, step, self.memory[start : start + self.slot_nbytes])
 
     def seal(self, slot: Slot) -> None:
-        """All bytes of the segment are there, or on their way by a ticket; nothing else will be written."""
+        """Seal a slot: its bytes are there, or on their way by a ticket, and nothing else will be written."""
         with self._lock:
             entry = self._entry(slot.generation, GenerationState.OPEN)
             assert entry.slots.get(slot.index) is SlotState.FILLING, f"slot {slot.index} is not being filled"
             entry.slots[slot.index] = SlotState.SEALED
 
     def finish_window(self, generation: Hashable) -> None:
-        """Every segment of the window is sealed: the generation is complete on this rank."""
+        """Close the window, all of whose segments are sealed: the generation is complete on this rank."""
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
             assert entry.slots, f"{generation} has no segment"
@@ -279,11 +279,11 @@ class SegmentRing:
     # -- complete generations
 
     def publish(self, generation: GenerationId, marker: RankMarker) -> None:
-        """State that all segments of `marker` are in their slots, their bytes final. From any thread.
+        """Write the marker: all its segments are in their slots, with final bytes. From any thread.
 
         Raises:
-            CheckpointError: the generation was given up meanwhile, or a later life has removed the ring's name.
-            OSError: there is no room for the statement.
+            CheckpointError: the generation was given up meanwhile, or a later process has removed the ring's name.
+            OSError: there is no room for the marker.
         """
         path = marker_path(self.path, generation)
         with self._lock:
@@ -303,7 +303,7 @@ class SegmentRing:
             remove_shared(temporary)
 
     def discard(self, generation: Hashable) -> None:
-        """Nobody will want `generation`, complete or not: its statement goes at once, its slots with the last pin."""
+        """Drop a generation, complete or not: its marker goes at once, its slots with the last pin."""
         with self._lock:
             entry = self._generations.get(generation)
             if entry is not None:
@@ -311,9 +311,9 @@ class SegmentRing:
                 self._drop(generation, entry)
 
     def give_up(self, generation: Hashable) -> None:
-        """Some rank will never hold a complete generation, so it stays for its readers only. Ignored if it has gone already.
+        """Drop a complete generation once its readers are done, since some rank will never hold it. Ignored if it is gone.
 
-        Until the last pin is gone its statement stays too: with copies of what other ranks lack it is whole.
+        Its marker stays until the last pin is gone: the generation may still be completed by replicas of other ranks' parts.
         """
         with self._lock:
             entry = self._generations.get(generation)
@@ -322,33 +322,33 @@ class SegmentRing:
 
     @property
     def complete(self) -> list[Hashable]:
-        """Complete generations, oldest first."""
+        """Return the complete generations, oldest first."""
         with self._lock:
             return [name for name, entry in self._generations.items() if entry.state is GenerationState.COMPLETE]
 
     @property
     def published(self) -> list[GenerationId]:
-        """Generations that a restarted process would find, oldest first."""
+        """Return the generations that a restarted process would find, oldest first."""
         with self._lock:
             held = [name for name, entry in self._generations.items() if entry.marker is not None]
         return [name for name in held if isinstance(name, GenerationId)]
 
     @property
     def markers(self) -> list[RankMarker]:
-        """Of the generations that a restarted process would find, oldest first; read from where it would read them."""
+        """Return the markers that a restarted process would find, oldest first, read from their files."""
         with self._lock:
             paths = [entry.marker for entry in self._generations.values() if entry.marker is not None]
         return [found.marker for path in paths if (found := read_statement(path)) is not None]
 
     def view(self, generation: GenerationId, step: int) -> Tensor | None:
-        """Slot of a published generation; `None` if it has none. Pin the generation, or know that nobody gives it up."""
+        """Return the slot of a published generation, or `None`. The caller pins it, or knows that nothing gives it up."""
         with self._lock:
             entry = self._generations.get(generation)
             index = entry.steps.get(step) if entry is not None and entry.marker is not None else None
         return None if index is None else self.memory[index * self.slot_nbytes : (index + 1) * self.slot_nbytes]
 
     def complete_everywhere(self, generation: Hashable) -> None:
-        """All ranks have completed `generation`: nobody will need more than the `keep` newest ones up to it.
+        """Drop all but the `keep` newest generations up to `generation`, which is complete on all ranks.
 
         Repeating this is allowed.
         """
@@ -367,7 +367,7 @@ class SegmentRing:
             self._entry(generation, GenerationState.OPEN, GenerationState.COMPLETE).pins += 1
 
     def unpin(self, generation: Hashable) -> None:
-        """Take one pin back; frees the slots if the generation was dropped meanwhile."""
+        """Remove one pin; the last one frees the slots if the generation was dropped meanwhile."""
         with self._lock:
             entry = self._generations[generation]
             assert entry.pins > 0, f"{generation} is not pinned"
@@ -378,10 +378,10 @@ class SegmentRing:
     # -- the end
 
     def close(self, *, unlink: bool = True) -> None:
-        """Let go of the memory; it is unmapped with the last view of it. Closing twice is allowed.
+        """Release the memory, which is unmapped with its last view. Closing twice is allowed.
 
         Args:
-            unlink: remove the names too, if this process made the ring or adopted it. A forked child never does.
+            unlink: whether to remove the names too, if this process made or adopted the ring. A forked child never does.
         """
         self._memory = None
         if self._file is not None:
@@ -390,9 +390,9 @@ class SegmentRing:
             self._file.close(unlink=unlink)
 
     def unlink(self) -> None:
-        """Remove the names without a word and without waiting for a lock: for the last moment of a process."""
+        """Remove the names without logging or waiting for a lock: for the last moment of a process."""
         if self._file is not None and self._file.is_mine():
-            self._unlinked = True  # before looking for statements: see `publish`
+            self._unlinked = True  # before looking for markers: see `_expect_name`
             for path in (*marker_files(self.path), self.path):
                 remove_shared(path)
 
@@ -414,7 +414,7 @@ class SegmentRing:
         return entry
 
     def _expect_name(self, generation: GenerationId) -> None:
-        """Who removes this ring's name looks for statements after saying so: a statement that comes later withdraws itself."""
+        """Raise, and remove the new marker, if the ring's name is gone: whoever removed the name has not seen that marker."""
         if self._unlinked or (self._file is not None and not self._file.is_mine()):
             self._withdraw(self._published_entry(generation))
             raise CheckpointError(
@@ -469,7 +469,7 @@ def _restored(path: Path, marker: MemoryMarker) -> _Generation:
 
 
 def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
-    """The header of a ring whose file has `nbytes`. Raises `Corrupt`."""
+    """Parse the header of a ring whose file has `nbytes`. Raises `Corrupt`."""
     header = RingHeader.from_bytes(page, where)
     if header.nbytes != nbytes:
         raise Corrupt(f"{where}: has {nbytes} bytes, its header says {header.nbytes}. Another copy may be good.")
@@ -477,7 +477,7 @@ def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:
 
 
 def read_statement(path: Path) -> MemoryMarker | None:
-    """What a file beside a ring says; `None` if it is not whole."""
+    """Read a marker beside a ring; `None` if it is not complete."""
     with contextlib.suppress(Corrupt, FileNotFoundError):
         return MemoryMarker.from_bytes(read_shared(path), str(path))
     return None

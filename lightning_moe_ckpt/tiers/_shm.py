@@ -1,18 +1,18 @@
-"""Named shared memory that outlives its process: a raw file in `/dev/shm`, mapped into a tensor.
+"""Make and open shared memory that outlives its process: named files in `/dev/shm`, mapped into tensors.
 
-The name follows from user, run, place and rank, not from the process, so a restarted rank finds the file of its last
-life. It cannot be guessed by whoever cannot read the run's log, and what others put under such a name is passed over.
-Memory is reserved when the file is made. A tmpfs without room then gives an error that says how much is missing,
+The name follows from user, run, place and rank, not from the process, so a restarted rank finds its previous file. The
+name cannot be guessed without reading the run's log, and other users' files under such a name are ignored.
+Memory is reserved when the file is made. A full tmpfs then gives an error that says how many bytes are missing,
 where a sparse file would give a SIGBUS in the middle of a copy.
 
-Whoever maps a file as its owner holds a record lock on it (`fcntl`), which ends with the process however that ends,
-and which a forked child does not inherit. So who gets the lock knows that the owner is dead, in whatever container
-that was; a process stopped by a signal still has it. Such a lock is lost as soon as *any* descriptor of the file is
-closed in its process: everything here opens and closes files through this module, which defers those.
+The process that owns a file holds a record lock on it (`fcntl`). The lock ends with the process, however that ends,
+and a forked child does not inherit it. A process that gets the lock knows that the owner is dead, in whatever container
+that ran; a process stopped by a signal still has the lock. The lock is lost as soon as *any* descriptor of the file is
+closed in its process. All files are therefore opened and closed through this module, which defers such closes.
 
-The directory is everybody's. What is made here is made exclusively and is this user's alone, whatever the umask. What is
-opened, mapped or removed is an ordinary file of this user: who put a link, a pipe or a folder under one of our names, or
-is another user, has a name that is stepped around, and neither followed, waited for nor touched.
+All users can write to the directory. Files are made exclusively, and only this user may open them, whatever the umask.
+Only ordinary files of this user are opened, mapped or removed. A link, a pipe, a folder or another user's file under
+one of our names is neither followed, waited for nor changed; another name is used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DIRECTORY_VARIABLE = "MOE_CKPT_SHARED_MEMORY"
 
 
 def shared_directory(fallback: Path | None = None) -> Path:
-    """Where rings live: `/dev/shm`, or `fallback` (default: the temporary directory) on machines that have none.
+    """Return the directory of rings: `/dev/shm`, or `fallback` (default: the temporary directory) if there is none.
 
     A fallback on a disk works, but the kernel then writes the ring to that disk now and then. The environment variable
     `MOE_CKPT_SHARED_MEMORY` names another tmpfs; processes that share one are one node to the tiers.
@@ -62,9 +62,9 @@ def shared_directory(fallback: Path | None = None) -> Path:
 
 
 FileId = tuple[int, int]
-"""Device and inode: which file a name leads to."""
+"""Device and inode of a file."""
 _held: dict[FileId, SharedFile] = {}
-"""Files that this process holds the lock of."""
+"""Files that this process has locked."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,22 +73,22 @@ class SharedFile:
 
     path: Path
     memory: Tensor
-    """The whole file, uint8; the mapping goes with the last view."""
+    """The whole file, uint8; the mapping ends with the last view."""
     descriptor: int
-    """Negative once it is closed."""
+    """Descriptor of the file; negative once it is closed."""
     pid: int = field(default_factory=os.getpid)
     deferred: list[int] = field(default_factory=list)
     """Further descriptors of the same file, whose closing would lose the lock."""
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Self:
-        """Make a private file of reserved, zeroed memory; replaces what is there under that name.
+        """Make a private file of reserved, zeroed memory; replaces our file of that name.
 
         A process that still maps the old file keeps its pages to itself until it ends.
 
         Raises:
             ConfigurationError: there is not enough room; the message says how many bytes are missing.
-            FileExistsError: something is there that is not ours to replace.
+            FileExistsError: something under that name may not be replaced by us.
         """
         unlink_shared_file(path)
         expect_room(path.parent, nbytes)
@@ -111,7 +111,7 @@ class SharedFile:
 
     @classmethod
     def take_over(cls, path: Path) -> Self | None:
-        """Become the owner of a file whose owner is dead; `None` if it lives, perhaps in this process.
+        """Become the owner of a file whose owner is dead; `None` if the owner is alive, perhaps this process.
 
         Raises:
             FileNotFoundError: there is no such file, or it is another user's.
@@ -137,7 +137,7 @@ class SharedFile:
     @classmethod
     def _mapped(cls, path: Path, descriptor: int) -> Self:
         # Never close this mapping by hand: `frombuffer` holds the object but no buffer, so tensors would dangle.
-        # It should not keep a descriptor of its own either, which the last view would close, whenever that goes.
+        # The mapping must not keep a descriptor of its own either: the last view would close it at an unknown time.
         untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
         mapping = mmap.mmap(descriptor, 0, **untracked)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -146,7 +146,7 @@ class SharedFile:
         return file
 
     def is_mine(self) -> bool:
-        """Whether the name still leads to this file, and this is the process that owns it."""
+        """Whether the name still leads to this file, and this process owns it."""
         if self.descriptor < 0 or self.pid != os.getpid():
             return False  # closed, or a forked child
         try:
@@ -155,7 +155,7 @@ class SharedFile:
             return False
 
     def close(self, *, unlink: bool) -> None:
-        """Give up the lock, and the name too if wanted and still ours. A forked child only lets go of the mapping."""
+        """Release the lock, and the name if `unlink` and still ours. A forked child only releases the mapping."""
         if self.descriptor < 0 or self.pid != os.getpid():
             self.memory = torch.empty(0, dtype=torch.uint8)
             return
@@ -168,7 +168,7 @@ class SharedFile:
 
 
 def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a file of this user; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
+    """Open a file of this user; close it with `close_shared`. Raises `FileNotFoundError` for anything else."""
     if not is_own_file(path):
         raise FileNotFoundError(errno.ENOENT, "is no file of this user", str(path))
     try:
@@ -184,11 +184,11 @@ def open_shared(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 _REFUSED = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
-"""How the kernel refuses another user's file, a folder, a link and a socket that has taken the place of a file just now."""
+"""Errors of the kernel on opening another user's file, a folder, a link or a socket."""
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether a name leads to a file of this user: anybody may make names in shared memory."""
+    """Return whether a name leads to a file of this user; other users may make such names too."""
     try:
         return _is_own(path.lstat())
     except (FileNotFoundError, NotADirectoryError):
@@ -200,7 +200,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _make_private(path: Path, flags: int) -> int:
-    """A descriptor of a new file that only this user may open. Raises `FileExistsError`."""
+    """Create a file that only this user may open and return its descriptor. Raises `FileExistsError`."""
     descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(descriptor, 0o600)  # a umask may have taken our own rights
     return descriptor
@@ -210,7 +210,7 @@ _LARGEST_NBYTES = 2**30
 
 
 def read_shared(path: Path) -> bytes:
-    """All of a small file of this user. Raises `FileNotFoundError` for anything else, `Corrupt` if it is not small."""
+    """Return all bytes of a small file of this user. Raises `FileNotFoundError` for anything else, `Corrupt` if too large."""
     descriptor = open_shared(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
@@ -223,20 +223,20 @@ def read_shared(path: Path) -> bytes:
 
 
 def write_shared(path: Path, data: bytes) -> None:
-    """Make a small private file. Raises `FileExistsError` if there is one that is not ours to replace."""
+    """Write a small private file. Raises `FileExistsError` if something under that name may not be replaced by us."""
     remove_shared(path)
     with os.fdopen(_make_private(path, os.O_WRONLY), "wb") as file:
         file.write(data)
 
 
 def remove_shared(path: Path) -> None:
-    """Remove a name if it is of a file of this user; what else may be there stays."""
+    """Remove a name if it leads to a file of this user; anything else stays."""
     if is_own_file(path):
         path.unlink(missing_ok=True)
 
 
 def close_shared(descriptor: int) -> None:
-    """Close a descriptor, or let the owner of its file in this process do it when that gives up its lock."""
+    """Close a descriptor, later if this process owns the file: closing would lose the lock."""
     owner = _owned_here(descriptor)
     if owner is None:
         os.close(descriptor)
@@ -250,7 +250,7 @@ def _owned_here(descriptor: int) -> SharedFile | None:
 
 
 def is_owned_elsewhere(path: Path) -> bool:
-    """Whether another process that lives owns a file; it is left as it is."""
+    """Return whether another living process owns a file, without changing it."""
     try:
         descriptor = open_shared(path, os.O_RDWR)
     except OSError:
@@ -271,13 +271,13 @@ def _file_id(descriptor: int) -> FileId:
 
 
 def file_id(path: Path) -> FileId:
-    """Which file a name leads to now. Raises `FileNotFoundError`."""
+    """Return device and inode of the file that a name leads to now. Raises `FileNotFoundError`."""
     status = path.lstat()
     return status.st_dev, status.st_ino
 
 
 def unlink_shared_file(path: Path) -> None:
-    """Remove the name if it exists and is ours; processes that map the file keep their pages."""
+    """Remove a name if it exists and is ours; processes that map the file keep their pages."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = path.lstat()
         if _is_own(status):
@@ -286,10 +286,10 @@ def unlink_shared_file(path: Path) -> None:
 
 
 def expect_room(directory: Path, nbytes: int) -> None:
-    """Refuse a ring of `nbytes` in `directory` if there is less room than that.
+    """Raise unless `directory` has room for a ring of `nbytes`.
 
     Raises:
-        ConfigurationError: the message says how many bytes are missing.
+        ConfigurationError: there is not enough room; the message says how many bytes are missing.
     """
     free = _free_nbytes(directory)
     if free < nbytes:

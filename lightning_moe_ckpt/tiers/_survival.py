@@ -1,9 +1,9 @@
-"""The probability that a placement survives the loss of k nodes or racks at once.
+"""Compute the probability that a placement survives the loss of k nodes or racks at once.
 
 An owner's generation is lost if its own node and those of all its holders are lost. With k of n nodes lost, all choices
-equally likely, what counts is how many choices contain none of these fatal sets. Fatal sets that share no node are
+equally likely, the probability is the share of choices that contain none of these fatal sets. Sets that share no node are
 counted apart and the counts multiplied as polynomials, in integers: exact for any cluster whose nodes are in groups.
-Only where that would take too long is it estimated, from a fixed seed, with the standard error.
+Where that would take too long, the share is estimated from random choices with a fixed seed, with its standard error.
 
 For groups of m nodes Gemini (SOSP 2023, Sec. 4, Corollary 1) gives 1 - (n / m) C(n - m, k - m) / C(n, k). That is a
 lower bound: it counts a choice once per group in it, and is exact below k = 2m.
@@ -23,36 +23,36 @@ from lightning_moe_ckpt.tiers._placement import Placement
 
 Level = Literal["node", "rack"]
 _EXACT_CHOICES = 300_000
-"""Choices that are enumerated at most, about a second."""
+"""Most choices that are enumerated, which takes about a second."""
 _SAMPLES = 40_000
-"""Of an estimate; its standard error is at most 0.0025."""
+"""Random choices of an estimate; its standard error is at most 0.0025."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survival:
-    """What is left after one simultaneous loss."""
+    """Outcome of one simultaneous loss."""
 
     level: Level
     lost: int
     """Nodes or racks lost at once, all choices equally likely."""
     of: int
-    """Nodes or racks there are."""
+    """All nodes or racks."""
     probability: float
-    """That memory still has every owner's generation."""
+    """Probability that memory still has every owner's generation."""
     error: float
     """Standard error of an estimate; 0 if exact."""
 
 
 def survival_probability(placement: Placement, lost: int, *, level: Level = "node") -> Survival:
-    """Compute it.
+    """Compute the probability that a placement survives one simultaneous loss.
 
     Args:
-        placement: who keeps copies of whom.
-        lost: how many are lost at once.
-        level: what is lost. Nodes of unknown rack are in one rack together.
+        placement: holders of every rank's replicas.
+        lost: number of nodes or racks that are lost at once.
+        level: whether nodes or racks are lost. All nodes of unknown rack count as one rack.
 
     Raises:
-        ValueError: there are fewer than `lost`.
+        ValueError: there are fewer than `lost` nodes or racks.
     """
     names = sorted({_name(domain, level) for domain in placement.domains})
     if not 0 <= lost <= len(names):
@@ -71,7 +71,7 @@ def survival_probability(placement: Placement, lost: int, *, level: Level = "nod
 
 
 def survival_summary(placement: Placement, most: int = 4) -> str:
-    """One line for the log: what losses of up to `most` nodes, and of one rack if racks are known, leave."""
+    """Return a line for the log on losses of up to `most` nodes, and of one rack if racks are known."""
     parts = [_words(survival_probability(placement, k)) for k in range(1, min(most, placement.num_nodes - 1) + 1)]
     if placement.num_racks > 1:
         parts.append(_words(survival_probability(placement, 1, level="rack")))
@@ -85,7 +85,7 @@ def _words(survival: Survival) -> str:
 
 
 def percent(probability: float) -> str:
-    """Two decimals; only what is certain reads as 0 or 100 %."""
+    """Format a probability with two decimals; only certain outcomes read as 0 or 100 %."""
     if probability in (0, 1):
         return f"{probability:.0%}"
     return {"100.00%": "> 99.99%", "0.00%": "< 0.01%"}.get(text := f"{probability:.2%}", text)
@@ -96,7 +96,7 @@ def _name(domain: FailureDomain, level: Level) -> str:
 
 
 def _connected(fatal: Iterable[frozenset[int]]) -> list[tuple[list[int], list[frozenset[int]]]]:
-    """Fatal sets by connection: the nodes of each part, and its sets."""
+    """Split fatal sets into parts that share no node; return the nodes and sets of each part."""
     parts: list[tuple[set[int], list[frozenset[int]]]] = []
     for each in fatal:
         touching = [part for part in parts if part[0] & each]
@@ -107,7 +107,7 @@ def _connected(fatal: Iterable[frozenset[int]]) -> list[tuple[list[int], list[fr
 
 
 def _exact(groups: Sequence[tuple[list[int], list[frozenset[int]]]], num_names: int, lost: int) -> float:
-    """Choices that leave every part alive, as the coefficient of x^lost in a product of polynomials."""
+    """Return the share of choices that no part is lost by, from the coefficient of x^lost in a product of polynomials."""
     free = num_names - sum(len(nodes) for nodes, _ in groups)
     product = [math.comb(free, j) for j in range(lost + 1)]
     for nodes, sets in groups:
@@ -117,14 +117,14 @@ def _exact(groups: Sequence[tuple[list[int], list[frozenset[int]]]], num_names: 
 
 
 def _survivors(nodes: Sequence[int], sets: Sequence[frozenset[int]], lost: int) -> int:
-    """Choices of `lost` among `nodes` that contain none of `sets`."""
+    """Return the number of choices of `lost` among `nodes` that contain none of `sets`."""
     if lost < min(map(len, sets)):
         return math.comb(len(nodes), lost)
     return sum(not any(each <= choice for each in sets) for choice in map(frozenset, combinations(nodes, lost)))
 
 
 def _estimate(fatal: Iterable[frozenset[int]], num_names: int, lost: int) -> tuple[float, float]:
-    """Share of random choices that contain none of `fatal`, and its standard error."""
+    """Return the share of random choices that contain none of `fatal`, and its standard error."""
     first: dict[int, list[frozenset[int]]] = {}
     for each in fatal:
         first.setdefault(min(each), []).append(each)
@@ -133,6 +133,6 @@ def _estimate(fatal: Iterable[frozenset[int]], num_names: int, lost: int) -> tup
     for _ in range(_SAMPLES):
         choice = frozenset(rng.sample(range(num_names), lost))
         survived += not any(each <= choice for node in choice for each in first.get(node, ()))
-    # Not zero when no sample was lost: that says losses are rare, not that there are none (Agresti-Coull).
+    # The estimate is not 1 if no sample was lost: losses are rare then, not impossible (Agresti-Coull).
     share = (survived + 2) / (_SAMPLES + 4)
     return survived / _SAMPLES, math.sqrt(share * (1 - share) / _SAMPLES)
