@@ -1,8 +1,7 @@
-"""A selection-only bias: routers that add a value per expert to the scores by which they choose, not to the weights.
+"""Selection-only bias: some routers add a value per expert to the scores used for choosing, not to the weights.
 
-DeepSeek-V3, torchtitan, Megatron, LitGPT's grouped router and nanochat balance load by such a bias, and train it by
-rules of their own outside of forward. A view adds a second term for as long as somebody wants it, and leaves the trained
-one alone.
+DeepSeek-V3, torchtitan, Megatron, LitGPT's grouped router and nanochat balance load by such a bias, and train it
+outside of forward. A view adds a second, temporary term and leaves the trained bias unchanged.
 
 Source: Wang et al. (2024), auxiliary-loss-free load balancing.
 """
@@ -21,31 +20,31 @@ from lightning_moe_ckpt.operators._children import own_parameters
 
 @dataclass(frozen=True)
 class BiasView:
-    """Where the selection-only bias of one layer lies, and how to add to it for a while."""
+    """Place of one layer's selection-only bias; `add` adds a temporary term to it."""
 
     layer: str
     """Name of the module within whose forward the bias is read: the MoE block."""
     owner: str
-    """Name of the module that has it."""
+    """Name of the module that owns the bias."""
     attribute: str
     """A buffer or parameter of E elements."""
 
     def trained(self, module: nn.Module) -> Tensor:
-        """The live bias that the model trains, of its own shape: the balance state. Not a copy; only look at it."""
+        """Return the live trained bias in its own shape. It is no copy: read it, do not change it."""
         bias: Tensor = getattr(module.get_submodule(self.owner), self.attribute)
         return bias
 
     def add(self, module: nn.Module, term_E: Tensor) -> Callable[[], None]:
         """Add `term_E` to the bias in every forward of the layer until the function returned is called.
 
-        The trained bias is the same tensor with the same bits and version before and after each forward: what updates,
-        broadcasts or captures it never sees the term, and nothing of the term stays once it is removed.
+        Before and after each forward the trained bias is the same tensor with the same bits and version. So updates,
+        broadcasts and snapshots never see the term, and nothing of it stays after removal.
 
         Args:
             module: the model.
-            term_E: shape `[E]`, on the device of the bias. It is read at every forward: to change it, write to it
-                in place, at step boundaries only and alike on all ranks of the model, since a forward that activation
-                checkpointing repeats must choose the same experts again.
+            term_E: shape `[E]`, on the device of the bias, read at every forward. To change it, write to it in place,
+                at step boundaries only and equally on all ranks: a forward that activation checkpointing repeats must
+                choose the same experts again.
 
         Returns:
             A function that removes the term.
@@ -61,7 +60,7 @@ class BiasView:
                 restore.pop()()
 
         layer = module.get_submodule(self.layer)
-        # In the way of nobody: other hooks before the forward see the trained bias, those after it see it again.
+        # Other hooks, before and after the forward, see the trained bias.
         ending = layer.register_forward_hook(after, always_call=True, prepend=True)
         beginning = layer.register_forward_pre_hook(before)
 
@@ -73,8 +72,8 @@ class BiasView:
 
 
 def _replace(owner: nn.Module, attribute: str, term_E: Tensor) -> Callable[[], None]:
-    """Put a sum in the place of the bias; the result puts the bias itself back."""
-    # Not through `setattr`: a parameter may not be replaced by a tensor, nor a buffer be lost from its registry.
+    """Replace the bias by its sum with `term_E`; return a function that puts the bias back."""
+    # Not by `setattr`, which refuses a tensor in place of a parameter and would unregister a buffer.
     slots: dict[str, Any] = (
         owner._parameters if attribute in own_parameters(owner) else owner._buffers  # noqa: SLF001
     )

@@ -1,8 +1,8 @@
-"""Live capacity of a layer: how many tokens its experts take before they drop, read and changed while training.
+"""Live capacity of a layer: the tokens its experts accept before dropping, read and changed during training.
 
 Libraries keep it in three places: per expert (Hugging Face Switch, our `MoELayer`), one value per layer (Tutel,
-DeepSpeed, FastMoE), or one value for the whole model (Megatron's and MegaBlocks' shared config). A view hides which.
-It holds names only, like the rest of a spec; the model is given at each call.
+DeepSpeed, FastMoE), or one value for the whole model (Megatron's and MegaBlocks' shared config). A view hides the
+difference. It holds names only, like the rest of a spec; each call gets the model.
 
 Shape suffixes: E all experts of a layer.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_moe_ckpt.errors import ConfigurationError
 
 CapacityScope = Literal["expert", "layer", "model"]
-"""What one value holds for: an expert, all experts of a layer, or all layers that share its owner."""
+"""Range of one value: an expert, all experts of a layer, or all layers that share the owner."""
 
 Capacity: TypeAlias = "float | tuple[Capacity, ...] | None"
 """A capacity in the library's own unit (a factor, or tokens): plain numbers, which a journal stores exactly."""
@@ -40,39 +40,39 @@ class CapacityView(Protocol):
         ...
         view.set(model, before)
 
-    `get` returns plain numbers that a journal can store, and `set` of what `get` returned restores the live value
-    exactly, in this process or in a later one: keep `before` with whatever must survive a crash. The library reads
-    the value at every forward, so it is changed at step boundaries only; then a forward that activation checkpointing
-    repeats sees what the first one saw. Nothing here communicates: every rank of the model sets the same value at the
-    same boundary, since sizes of all-to-alls depend on it. Nothing waits for the device.
+    `get` returns plain numbers that a journal can store. `set` of such a value restores the live one exactly, also in
+    a later process: store `before` to survive a crash. The library reads the value at every forward, so change it at
+    step boundaries only; then a forward that activation checkpointing repeats sees the same value. No method
+    communicates: every rank has to set the same value at the same boundary, because the sizes of all-to-alls depend
+    on it. No method waits for the device.
     """
 
     @property
     def scope(self) -> CapacityScope:
-        """What one value holds for."""
+        """Range of one value."""
 
     def owner(self, module: nn.Module) -> object:
-        """The object that keeps the value. Layers with the same owner (`is`) share it: change it once."""
+        """Return the object that holds the value. Layers with the same owner (`is`) share the value: change it once."""
 
     def get(self, module: nn.Module) -> Capacity:
-        """The live value."""
+        """Return the live value."""
 
     def set(self, module: nn.Module, value: Capacity) -> None:
         """Make `value` the live one, from the next forward on.
 
         Raises:
-            ConfigurationError: the layer cannot work with it; the message says why.
+            ConfigurationError: the layer cannot work with the value; the message says why.
         """
 
     def limited(self, module: nn.Module) -> bool:
-        """Whether tokens can be dropped at all. If not, there is nothing to raise: `scaled` changes nothing."""
+        """Whether tokens can be dropped at all. If not, `scaled` changes nothing."""
 
     def scaled(self, value: Capacity, factor_E: Sequence[float]) -> Capacity:
-        """`value` with expert e's capacity times `factor_E[e]`; the live value stays.
+        """Return `value` with expert e's capacity times `factor_E[e]`; the live value does not change.
 
-        A view of scope `layer` or `model` multiplies its one value by the largest factor: an expert that should get
-        more does, none gets less than it should, and the factors below one of others have no effect. For scope `model`
-        the caller gives the largest over all layers of the owner. Factors that are all one give `value` itself.
+        With scope `layer` or `model` the single value is multiplied by the largest factor: no expert gets less than its
+        factor asks for, and smaller factors have no effect. For scope `model` the caller passes the largest factors
+        over all layers of the owner. If all factors are one, the result is `value` itself.
         """
 
 
@@ -87,16 +87,16 @@ class AttributeCapacity:
     (training, evaluation) only the first is scaled."""
     scope: CapacityScope = "layer"
     enabled: str | None = None
-    """Path of a flag without which nothing is dropped."""
+    """Path of a flag; if it is false, nothing is dropped."""
     positive: str | None = None
-    """Path of a flag with which the library needs values above zero."""
+    """Path of a flag; if it is true, the library needs values above zero."""
 
     def owner(self, module: nn.Module) -> object:
-        """The object that has the first attribute."""
+        """Return the object that has the first attribute."""
         return _holder(module.get_submodule(self.module), self.attributes[0])[0]
 
     def get(self, module: nn.Module) -> Capacity:
-        """A tuple with one value per attribute."""
+        """Return a tuple with one value per attribute."""
         root = module.get_submodule(self.module)
         return tuple(attrgetter(path)(root) for path in self.attributes)
 
@@ -118,13 +118,13 @@ class AttributeCapacity:
             setattr(holder, name, each)
 
     def limited(self, module: nn.Module) -> bool:
-        """Whether some value is set and not zero, which means dropless everywhere."""
+        """Whether some value is set and not zero; zero means dropless in all libraries."""
         root, value = module.get_submodule(self.module), self.get(module)
         assert isinstance(value, tuple)
         return (self.enabled is None or bool(attrgetter(self.enabled)(root))) and any(_number(v) != 0 for v in value)
 
     def scaled(self, value: Capacity, factor_E: Sequence[float]) -> Capacity:
-        """Each value times the largest factor."""
+        """Return each value times the largest factor."""
         most = max(factor_E)
         assert isinstance(value, tuple)
         return value if _all_one(factor_E) else tuple(_scaled(each, most) for each in value)
@@ -140,23 +140,23 @@ class ExpertCapacity:
     """A number, or one per expert."""
     num_experts: int
     form: Literal["tuple", "tensor"] = "tuple"
-    """What the library takes per expert: a tuple, or a tensor `[E]` on the device of the module's parameters."""
+    """Form of one value per expert: a tuple, or a tensor `[E]` on the device of the module's parameters."""
     scope: CapacityScope = "expert"
 
     def owner(self, module: nn.Module) -> object:
-        """The module."""
+        """Return the module."""
         return module.get_submodule(self.module)
 
     def get(self, module: nn.Module) -> Capacity:
-        """A number, or a tuple of E."""
+        """Return a number, or a tuple of E numbers."""
         value = getattr(module.get_submodule(self.module), self.attribute)
         if isinstance(value, Tensor):
-            # What `set` made knows its numbers; asking the tensor would wait for the device.
+            # A tensor from `set` carries its numbers; reading the tensor would wait for the device.
             value = getattr(value, "numbers", None) or tuple(value.tolist())
         return value if value is None or isinstance(value, int | float) else tuple(value)
 
     def set(self, module: nn.Module, value: Capacity) -> None:
-        """A number is set as it is."""
+        """Set a number as it is, a tuple in the library's form."""
         owner = module.get_submodule(self.module)
         live: object = value
         if isinstance(value, tuple):
@@ -173,7 +173,7 @@ class ExpertCapacity:
         return isinstance(value, tuple) or _number(value) != 0
 
     def scaled(self, value: Capacity, factor_E: Sequence[float]) -> Capacity:
-        """A tuple; whole numbers, which count tokens, are rounded up."""
+        """Return a tuple; integers count tokens and are rounded up."""
         if len(factor_E) != self.num_experts:
             raise ValueError(f"`scaled` got {len(factor_E)} factors for {self.num_experts} experts.")
         if _all_one(factor_E) or (not isinstance(value, tuple) and _number(value) == 0):
@@ -188,7 +188,7 @@ def _holder(root: object, path: str) -> tuple[object, str]:
 
 
 def _number(value: Capacity) -> float:
-    """The number that counts in training; none is zero: nothing is dropped."""
+    """Return the number that applies in training; `None` becomes zero, which drops nothing."""
     if isinstance(value, tuple):
         return _number(value[0])
     return 0 if value is None else value

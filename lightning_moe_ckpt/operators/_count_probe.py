@@ -1,8 +1,8 @@
-"""Prove in one optimizer step that what is counted is what experts process.
+"""Prove in one optimizer step that the counted tokens are those that the experts process.
 
-Libraries change what routers return from one minor version to the next, and some hand their experts something else
-than the router chose. So taps are not believed: in the first training step the layer's own tokens are counted beside
-them, and gradients are asked which experts have run. A layer's counts are right if all of this holds:
+Libraries change what routers return from one minor version to the next, and some pass other tokens to experts than the
+router chose. So taps are verified: the first training step also counts the layer's own tokens, and gradients show which
+experts ran. A layer's counts are right if all of this holds:
 
 * T tokens passed and k experts were chosen for each: the counts add up to `T * k`, dropped slots included where they
   are known, and to no more where they are not;
@@ -31,15 +31,15 @@ from lightning_moe_ckpt.operators._set import OperatorSet
 from lightning_moe_ckpt.operators._taps import IndexTap, TokenCounts, in_backward, tensors_of
 
 MAX_STEPS = 8
-"""Steps after which a layer that no token has passed is left alone: nothing of it is counted either."""
+"""Steps after which a layer without any token is not checked any more; it has no counts either."""
 
 _IDLE_SHARE = 0.05
-"""Of the tokens, may have gone to experts without a gradient: a saturated router's weights underflow to zero."""
+"""Share of tokens allowed on experts without a gradient: a saturated router's weights underflow to zero."""
 
 
 @dataclass(frozen=True)
 class CountFailure:
-    """A layer whose tokens are not counted as its experts process them."""
+    """A layer whose counts differ from the tokens that its experts process."""
 
     layer: str
     """Name of its block."""
@@ -56,13 +56,13 @@ class CountFailure:
 
 
 class CountProbe:
-    """Watches the layers of a model until a step has shown whether their tokens are counted right.
+    """Watches the layers of a model until a step has shown whether their tokens are counted correctly.
 
-    Install it before a batch, and check after backward, before the optimizer steps and gradients are cleared; all
-    micro-batches of a step lie in between. It changes no value and draws no random number.
+    Call `install` before a batch, and `check` after backward, before the optimizer steps and gradients are cleared. All
+    micro-batches of a step lie in between. The probe changes no value and draws no random number.
 
     Args:
-        operators: found in `module`.
+        operators: operators of `module`.
         module: the model; hooks are registered on its modules while installed.
     """
 
@@ -75,7 +75,7 @@ class CountProbe:
 
     @property
     def done(self) -> bool:
-        """Whether every layer has been judged, or was not used in the first steps."""
+        """Whether every layer was judged, or not used in the first `MAX_STEPS` steps."""
         return self._steps >= MAX_STEPS or not any(probe.pending for probe in self._layers)
 
     def install(self) -> None:
@@ -91,7 +91,7 @@ class CountProbe:
             total: sums an int64 vector on the CPU over all ranks, and is called once on each; `None` for one rank.
 
         Returns:
-            What this rank has found wrong.
+            Layers with wrong counts, as found on this rank.
         """
         seen = (
             torch.cat([probe.take() for probe in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)
@@ -111,22 +111,22 @@ class CountProbe:
         return failures
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._installed = [], False
 
 
 def prove_counts(module: nn.Module, step: Callable[[], object], operators: OperatorSet | None = None) -> None:
-    """Prove on one step of your own that tokens per expert are counted as experts process them.
+    """Prove with one step that the counted tokens per expert are those that the experts process.
 
     Args:
         module: the model, in training mode.
-        step: runs forward and backward on a batch, and no optimizer.
-        operators: found in `module`; `None` to find them.
+        step: runs forward and backward on a batch, but no optimizer.
+        operators: operators of `module`; `None` to discover them.
 
     Raises:
-        WrongCounts: they are not, or no token has passed a layer; the message names the layer and says why.
+        WrongCounts: counts are wrong, or a layer got no token; the message names the layer and the reason.
     """
     probe = CountProbe(operators if operators is not None else discover(module), module)
     module.zero_grad()
@@ -143,7 +143,7 @@ def prove_counts(module: nn.Module, step: Callable[[], object], operators: Opera
 
 
 class _Watched(TokenCounts):
-    """Counts as taps do, and beside that the indices that name no expert."""
+    """Token counts that also count indices which name no expert."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__(num_experts)
@@ -161,7 +161,7 @@ class _Watched(TokenCounts):
 
 
 class _LayerProbe:
-    """One layer: its tap, and what is held against it."""
+    """One layer with its tap and the evidence to compare the counts with."""
 
     def __init__(self, layer: MoELayerSpec, module: nn.Module) -> None:
         self.layer, self._module = layer, module
@@ -187,7 +187,7 @@ class _LayerProbe:
         return handles
 
     def take(self) -> Tensor:
-        """Counts per expert, tokens, dropped slots, indices outside, rows of the output without gradient; from zero."""
+        """Return and reset: counts per expert, tokens, dropped slots, indices outside, output rows without gradient."""
         assert self.layer.count is not None
         self.layer.count.drain(self._module, self._counts)
         if self.layer.dropped is not None:
@@ -200,12 +200,12 @@ class _LayerProbe:
         return torch.cat([self._counts.take().cpu(), others])
 
     def judge(self, seen: Tensor, totals: Tensor, params: Mapping[str, Tensor]) -> str | None:
-        """What is wrong, or `None`; `seen` is what `take` returned, `totals` the sum over ranks."""
+        """Return why the counts are wrong, or `None`; `seen` comes from `take`, `totals` is its sum over ranks."""
         counts_E, (tokens, dropped, outside, silent) = seen[:-4], seen[-4:].tolist()
         if not self.pending or not (int(totals[-4]) or totals[:-4].any()):
             return None
         self.pending = False
-        if not int(totals[-4]):  # counted, but the block is never called: a LightningModule that is one itself
+        if not int(totals[-4]):  # the block itself is never called: a LightningModule that is a block
             return self._wrong_gradients(counts_E, totals[:-4], params, strict=False)
         return self._wrong_sum(int(counts_E.sum()), tokens, dropped, outside) or self._wrong_gradients(
             counts_E, totals[:-4], params, strict=silent == 0
@@ -239,7 +239,7 @@ class _LayerProbe:
         if unseen:
             return f"experts {unseen} have a gradient, and no token was counted for them"
         idle = [expert for expert, has in moved.items() if not has and counts_E[expert]]
-        # Experts of this rank also get the tokens of others, whose gradients may be missing for reasons of theirs.
+        # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
         if strict and self.layer.holders == "world" and counts_E[idle].sum() > _IDLE_SHARE * counts_E.sum():
             return f"experts {idle} have no gradient, and {int(counts_E[idle].sum())} tokens were counted for them"
         return None
@@ -251,7 +251,7 @@ class _LayerProbe:
 
     def _after(self, block: nn.Module, _args: tuple[Any, ...], out: object) -> None:
         y = next(tensors_of(out if isinstance(out, tuple | list) else [out]), None)
-        # Also in recomputation: reentrant checkpointing has the only graph there.
+        # Also in recomputation: with reentrant checkpointing only that forward has a graph.
         if block.training and y is not None and y.requires_grad and not torch.compiler.is_compiling():
             y.register_hook(self._look)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 

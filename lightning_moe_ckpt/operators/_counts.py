@@ -1,4 +1,4 @@
-"""Tokens, router probabilities or capacity per expert since the last reading, over all layers."""
+"""Count tokens, router probabilities or capacity per expert between two readings, over all layers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_moe_ckpt.operators._taps import CountTap, TokenCounts
 log = logging.getLogger(__name__)
 
 Measure = Literal["tokens", "probabilities", "capacity"]
-"""What is added up: tokens an expert processed, the router's probabilities for it, tokens it could have taken."""
+"""What to add up: tokens an expert processed, the router's probabilities for it, tokens it could have taken."""
 
 
 class LoadCounter:
-    """Counts the tokens this rank sends to each expert. Experts elsewhere in the world are counted there.
+    """Counts the tokens that this rank sends to each expert.
 
-    The vector of counts has one entry per expert of each layer, in the order of `OperatorSet.layers`
-    (`OperatorSet.count_offsets` says where each begins), also for experts on other ranks: summed over the ranks that
-    see different tokens, it is the same everywhere.
+    The vector of counts has one entry per expert of each layer, also for experts on other ranks, in the order of
+    `OperatorSet.layers`; `OperatorSet.count_offsets` says where each layer begins. Summed over the ranks that see
+    different tokens, it is the same everywhere.
 
     Args:
-        operators: found in `module`.
+        operators: operators of `module`.
         module: the model; hooks are registered on its modules while installed.
-        measure: what is added up.
+        measure: what to add up.
     """
 
     def __init__(self, operators: OperatorSet, module: nn.Module, measure: Measure = "tokens") -> None:
@@ -45,7 +45,7 @@ class LoadCounter:
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Layers that cannot be measured; with tokens, their experts keep a fixed order."""
+        """Layers that cannot be measured; without token counts their experts keep a fixed order."""
         return tuple(layer.fqn for layer, tap, _ in self._taps if tap is None)
 
     def install(self) -> None:
@@ -62,13 +62,13 @@ class LoadCounter:
             )
 
     def distrust(self, layers: Collection[str]) -> None:
-        """Count nothing in these layers from here on, as far back as the last reading: what is counted is wrong."""
+        """Ignore these layers, whose counts are wrong, from the last reading on."""
         for layer, _, counts in self._taps:
             if layer.fqn in layers:
                 counts.mute()
 
     def read_and_reset(self) -> Tensor:
-        """What was added up since the last call, `[sum of num_experts]`; nothing waits for the device here.
+        """Return the sums since the last call, `[sum of num_experts]`, without waiting for the device.
 
         Returns:
             int64, float64 for probabilities; on the device of the layers, or on the CPU if they are spread over several.
@@ -80,7 +80,7 @@ class LoadCounter:
         return torch.cat(taken) if taken else torch.zeros(0, dtype=self._dtype)
 
     def remove(self) -> None:
-        """Stop counting and take all hooks off; what was counted can still be read."""
+        """Stop counting and remove all hooks; the counts so far can still be read."""
         self._drain()
         for handle in self._handles:
             handle.remove()

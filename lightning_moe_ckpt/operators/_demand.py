@@ -1,4 +1,4 @@
-"""What layers with a capacity process, drop and could take, from how many tokens chose each expert.
+"""Tokens that a layer with a capacity processes, drops and could take, from the tokens that chose each expert.
 
 An expert with capacity C takes `min(demand, C)` whatever the order in which a library fills it.
 
@@ -20,11 +20,11 @@ from lightning_moe_ckpt.operators._taps import TokenCounts, find_indices, in_bac
 Share = Literal["processed", "dropped", "capacity"]
 
 Demand = tuple[Tensor, "Tensor | int | None"]
-"""Tokens that chose each expert, `[E]`, and what an expert takes, `None` for all."""
+"""Tokens that chose each expert, `[E]`, and the capacity of an expert; `None` if it takes all."""
 
 
 def add_share(counts: TokenCounts, share: Share, demand: Demand) -> None:
-    """Add one forward; nothing waits for the device."""
+    """Add one share of a forward's demand to `counts`, without waiting for the device."""
     with torch.no_grad():
         demand_E, capacity = demand[0].detach().to(torch.int64), demand[1]
         if capacity is None:
@@ -38,12 +38,12 @@ def add_share(counts: TokenCounts, share: Share, demand: Demand) -> None:
 
 @dataclass(frozen=True)
 class DemandTap:
-    """Adds up one share of what a gate's output says of demand and capacity."""
+    """Adds up one share of the demand and capacity in a gate's output."""
 
     gate: str
     """Name of the module."""
     read: Callable[[Any], Demand]
-    """Finds both in the output."""
+    """Extracts both from the output."""
     share: Share = "processed"
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
@@ -66,7 +66,7 @@ class ChoiceTap:
     router: str
     """Name of the module."""
     limit: str | None = None
-    """Name of a module whose `expert_capacity(num_tokens)` says what an expert takes, zero for all."""
+    """Name of a module whose `expert_capacity(num_tokens)` returns an expert's capacity; zero means no limit."""
     share: Share = "processed"
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:

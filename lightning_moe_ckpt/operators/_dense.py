@@ -1,8 +1,8 @@
-"""Group what no expert layer takes: one operator per transformer block, the rest by child module.
+"""Group the parameters outside expert layers: one operator per transformer block, the rest by child module.
 
 Blocks are the children of the outermost `ModuleList` on a parameter's path (or of a `Sequential` or `ModuleDict` that
-repeats a class). A module that contains blocks is opened, so that embeddings, final norm and head beside the blocks
-are operators of their own; never one giant operator.
+repeats a class). A module that contains blocks is opened: embeddings, final norm and head beside the blocks become
+operators of their own, never one giant operator.
 
 Source: MoEvement (2024), Appendix E (each layer of a dense model is an operator).
 """
@@ -21,7 +21,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class DenseGroups:
-    """Names the group of each dense parameter.
+    """Assigns each dense parameter to a group.
 
     Args:
         module: the model.
@@ -37,7 +37,7 @@ class DenseGroups:
         self._open_only_children(set(owners.values()))
 
     def group(self, fqn: str) -> str:
-        """Name of the group of parameter `fqn`: a block, a child module, or the opened module that owns it."""
+        """Return the group of parameter `fqn`: a block, a child module, or the opened module that owns it."""
         owner = fqn.rpartition(".")[0]
         path = [*_prefixes(owner)]
         for outer, inner in pairwise(path):
@@ -52,7 +52,7 @@ class DenseGroups:
         if isinstance(module, nn.ModuleList):
             return bool(kinds)
         if isinstance(module, nn.ModuleDict):
-            # Stages by name are no blocks, even if each of them is a Sequential.
+            # Named stages are no blocks, even if each of them is a Sequential.
             return any(n > 1 and not issubclass(kind, _CONTAINERS) for kind, n in kinds.items())
         return isinstance(module, nn.Sequential) and any(n > 1 for n in kinds.values())
 
@@ -60,7 +60,7 @@ class DenseGroups:
         return _join(prefix, child) in self._live
 
     def _open_only_children(self, owners: set[str]) -> None:
-        """Open a wrapper's only child: `self.model` of a LightningModule must not become one giant operator."""
+        """Open a wrapper's only child, so that `self.model` of a LightningModule is not one giant operator."""
         prefix = ""
         while prefix not in self._containers and prefix not in owners:
             children = [name for name in child_slots(self._modules[prefix]) if self._has(prefix, name)]
@@ -73,7 +73,7 @@ class DenseGroups:
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """`""`, `a`, `a.b` for `a.b`."""
+    """Yield `""`, `a`, `a.b` for `a.b`."""
     yield ""
     parts = path.split(".") if path else []
     for end in range(1, len(parts) + 1):

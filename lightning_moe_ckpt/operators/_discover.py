@@ -1,9 +1,9 @@
 """Find the operators of a model: experts, routers, and the dense rest by block.
 
-Layers are found in this order: an adapter registered for the class, a rule for a class of a library, our own `MoELayer`
-(by its attributes), lists of experts with a sibling router, stacked experts with a sibling router. Whatever looks like experts and was placed by
-none of them is an error that names the parameters; nothing is guessed. Who needs no experts, only every parameter in some
-operator, has such a block taken whole, as a dense one.
+Rules are tried in this order: an adapter registered for the class, a rule for a library's class, our own `MoELayer` (by
+its attributes), lists of experts with a sibling router, stacked experts with a sibling router. A block that looks like
+experts and fits no rule is an error that names the parameters; nothing is guessed. With `unknown="dense"` such a block
+becomes a dense operator.
 
 Invariant: every parameter is in exactly one operator, completely.
 """
@@ -43,8 +43,8 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
     Args:
         module: the model as it will train, with its parameters in place.
         ep_size: ranks that together hold all experts of an expert-parallel layer once.
-        unknown: what becomes of a block that looks like experts and cannot be placed. As dense, every rank has to hold
-            all of it: with `ep_size` above 1 it is refused in any case.
+        unknown: what to do with a block that looks like experts and fits no rule. `dense` takes it whole, so every rank
+            must hold all of it: with `ep_size` above 1 the block is refused in any case.
 
     Returns:
         The operators of this rank, in a stable order.
@@ -86,7 +86,7 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
 def _find_layers(
     module: nn.Module, index: ParameterIndex, *, refuse: bool
 ) -> Iterator[tuple[str, MoELayerSpec | None]]:
-    """Specs of all layers in the order of the model, and `(fqn, None)` for blocks that are dense."""
+    """Yield (fqn, spec) of all layers in the order of the model, and `(fqn, None)` for dense blocks."""
     closed: set[str] = set()
     for fqn, child in module.named_modules():
         if any(outer in closed for outer in _ancestors(fqn)):
@@ -104,7 +104,7 @@ def _find_layers(
 
 
 def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterIndex) -> tuple[bool, MoELayerSpec | None]:
-    """Whether something knows a block, and its spec, unless it is dense."""
+    """Return whether a rule knows the block, and its spec; the spec of a dense block is `None`."""
     factory = find_adapter(child) or find_class_rule(child)
     if factory is not None:
         return True, factory(fqn, child, index)
@@ -117,7 +117,7 @@ def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterInd
 
 
 def _may_shard(block: nn.Module) -> bool:
-    """Whether the library of a block, or the user's adapter, could know of experts that are on other ranks only."""
+    """Whether a block's library, or the user's adapter, may place experts on other ranks."""
     known = find_adapter(block) or find_class_rule(block)
     return known is not None and not type(block).__module__.startswith("transformers.")
 
@@ -127,7 +127,7 @@ def _say_whole(what: str) -> None:
 
 
 def _without_double(layers: list[MoELayerSpec]) -> list[MoELayerSpec]:
-    """Without those that have the name of another; what is left over of their blocks is placed by its parameters."""
+    """Drop layers that share a name; their parameters are placed one by one."""
     names = [layer.fqn for layer in layers]
     return [layer for layer in layers if names.count(layer.fqn) == 1]
 
@@ -149,7 +149,7 @@ def _check_layers(layers: list[MoELayerSpec], ep_size: int) -> None:
 def _suspects(
     module: nn.Module, rest: set[str], found: list[tuple[str, MoELayerSpec | None]], layers: list[MoELayerSpec]
 ) -> set[str]:
-    """Parameters that look routed but were not placed: by name, or by an attribute of a module around them."""
+    """Return unplaced parameters that look like experts, by their name or by an attribute of an outer module."""
     dense_blocks = [fqn for fqn, spec in found if spec is None]
     rest = {fqn for fqn in rest if not _within_any(fqn, dense_blocks)}
     suspects = {fqn for fqn in rest if _named_expert(fqn)}
@@ -159,7 +159,7 @@ def _suspects(
 
 
 def _undescribed(module: nn.Module, described: set[str]) -> list[str]:
-    """Innermost modules that say they have experts and have no described block around or inside them."""
+    """Return innermost modules with a number of experts that have no described block around or inside them."""
     around = {outer for fqn in described for outer in _ancestors(fqn)}
     say = [fqn for fqn, child in module.named_modules() if _num_experts(child) > 1]
     outer = {path for fqn in say for path in _ancestors(fqn) if path != fqn}
@@ -167,7 +167,7 @@ def _undescribed(module: nn.Module, described: set[str]) -> list[str]:
 
 
 def _named_expert(fqn: str) -> bool:
-    """Whether a part of the name speaks of experts that are not shared by all tokens."""
+    """Whether a part of the name says expert, except for shared experts."""
     parts = fqn.split(".")
     hits = [i for i, part in enumerate(parts) if _EXPERT.search(part)]
     return bool(hits) and not any("shared" in part.lower() for part in parts[max(hits[0] - 1, 0) : hits[0] + 1])
@@ -179,7 +179,7 @@ def _num_experts(module: nn.Module) -> int:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """The path itself and every module around it, up to the root `""`."""
+    """Yield the path itself and every module around it, up to the root `""`."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -1,7 +1,7 @@
-"""State of a layer that is in no `state_dict`: plain attributes, such as a running load or a gate's noise.
+"""State of a layer outside its `state_dict`: plain attributes, such as a running load or a gate's noise.
 
-It is taken with the step journal, at the moment between two batches, and put back before the first one of a resumed run.
-Buffers need none of this: all of them are captured, non-persistent ones too.
+It is captured with the step journal between two batches, and restored before the first batch of a resumed run.
+Buffers do not need this: all of them are captured, including non-persistent ones.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from torch import Tensor, nn
 
 
 class ExtraState(Protocol):
-    """Gets and sets what a layer keeps in plain attributes. Holds names only; the model is given at each call."""
+    """Gets and sets the plain attributes of a layer. Holds names only; each call gets the model."""
 
     def get(self, module: nn.Module) -> Mapping[str, Any]:
-        """The state at a step boundary, as numbers, strings, tensors, `None`, and lists or dicts of them.
+        """Return the state at a step boundary: numbers, strings, tensors, `None`, and lists or dicts of them.
 
-        The caller copies it. It is per rank: what differs between ranks comes back to the rank it is from.
+        The caller copies it. Each rank gets its own state back.
         """
 
     def set(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Continue from what `get` returned, maybe in another process; tensors come on the CPU."""
+        """Restore what `get` returned, possibly in another process; tensors are on the CPU."""
 
 
 @dataclass(frozen=True)
 class AttributeState:
-    """Plain attributes of modules; one that a module does not have (yet) is left out, and removed again by `set`."""
+    """State in plain attributes of modules. `get` leaves out an absent attribute, and `set` removes it again."""
 
     places: tuple[tuple[str, str], ...]
     """(name of a module, attribute)."""
 
     def get(self, module: nn.Module) -> dict[str, Any]:
-        """Values by `module.attribute`."""
+        """Return values by `module.attribute`."""
         found = {f"{fqn}.{name}": (module.get_submodule(fqn), name) for fqn, name in self.places}
         return {key: getattr(owner, name) for key, (owner, name) in found.items() if hasattr(owner, name)}
 
     def set(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Write into tensors that fit, so that whoever else refers to them sees it; else assign."""
+        """Write in place into tensors that fit, so that other references see the values; else assign."""
         for fqn, name in self.places:
             owner, key = module.get_submodule(fqn), f"{fqn}.{name}"
             live = getattr(owner, name, None)
@@ -59,7 +59,7 @@ def _fits(live: Tensor, stored: Tensor) -> bool:
 
 
 def _placed(value: Any, owner: nn.Module) -> Any:
-    """A tensor goes to the device of the module's own."""
+    """Copy a tensor to the device of the module's tensors; return other values as they are."""
     if not isinstance(value, Tensor):
         return value
     near = next(iter([*owner.parameters(), *owner.buffers()]), None)

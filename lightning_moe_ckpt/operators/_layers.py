@@ -1,7 +1,7 @@
-"""One Mixture-of-Experts layer as an adapter describes it: where its experts lie, its router, how to count tokens.
+"""Description of one Mixture-of-Experts layer: its experts, its router, and how to count tokens.
 
-An adapter turns a library's layer into a `MoELayerSpec`; everything behind it (operators, counts, plans) sees only
-that. A spec holds names, never modules or tensors, so that it survives moves between devices and can be compared.
+An adapter turns a library's layer into a `MoELayerSpec`. Operators, counts and plans see only the spec. It holds names,
+never modules or tensors, so that it survives moves between devices and can be compared.
 
 Shape suffixes: E all experts, e experts on this rank.
 """
@@ -22,12 +22,12 @@ from lightning_moe_ckpt.operators._types import Holders, ParamSlice
 
 @dataclass(frozen=True, kw_only=True)
 class MoELayerSpec:
-    """Where the parts of one MoE layer lie."""
+    """Names of the parts of one MoE layer."""
 
     fqn: str
-    """Live name of the MoE block; unique among the layers of a model."""
+    """Name of the MoE block in the live model; unique among its layers."""
     num_experts: int
-    """Over all expert-parallel ranks."""
+    """Number of experts over all expert-parallel ranks."""
     local_expert_ids: tuple[int, ...]
     """Global indices of the experts on this rank, ascending."""
     experts: Mapping[int, tuple[ParamSlice, ...]]
@@ -35,30 +35,29 @@ class MoELayerSpec:
     router: tuple[str, ...]
     """Names of the router's parameters."""
     router_buffers: tuple[str, ...] = ()
-    """Names of buffers that steer or follow the router: correction bias, counters of load."""
+    """Names of the router's buffers: correction bias, load counters."""
     top_k: int | None = None
     """Experts per token, where the model says so."""
     holders: Holders = "world"
-    """`expert_data` if other ranks hold other experts of this layer."""
+    """Ranks with the same experts: `expert_data` if other ranks hold other experts of this layer."""
     count: CountTap | None = None
-    """How tokens per expert are counted; `None` if they cannot be, then experts keep their order."""
+    """Counts tokens per expert. `None` if that is not possible; experts then keep a fixed order."""
     probabilities: CountTap | None = None
-    """How the router's probabilities are summed over tokens; `None` if they cannot be seen. Needed by soft counts."""
+    """Sums the router's probabilities over tokens, for soft counts; `None` if they are not visible."""
     capacity: CountTap | None = None
-    """How the tokens that experts could take are added up; `None` if that cannot be seen. Needed by popularity per
-    capacity."""
+    """Sums the tokens that experts could take, for popularity per capacity; `None` if that is not visible."""
     dropped: CountTap | None = None
-    """How tokens dropped over capacity are counted; `None` if they are not. Only looked at by monitors."""
+    """Counts tokens dropped over capacity, for monitors only; `None` if they are not visible."""
     live_capacity: CapacityView | None = None
-    """Reads and sets the capacity itself; `None` if the layer has none (dropless) or hides it. Its value at every
-    step boundary is part of the journal, and comes back with a restart."""
+    """Reads and sets the capacity itself; `None` if the layer has none (dropless) or hides it. The journal stores the
+    value at every step boundary, and a restart restores it."""
     bias: BiasView | None = None
-    """The router's selection-only bias, where it has one. As a buffer or parameter it is captured in any case."""
+    """The router's selection-only bias, if any. As a buffer or parameter it is captured in any case."""
     extra: ExtraState | None = None
     """State in plain attributes, captured with the journal and restored; `None` if there is none."""
     graphs: tuple[tuple[str, str], ...] = ()
-    """(module, attribute) that hold a tensor with its graph after a forward, such as an auxiliary loss. They are
-    detached after each optimizer step: a module with such a tensor cannot be copied, as averaging callbacks do."""
+    """(module, attribute) pairs that hold a tensor with its graph after a forward, such as an auxiliary loss. They are
+    detached after each optimizer step, because averaging callbacks cannot copy a module with such a tensor."""
 
     @property
     def prefix(self) -> str:
@@ -76,7 +75,7 @@ class MoELayerSpec:
 
 
 def whole_slice(fqn: str, param: nn.Parameter) -> ParamSlice:
-    """All of a parameter that every holder has in full."""
+    """Return the slice of a whole parameter, which every holder has in full."""
     return ParamSlice(fqn=fqn, start=0, stop=param.numel(), global_shape=tuple(param.shape), global_start=0)
 
 
@@ -86,7 +85,7 @@ def stacked_slices(
     """Cut stacked tensors `[e, ...]` into their experts.
 
     Args:
-        params: by live name; dimension 0 of each counts the experts of this rank.
+        params: stacked parameters by live name; dimension 0 of each is the experts of this rank.
         local_expert_ids: global expert index of each row.
         num_experts: over all ranks; the global shape is `[num_experts, ...]`.
 
@@ -102,10 +101,10 @@ def stacked_slices(
 def merged_slices(
     params: Mapping[str, nn.Parameter], local_expert_ids: Sequence[int], num_experts: int
 ) -> dict[int, tuple[ParamSlice, ...]]:
-    """Cut tensors `[e * F, ...]`, in which the rows of one expert come after those of another, into their experts.
+    """Cut tensors `[e * F, ...]` into their experts; each expert has F consecutive rows.
 
     Args:
-        params: by live name; each has equally many rows for each expert of this rank.
+        params: parameters by live name.
         local_expert_ids: global expert index of each block of rows.
         num_experts: over all ranks.
 

@@ -1,7 +1,7 @@
-"""The optimizer's state by parameter and key: its layout before the first step, reading, creating, dropping.
+"""Access to an optimizer's state by parameter and key: its layout, reading, creating, dropping.
 
-The layout is known before any state exists, so that space can be reserved. "No state yet" is a value of its own: it
-is captured as such and restored by dropping.
+The layout is known before any state exists, so that space can be reserved. "No state yet" is a state of its own:
+capture records it, and restore drops the live state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_moe_ckpt.operators._optimizer_layouts import AdamLayout, Group, S
 
 
 class StateSchema:
-    """State of one optimizer. Make it with `StateSchema.of`."""
+    """Layout of and access to one optimizer's state. Make it with `StateSchema.of`."""
 
     def __init__(self, optimizer: Optimizer, layout: StateLayout) -> None:
         self.optimizer = optimizer
@@ -27,7 +27,7 @@ class StateSchema:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> StateSchema:
-        """The schema of a torch optimizer.
+        """Return the schema of a torch optimizer.
 
         Raises:
             UnsupportedOptimizer: its state cannot be captured exactly slice by slice; the message says why.
@@ -35,16 +35,16 @@ class StateSchema:
         return cls(optimizer, layout_of(optimizer))
 
     def entries(self, param: Tensor) -> tuple[StateEntry, ...]:
-        """The most state `param` can have, in a fixed order; nothing if the optimizer does not have it."""
+        """Return all state entries that `param` can have, in a fixed order; none if it is in no group."""
         group = self._group(param)
         return () if group is None else self._layout.entries(group, param)
 
     def adam_group(self, param: Tensor) -> Group | None:
-        """Options of the next step of `param`, if Adam or AdamW takes it."""
+        """Return the options of the group of `param` if the optimizer is Adam or AdamW, else `None`."""
         return self._group(param) if isinstance(self._layout, AdamLayout) else None
 
     def has_state(self, param: Tensor) -> bool:
-        """Whether the optimizer has begun to keep state of `param`.
+        """Whether the optimizer has state of `param` yet.
 
         Raises:
             UnsupportedOptimizer: the state is not what the schema says.
@@ -61,11 +61,11 @@ class StateSchema:
         return True
 
     def tensors(self, param: Tensor) -> list[Tensor]:
-        """The live state tensors there are of `param`, unchecked; cheap enough for every step."""
+        """Return the live state tensors of `param`, unchecked; cheap enough for every step."""
         return [v for v in self.optimizer.state.get(param, {}).values() if v is not None]
 
     def get_state(self, param: Tensor, key: str) -> Tensor | None:
-        """The live tensor of state `key`, or `None` if there is none yet.
+        """Return the live tensor of state `key`, or `None` if there is none yet.
 
         Raises:
             KeyError: the schema has no such entry for this parameter.
@@ -87,9 +87,9 @@ class StateSchema:
         return value
 
     def ensure_state(self, param: Tensor) -> None:
-        """Create zero state where there is none, laid out as the optimizer itself would.
+        """Create zero state where there is none, laid out as the optimizer does, before a restore fills slices of it.
 
-        For slices that are then restored. Zero state is not the same as none: see `drop_state`.
+        Zero state differs from no state: see `drop_state`.
         """
         group = self._group(param)
         if group is None or self.has_state(param):
@@ -99,11 +99,11 @@ class StateSchema:
             self.optimizer.state[param] = created
 
     def drop_state(self, param: Tensor) -> None:
-        """Return to "no state yet": the next step starts as the first one did."""
+        """Return to "no state yet": the next step is like the first one."""
         self.optimizer.state.pop(param, None)
 
     def fingerprint(self) -> str:
-        """Identifies class and layout; equal where records can be exchanged. Learning rates do not enter."""
+        """Digest of class and layout, without learning rates. Optimizers with equal digests can exchange records."""
         lines = [type(self.optimizer).__qualname__]
         for group in self.optimizer.param_groups:
             lines.append(f"group of {len(group['params'])}")
@@ -115,7 +115,7 @@ class StateSchema:
         return {k: v for k, v in self.optimizer.state.get(param, {}).items() if v is not None}
 
     def _group(self, param: Tensor) -> Group | None:
-        """The group with `param`; groups can be added, or all replaced, while training (gradual unfreezing)."""
+        """Return the group with `param`. Groups can be added or replaced during training (gradual unfreezing)."""
         groups = self.optimizer.param_groups
         found = id(groups), sum(len(group["params"]) for group in groups)
         if found != self._grouped:

@@ -1,8 +1,9 @@
-"""What each supported optimizer keeps per parameter, and why others cannot be captured slice by slice.
+"""State that each supported optimizer keeps per parameter, and reasons why others cannot be captured by slice.
 
-An optimizer is supported if its update of one element reads nothing of other elements but scalars: then a slice of
-parameter and state, replayed alone, gives the same bits. Sources: `torch/optim/adam.py` and `sgd.py` (`_init_group`),
-the same from torch 2.6 to 2.13.
+An optimizer is supported if the update of an element depends on that element and on scalars only: then a slice of
+parameter and state, replayed alone, gives the same bits.
+
+Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ class StateEntry:
     key: str
     dtype: torch.dtype
     per_element: bool
-    """Whether it has the parameter's shape; else it is one scalar for the whole parameter."""
+    """Whether the tensor has the parameter's shape; else it is one scalar for the whole parameter."""
 
 
 class StateLayout(Protocol):
     """The state of one optimizer class."""
 
     def refusal(self, group: Group) -> str | None:
-        """Why a group with these options cannot be captured exactly."""
+        """Return why a group with these options cannot be captured exactly; `None` if it can."""
 
     def entries(self, group: Group, param: Tensor) -> tuple[StateEntry, ...]:
-        """The most that `param` can have under these options."""
+        """Return all entries that `param` can have with these options."""
 
     def create(self, group: Group, param: Tensor) -> dict[str, Tensor]:
-        """Zero state as the optimizer itself would lay it out."""
+        """Create zero state, laid out as the optimizer does."""
 
 
 class AdamLayout:
     """Adam and AdamW: single, foreach and fused, with or without amsgrad."""
 
     def refusal(self, group: Group) -> str | None:
-        """Capturable and differentiable are refused."""
+        """Refuse `capturable` and `differentiable`."""
         if group["capturable"]:
             return "`capturable=True`: a captured CUDA graph keeps the addresses of state that a restore may replace"
         return "`differentiable=True`: the state is part of an autograd graph" if group["differentiable"] else None
 
     def entries(self, group: Group, param: Tensor) -> tuple[StateEntry, ...]:
-        """Step count and moments."""
+        """Return the step count and the moments."""
         return _adam_entries(param.dtype, _step_dtype(group), bool(group["amsgrad"]))
 
     def create(self, group: Group, param: Tensor) -> dict[str, Tensor]:
-        """The step count is on the CPU unless the optimizer is fused."""
+        """Create zero state; the step count is on the CPU unless the optimizer is fused."""
         device = param.device if group["fused"] else torch.device("cpu")
         step = torch.zeros((), dtype=_step_dtype(group), device=device)
         moments = self.entries(group, param)[1:]
@@ -69,19 +70,19 @@ class AdamLayout:
 class SGDLayout:
     """SGD with or without momentum.
 
-    Before the first step there is no buffer, which is not a zero one: the first step copies the gradient undampened.
+    Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
     """
 
     def refusal(self, group: Group) -> str | None:
-        """Differentiable is refused."""
+        """Refuse `differentiable`."""
         return "`differentiable=True`: the state is part of an autograd graph" if group["differentiable"] else None
 
     def entries(self, group: Group, param: Tensor) -> tuple[StateEntry, ...]:
-        """The momentum buffer."""
+        """Return the momentum buffer, if there is momentum."""
         return _sgd_entries(param.dtype) if group["momentum"] != 0 else ()
 
     def create(self, group: Group, param: Tensor) -> dict[str, Tensor]:
-        """A buffer to be overwritten by the caller."""
+        """Create a zero buffer, which the caller overwrites."""
         return {e.key: torch.zeros_like(param, memory_format=torch.preserve_format) for e in self.entries(group, param)}
 
 
@@ -116,10 +117,10 @@ def register_optimizer(cls: type[Optimizer], *, like: type[Optimizer]) -> None:
 
 
 def layout_of(optimizer: Optimizer) -> StateLayout:
-    """The layout of exactly this class.
+    """Return the layout registered for exactly this optimizer class.
 
     Raises:
-        UnsupportedOptimizer: there is none, or an option rules exact capture out; the message says why.
+        UnsupportedOptimizer: the class has no layout, or an option prevents exact capture; the message says why.
     """
     cls = type(optimizer)
     layout = _layouts.get(cls)
@@ -150,7 +151,7 @@ def _sgd_entries(dtype: torch.dtype) -> tuple[StateEntry, ...]:
 
 
 def _step_dtype(group: Group) -> torch.dtype:
-    # As torch.optim.optimizer._get_scalar_dtype, which is private.
+    # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
     if group["fused"]:
         return torch.float32
     return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32

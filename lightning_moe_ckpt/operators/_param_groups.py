@@ -1,4 +1,4 @@
-"""The fields of an optimizer's parameter groups: learning rates, betas and whatever else users change in hooks."""
+"""Save and load the options of an optimizer's parameter groups: learning rates, betas and what else hooks change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _IDENTITY = ("params", "param_names")
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:
-    """All fields but the parameters, one mapping per group; values as they are, tensors copied."""
+    """Return all fields except the parameters, one mapping per group; tensors are copied."""
     return [{k: _copy(v) for k, v in group.items() if k not in _IDENTITY} for group in optimizer.param_groups]
 
 
 def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) -> None:
-    """Set the fields that `groups_state` took. Live tensors keep their identity and get the values.
+    """Set the fields that `groups_state` returned. Live tensors are written in place.
 
     Raises:
         IdentityMismatch: the optimizer has another number of groups.

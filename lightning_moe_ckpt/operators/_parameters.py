@@ -1,7 +1,7 @@
-"""Every parameter of a module once, by its first name, and the reasons why one cannot be captured slice by slice.
+"""Index of a module's parameters by first name; refuses those that cannot be captured slice by slice.
 
-A slice is a flat interval of a contiguous tensor. Whatever cannot be one is refused here, before training starts, by
-name and with the reason. Parameters that share bytes are found by storage, not by module type.
+A slice is a flat interval of a contiguous tensor. A parameter without such intervals is refused before training starts,
+with its name and the reason. Parameters that share bytes are found by storage, not by module type.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ParameterIndex:
         module: the model as it will train.
 
     Raises:
-        UnknownLayout: some parameter is no flat interval of memory; the message names it and says why.
+        UnknownLayout: a parameter is no flat interval of memory; the message has its name and the reason.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.params: dict[str, nn.Parameter] = {}
-        """By first name, in the order of `named_parameters()`."""
+        """Parameters by first name, in the order of `named_parameters()`."""
         self._names: dict[int, str] = {}
         for fqn, param in module.named_parameters(remove_duplicate=False):
             if id(param) not in self._names:
@@ -39,19 +39,19 @@ class ParameterIndex:
         refuse({fqn: reason for fqn, param in self.params.items() if (reason := _refusal(param))})
 
     def name(self, param: Tensor) -> str:
-        """First name of a parameter. Raises `KeyError` if the module does not have it."""
+        """Return the first name of a parameter. Raises `KeyError` if it is not the module's."""
         return self._names[id(param)]
 
     def under(self, prefix: str) -> dict[str, nn.Parameter]:
-        """Parameters whose first name lies in the module `prefix`."""
+        """Return the parameters whose first name lies in the module `prefix`."""
         head = f"{prefix}." if prefix else ""
         return {fqn: param for fqn, param in self.params.items() if fqn.startswith(head)}
 
     def sharing(self) -> Iterator[tuple[str, ...]]:
-        """Groups of two or more parameters whose bytes overlap, e.g. two `nn.Parameter` over one tensor.
+        """Yield groups of two or more parameters whose bytes overlap, e.g. two `nn.Parameter` over one tensor.
 
-        Disjoint pieces of one storage (a flattened RNN) do not share. One parameter under two names appears once in
-        `params` and needs no group.
+        Disjoint pieces of one storage (a flattened RNN) do not share. A parameter with two names appears once in
+        `params` and forms no group.
         """
         by_storage: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
         for fqn, param in self.params.items():
@@ -62,7 +62,7 @@ class ParameterIndex:
 
 
 def storage_key(tensor: Tensor) -> tuple[str, int]:
-    """Identifies the memory under a tensor. Tensors without memory (meta) never share."""
+    """Return a key of the memory under a tensor. Tensors without memory (meta) never share."""
     storage = tensor.untyped_storage()
     if tensor.device.type == "meta":
         return "meta", int(storage._cdata)  # noqa: SLF001  # the storage object itself: it has no address
@@ -70,14 +70,14 @@ def storage_key(tensor: Tensor) -> tuple[str, int]:
 
 
 def byte_interval(tensor: Tensor) -> tuple[int, int]:
-    """First and one past the last byte of a tensor in its storage; the tensor must have elements."""
+    """Return first and one past the last byte of a tensor in its storage; the tensor must have elements."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())
     return start * tensor.element_size(), (start + int(last) + 1) * tensor.element_size()
 
 
 def refuse(reasons: dict[str, str]) -> None:
-    """Raise `UnknownLayout` naming the parameters, if there are any."""
+    """Raise `UnknownLayout` for these parameters and reasons, if there are any."""
     if not reasons:
         return
     named = [f"`{fqn}` {reason}" for fqn, reason in list(reasons.items())[:_MAX_NAMED]]

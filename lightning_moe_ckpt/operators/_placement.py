@@ -19,19 +19,19 @@ from lightning_moe_ckpt.operators._types import Operator, ParamSlice
 
 
 class Placement:
-    """Which operator takes which slice. Layers first, then `place_rest`, then `operators`.
+    """Assigns slices to operators: the constructor places layers, `place_rest` the rest, `operators` returns all.
 
     Args:
         index: all parameters.
         layers: MoE layers found in the model.
 
     Raises:
-        UnknownLayout: two adapters claim one parameter, or one that does not exist.
+        UnknownLayout: two adapters claim one parameter, or an adapter names one that does not exist.
     """
 
     def __init__(self, index: ParameterIndex, layers: Iterable[MoELayerSpec]) -> None:
         self._index = index
-        self._empty: dict[str, Operator] = {}  # by name, without slices
+        self._empty: dict[str, Operator] = {}  # operators without slices, by name
         self._whole: dict[str, tuple[str, ParamSlice]] = {}  # parameters that one operator has completely
         self._torn: dict[str, list[tuple[str, ParamSlice]]] = defaultdict(list)  # stacked experts
         self._claims: dict[str, str] = {}
@@ -40,11 +40,11 @@ class Placement:
 
     @property
     def unplaced(self) -> set[str]:
-        """Parameters that no layer takes."""
+        """Return the parameters that no layer has."""
         return set(self._index.params) - set(self._claims)
 
     def place_rest(self, module: nn.Module) -> None:
-        """Group what no layer takes, then bring together what shares bytes."""
+        """Group the parameters that no layer has, then join those that share bytes."""
         groups = DenseGroups(module, self.unplaced)
         for fqn in sorted(self.unplaced):
             name = groups.group(fqn)
@@ -54,7 +54,7 @@ class Placement:
             self._join(group)
 
     def operators(self) -> tuple[Operator, ...]:
-        """All operators that have slices, in the order of the parameters."""
+        """Return all operators with slices, in the order of the parameters."""
         slices: dict[str, list[ParamSlice]] = defaultdict(list)
         for fqn in self._index.params:
             placed = [self._whole[fqn]] if fqn in self._whole else sorted(self._torn[fqn], key=lambda p: p[1].start)
@@ -93,7 +93,7 @@ class Placement:
         self._whole[fqn] = (name, whole_slice(fqn, self._index.params[fqn]))
 
     def _join(self, group: tuple[str, ...]) -> None:
-        """Bring parameters that share bytes to the first of their owners that is never skipped in replay."""
+        """Move parameters that share bytes to their first owner that replay never skips."""
         ordered = [fqn for fqn in self._index.params if fqn in group]
         torn = [fqn for fqn in ordered if fqn not in self._whole]
         if torn:

@@ -1,7 +1,7 @@
-"""Watch what soft and capacity-normalised popularity need: router probabilities, and how much experts could take.
+"""Taps for soft and capacity-normalised popularity: router probabilities, and the tokens that experts could take.
 
-Like the taps for tokens: hooks that add to an accumulator on the device, in training forwards only, once per forward
-whatever activation checkpointing recomputes; nothing is drawn, run again or kept from the graph.
+Like the taps for tokens, they are hooks that add to an accumulator on the device, in training forwards only, once per
+forward even if activation checkpointing recomputes it. They draw no random numbers and keep nothing of the graph.
 
 Shape suffixes: T tokens on this rank, K top-k, E all experts.
 
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_moe_ckpt.operators._taps import TokenCounts, find_indices, in_backward, tensors_of
 
 Score = Literal["auto", "none", "softmax", "sigmoid"]
-"""How a router turns what it emits into probabilities; `none` if they are."""
+"""Function from a router's output to probabilities; `none` if the output is probabilities already."""
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -32,15 +32,15 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ProbabilityTap:
-    """Sums the probabilities that a router gives every expert, chosen or not."""
+    """Sums the router's probabilities of every expert, chosen or not."""
 
     router: str
     """Name of a module that emits `[..., E]`, alone or among other outputs."""
     score: Score = "auto"
-    """`auto` looks once, at the first training forward: at the values themselves, then at the weights of the chosen
-    experts where the router returns them, else it takes softmax."""
+    """`auto` decides at the first training forward: by the values, then by the weights of the chosen experts if the
+    router returns them, else softmax."""
     output: int | None = None
-    """Which of several outputs it is; `None` for the first that has a value per expert."""
+    """Index of the output with the values; `None` for the first that has a value per expert."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Hook the router's forward."""
@@ -62,7 +62,7 @@ class ProbabilityTap:
                 values_TE = values_TE.detach().reshape(-1, counts.num_experts).float()
                 if not scores:
                     scores.append(_SCORES[find_score(values_TE, emitted)])
-                # Not the dtype of the router: in bf16 a sum over thousands of tokens stops growing.
+                # In float64, because in bf16 a sum over thousands of tokens stops growing.
                 counts.add_sums(scores[0](values_TE).sum(dim=0, dtype=torch.float64))
 
         return [module.get_submodule(self.router).register_forward_hook(after, with_kwargs=True)]
@@ -73,11 +73,11 @@ class ProbabilityTap:
 
 @dataclass(frozen=True)
 class CapacityTap:
-    """Adds up how many tokens each expert could take: what the layer's `capacity` says, or all where none is dropped."""
+    """Sums the tokens that each expert could take: the layer's `capacity`, or all tokens if none is dropped."""
 
     module: str
-    """A module that is given one row per token, `[..., D]`; its method `capacity(num_tokens)` is asked if it has one,
-    and may answer with a number, a tensor `[E]`, or `None` for all tokens."""
+    """Name of a module whose input has one row per token, `[..., D]`. Its method `capacity(num_tokens)`, if any,
+    returns a number, a tensor `[E]`, or `None` for all tokens."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Hook the module's forward."""
@@ -96,12 +96,12 @@ class CapacityTap:
 
 
 def find_score(values_TE: Tensor, emitted: Sequence[Tensor]) -> str:
-    """Which function turns a router's output into probabilities. Waits for the device.
+    """Return which function turns a router's output into probabilities. Waits for the device.
 
     Args:
-        values_TE: one value per expert; logits, or probabilities already.
-        emitted: all that the router emitted; if the weights and indices of the chosen experts `[T, K]` are among it,
-            the function that explains the weights is taken.
+        values_TE: one value per expert; logits or probabilities.
+        emitted: all outputs of the router. If they include weights and indices of the chosen experts `[T, K]`, the
+            function that explains the weights is returned.
     """
     if bool((values_TE >= 0).all()) and torch.allclose(values_TE.sum(-1), values_TE.new_ones(()), atol=1e-2):
         return "none"
@@ -117,7 +117,7 @@ def find_score(values_TE: Tensor, emitted: Sequence[Tensor]) -> str:
 
 
 def _unlike(score_TK: Tensor, weight_TK: Tensor) -> float:
-    """How far weights are from the scores times one factor, or times a factor per token: normalised over the chosen."""
+    """Return the distance of the weights from the scores times one factor, or times one factor per token."""
     factor_TK = weight_TK / score_TK.clamp(min=torch.finfo(torch.float32).tiny)
     scaled = float((factor_TK / factor_TK.mean() - 1).abs().mean())
     if score_TK.shape[-1] == 1:

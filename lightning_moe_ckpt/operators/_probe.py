@@ -1,16 +1,15 @@
-"""Decide by watching, per parameter, whether its low-precision copy is all that forward and backward need.
+"""Find the parameters of which forward and backward only need a low-precision copy.
 
-Under autocast an fp32 master is often only read through a cast; then storing the cast is exact and half the size.
-Which parameters these are depends on how they are used (a gate inside or outside autocast, an embedding that is
-added to something), not on the type of the module. So every operation that reads a parameter is watched: views are
-neutral, a cast to the autocast precision is evidence for, anything else is evidence against. A parameter that was
-never seen to be cast keeps its precision.
+Under autocast an fp32 master is often only read through a cast; then storing the cast is exact and half the size. Which
+parameters these are depends on their use (a gate inside or outside autocast, an embedding that is added to something),
+not on the type of the module. So a probe watches every operation that reads a parameter: views are neutral, a cast to
+the autocast precision is evidence for, anything else is evidence against. Without any cast a parameter keeps its
+precision.
 
-A parameter is judged as a whole: one expert's use of a stacked tensor counts for all. What does not pass through
-torch's dispatcher (a Triton kernel given a raw pointer) is not seen; a parameter read only there is never cast, hence
-keeps its precision.
+A parameter is judged as a whole: one expert's use of a stacked tensor counts for all. Operations outside torch's
+dispatcher (a Triton kernel given a raw pointer) are not seen; a parameter read only there keeps its precision.
 
-Source: measured in `ablate.py` of the replay spike; MoEvement (2024), Sec. 3.3, assumes fp16 weights throughout.
+Source: MoEvement (2024), Sec. 3.3, assumes fp16 weights throughout; we differ in watching.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ _METADATA_ONLY = frozenset(
         "aten::new_full",
     }
 )
-"""Operations that look at shape and dtype of their argument, never at its values."""
+"""Operations that read shape and dtype of their argument, never its values."""
 
 
 class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
-    """Watches iterations between entering and leaving; several probes or iterations add up.
+    """Context manager that watches operations; evidence of several iterations adds up.
 
-    It calls every operation as it is: results, RNG and counters are untouched. Pause it around whatever reads
-    parameters and is not forward or backward: the optimizer step, snapshots, logging of weights.
+    It calls every operation unchanged: results, RNG and counters stay the same. Pause it around code that reads
+    parameters outside of forward and backward: the optimizer step, snapshots, logging of weights.
 
     Args:
         module: the model. Parameters are looked up again whenever recording starts.
-        autocast_dtype: `torch.bfloat16` or `torch.float16` under mixed precision; `None` where ops use the
-            parameters as they are, then nothing is watched.
+        autocast_dtype: `torch.bfloat16` or `torch.float16` under mixed precision; `None` without autocast, then
+            nothing is watched.
     """
 
     def __init__(self, module: nn.Module, autocast_dtype: torch.dtype | None) -> None:
@@ -83,16 +82,16 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         self._recording = False
 
     def resume(self) -> None:
-        """Record from here on."""
+        """Start recording."""
         self._memory = self._locate()
         self._recording = bool(self._memory)
 
     def verdict(self) -> dict[str, torch.dtype]:
-        """Precision in which COMPUTE of each parameter is exact, by first name."""
+        """Return the dtype in which a COMPUTE record of each parameter is exact, by first name."""
         return {fqn: self._dtype(fqn, param) for fqn, param in self._params.items()}
 
     def reasons(self) -> Mapping[str, frozenset[str]]:
-        """Operations seen here that need the full precision, by parameter."""
+        """Return the operations that needed the full precision, by parameter."""
         return {fqn: frozenset(ops) for fqn, ops in self._reasons.items()}
 
     @override
@@ -115,7 +114,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return self._low if self._low is not None and cast and not other else param.dtype
 
     def _locate(self) -> dict[tuple[str, int], list[tuple[int, int, str]]]:
-        """Bytes of the parameters that could be stored in less, by storage."""
+        """Return the byte intervals of parameters that could be stored in less, by storage."""
         memory: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
         for fqn, param in self._params.items():
             if self._low is not None and param.numel() and param.dtype in (torch.float32, torch.float64):
@@ -123,7 +122,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return dict(memory)
 
     def _read(self, values: Sequence[Any]) -> Iterator[str]:
-        """Parameters whose bytes lie under any tensor among the arguments."""
+        """Yield the parameters whose bytes lie under any tensor among the arguments."""
         for value in values:
             if isinstance(value, list | tuple):
                 yield from self._read(value)
@@ -145,7 +144,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 @cache
 def _is_neutral(func: Callable[..., Any]) -> bool:
-    """Whether an operation hands its argument's bytes on or ignores them: a view, or one that reads only the shape."""
+    """Whether an operation does not read values: a view, or one that reads only the shape."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False

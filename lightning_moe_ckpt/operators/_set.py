@@ -1,4 +1,4 @@
-"""All operators of a model, in an order that is the same in every process that builds the same model."""
+"""The operators of a model, in the same order in every process that builds the same model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class OperatorSet:
     layers: tuple[MoELayerSpec, ...]
     """MoE layers, in the order of the model."""
     dtypes: Mapping[str, torch.dtype]
-    """Of each parameter, by first name."""
+    """Dtype of each parameter, by first name."""
     ep_size: int = 1
-    """Ranks over which the experts of layers with `holders="expert_data"` are spread, consecutively."""
+    """Consecutive ranks over which experts are sharded, in layers with `holders="expert_data"`."""
     identity: str = field(default="", repr=False)
-    """See `fingerprint`; kept when operators are split."""
+    """The fingerprint; it does not change when operators are split."""
 
     def __post_init__(self) -> None:
         if len(self._by_name) < len(self.operators):
@@ -47,17 +47,17 @@ class OperatorSet:
         return name in self._by_name
 
     def __getitem__(self, name: str) -> Operator:
-        """The operator called `name`. Raises `KeyError`."""
+        """Return the operator called `name`. Raises `KeyError`."""
         return self._by_name[name]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in order."""
+        """Names of the operators, in order."""
         return tuple(op.name for op in self.operators)
 
     @cached_property
     def count_offsets(self) -> dict[str, int]:
-        """Where each layer's experts begin in a vector of counts, by layer."""
+        """Return the index of each layer's first expert in a vector of counts."""
         offsets, total = {}, 0
         for layer in self.layers:
             offsets[layer.fqn] = total
@@ -66,14 +66,14 @@ class OperatorSet:
 
     @property
     def num_experts(self) -> int:
-        """Experts of all layers over all ranks: the length of a vector of counts."""
+        """Number of experts of all layers over all ranks: the length of a vector of counts."""
         return sum(layer.num_experts for layer in self.layers)
 
     def loads(self, counts: Tensor | Sequence[int]) -> dict[str, int]:
-        """Tokens of each expert operator on this rank.
+        """Return the tokens of each expert operator on this rank.
 
         Args:
-            counts: over all layers and experts, as `LoadCounter.read_and_reset` gives them.
+            counts: tokens over all layers and experts, from `LoadCounter.read_and_reset`.
         """
         values = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         if len(values) != self.num_experts:
@@ -85,20 +85,20 @@ class OperatorSet:
         }
 
     def with_operators(self, operators: Sequence[Operator]) -> OperatorSet:
-        """The same model cut otherwise, e.g. after `split`; the fingerprint stays."""
+        """Return the set with other operators, e.g. after `split`; the fingerprint stays."""
         return replace(self, operators=tuple(operators))
 
     def fingerprint(self) -> str:
-        """Identifies the model: names, global shapes, dtypes. Equal on all ranks, at any expert parallelism.
+        """Digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
 
-        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, with the names
-        left out where they contain the expert's index.
+        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without names that
+        contain the expert's index.
         """
         return self.identity
 
 
 def identify(operators: Sequence[Operator], layers: Sequence[MoELayerSpec], dtypes: Mapping[str, torch.dtype]) -> str:
-    """Digest behind `OperatorSet.fingerprint`."""
+    """Compute the digest for `OperatorSet.fingerprint`."""
     lines = [
         f"{op.name}|{s.fqn}|{s.global_shape}|{dtypes[s.fqn]}"
         for op in operators

@@ -1,4 +1,4 @@
-"""Cut an operator that is larger than a budget into pieces that are captured at different steps."""
+"""Cut an operator larger than a budget into pieces that are captured at different steps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightning_moe_ckpt.operators._types import Operator, ParamSlice
 
 
 def split(operator: Operator, max_nbytes: int, bytes_per_element: int | Callable[[ParamSlice], int]) -> list[Operator]:
-    """Cut `operator` into pieces of at most `max_nbytes`, by rows of the last dimension where one fits.
+    """Cut `operator` into pieces of at most `max_nbytes`, between rows of the last dimension if a row fits.
 
     Args:
-        operator: what to cut.
-        max_nbytes: bytes of one piece's FULL record, without what does not grow with elements (a step count).
+        operator: the operator to cut.
+        max_nbytes: limit of one piece's FULL record, without state of fixed size (a step count).
         bytes_per_element: bytes of a FULL record per element, for all slices or by slice.
 
     Returns:
-        `[operator]` if it fits, else operators `name#0`, `name#1`, ... whose slices cover it once, in order.
+        `[operator]` if it fits, else operators `name#0`, `name#1`, ... that cover it once, in order.
 
     Raises:
         ValueError: not even one element fits.
@@ -49,12 +49,12 @@ def split(operator: Operator, max_nbytes: int, bytes_per_element: int | Callable
 
 
 def _take(piece: ParamSlice, start: int, room: int, most: int) -> int:
-    """Elements of the slice to take now: all that is left, else whole rows, else what fits."""
+    """Return the elements of the slice to take now: the rest if it fits, else whole rows, else what fits."""
     left = piece.stop - start
     if left <= room:
         return left
     row = piece.global_shape[-1] if piece.global_shape else 1
-    # Cut between rows where a piece can hold a row at all: start a new piece rather than tear one.
+    # If a piece can hold a row at all, never cut inside one: start a new piece instead.
     return room // row * row if row <= most else room
 
 

@@ -1,10 +1,9 @@
 """Count the tokens each expert processes, without forking the model and without waiting for the device.
 
-Four ways cover the supported layouts: the indices handed to a module with stacked experts, the rows handed to each
-expert that is a module of its own, a mask or scores that the router emits, and a counter the layer keeps itself. Hooks
-add to an int64 accumulator on the device (`bincount` would synchronise), only in training, and never while backward
-recomputes a forward: activation checkpointing would count its tokens twice. `_popularity_taps` has the taps for router
-probabilities and capacity; they add to the same accumulators.
+Four kinds of taps cover the supported layouts: the indices passed to a module with stacked experts, the rows passed to
+each expert module, a mask or scores from the router, and a counter of the layer itself. Hooks add to an int64
+accumulator on the device (`bincount` would synchronise). They run in training only, and never when backward recomputes
+a forward, which would count tokens twice. `_popularity_taps` has the taps for router probabilities and capacity.
 
 Shape suffixes: T tokens on this rank, K top-k, E all experts.
 """
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def in_backward() -> bool:
-    """Whether autograd is running backward on this thread, hence a forward now is a recomputation.
+    """Whether autograd runs backward on this thread, so that a forward now is a recomputation.
 
     `torch.is_grad_enabled()` cannot tell: non-reentrant checkpointing recomputes with gradients enabled.
     """
@@ -36,12 +35,12 @@ class TokenCounts:
 
     Args:
         num_experts: E, over all ranks.
-        dtype: float64 for probabilities; sums of integers stay exact whatever their order.
+        dtype: float64 for probabilities; integer sums are exact in any order.
     """
 
     def __init__(self, num_experts: int, dtype: torch.dtype = torch.int64) -> None:
         self.num_experts = num_experts
-        # One place more than experts: indices that mean "dropped" are counted there and not read.
+        # One extra element for indices that mean "dropped"; it is never read.
         self._acc = torch.zeros(num_experts + 1, dtype=dtype)
         self._seen = torch.zeros(num_experts, dtype=torch.int64)
         self._warned = self._muted = False
@@ -57,31 +56,31 @@ class TokenCounts:
         self._on(device)[expert_idx].add_(rows)
 
     def add_sums(self, sums_E: Tensor) -> None:
-        """Add what was summed over tokens, one value per expert."""
+        """Add one value per expert, already summed over tokens."""
         self._on(sums_E.device)[: self.num_experts].add_(sums_E)
 
     def follow(self, running_E: Tensor) -> None:
-        """Take a running count of the layer's own as the start; it is read, never changed: others read it too."""
+        """Remember the current value of the layer's own running count. The count itself is never changed."""
         self._seen = running_E.detach().clone()
 
     def add_running(self, running_E: Tensor) -> None:
-        """Add what a running count has gained since the last look, or all of it if someone has reset it since."""
+        """Add the increase of a running count since the last call, or all of it if the count was reset meanwhile."""
         seen, now = self._seen.to(running_E.device), running_E.detach().clone()
         self._on(now.device)[: self.num_experts].add_(torch.where(now >= seen, now - seen, now))
         self._seen = now
 
     def missed(self, name: str, why: str) -> None:
-        """Say once that tokens pass through module `name` uncounted."""
+        """Warn once that tokens pass through module `name` uncounted."""
         if not self._warned:
             self._warned = True
             log.warning("`%s` %s: its tokens cannot be counted, its experts keep their order", name, why)
 
     def mute(self) -> None:
-        """Read as zero from here on."""
+        """Return zeros from `take` from now on."""
         self._muted = True
 
     def take(self) -> Tensor:
-        """The counts since the last call, `[E]` on the device; they start again at zero."""
+        """Return the counts since the last call, `[E]` on the device, and reset them."""
         counts = self._acc[: self.num_experts].clone()
         if self._muted:
             counts.zero_()
@@ -95,13 +94,13 @@ class TokenCounts:
 
 
 class CountTap(Protocol):
-    """How one layer's tokens are counted. Holds names only; the module is given at each call."""
+    """A way to count one layer's tokens. Holds names only; each call gets the model."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Register what adds to `counts` from now on."""
+        """Register hooks that add to `counts`."""
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Move what the layer counted itself into `counts`; called before each reading."""
+        """Add the layer's own counts to `counts`; called before each reading."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class IndexTap:
     experts: str
     """Name of that module."""
     router: str | None = None
-    """Name of a module that emits the indices, for experts that are handed rows in their order and counts instead."""
+    """Name of a module that emits the indices, for experts whose input is sorted rows and counts instead."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Hook the experts' forward, and the router's."""
@@ -145,7 +144,7 @@ class IndexTap:
 
 @dataclass(frozen=True)
 class RowsTap:
-    """Counts the rows handed to each expert that is a module of its own: what it really processed."""
+    """Counts the rows passed to each expert module: the tokens that it really processed."""
 
     experts: Mapping[int, str]
     """Names of the modules by global expert index."""
@@ -165,7 +164,7 @@ class MaskTap:
     router: str
     """Name of a module that emits `[..., E]`, alone or in a tuple."""
     output: int = 0
-    """Which of the outputs it is."""
+    """Index of that output."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Hook the router's forward."""
@@ -188,7 +187,7 @@ class MaskTap:
 
 @dataclass(frozen=True)
 class AttributeTap:
-    """Follows a counter `[E]` that the layer keeps on the device, and leaves it as it is."""
+    """Reads a counter `[E]` that the layer keeps on the device, without changing it."""
 
     layer: str
     """Name of the module."""
@@ -196,12 +195,12 @@ class AttributeTap:
     """An integer tensor `[E]` that the layer adds to in training forwards only."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Leave out what was counted before."""
+        """Exclude what was counted before."""
         counts.follow(self._counter(module))
         return []
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Take over what the layer has counted since the last time."""
+        """Add what the layer has counted since the last call."""
         counts.add_running(self._counter(module))
 
     def _counter(self, module: nn.Module) -> Tensor:
@@ -215,14 +214,14 @@ def _hook_rows(expert: nn.Module, expert_idx: int, counts: TokenCounts) -> Remov
             return
         x = next((t for t in tensors_of([*args, *kwargs.values()])), None)
         if x is not None:
-            # Shapes are known on the host: nothing waits for the device here.
+            # Shapes are known on the host, so this does not wait for the device.
             counts.add_rows(expert_idx, x.shape[:-1].numel(), x.device)
 
     return expert.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def find_indices(values: Sequence[object]) -> Tensor | None:
-    """The routing indices, found by dtype and shape: their position among the arguments changed between releases."""
+    """Return the routing indices, found by dtype and shape: their argument position changed between releases."""
     return next((t for t in tensors_of(values) if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
 
 

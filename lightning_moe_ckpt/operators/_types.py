@@ -1,4 +1,4 @@
-"""What an operator is: slices of parameters that are captured and restored together.
+"""Operators: slices of parameters that are captured and restored together.
 
 An operator is not a module. A stacked expert tensor `[E, ...]` gives `E` operators, each a flat interval of that
 tensor; a dense transformer block is one operator made of whole parameters. All coordinates are global, so that
@@ -19,16 +19,16 @@ FreezeMode = Literal["skip", "discard"]
 
 
 class RecordKind(str, Enum):
-    """What a record holds of an operator."""
+    """Content of an operator's record."""
 
     FULL = "full"
     """Master weights and optimizer state, or the fact that there is no state yet."""
     COMPUTE = "compute"
-    """What forward and backward consume, at the precision in which they consume it."""
+    """The weights that forward and backward read, in the precision in which they read them."""
     DELTA = "delta"
     """One step's gradient as the optimizer consumed it."""
     BOUNDARY = "boundary"
-    """What a pipeline stage sent."""
+    """Tensors that a pipeline stage sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class ParamSlice:
     """A flat interval `[start, stop)` of one local, contiguous parameter, with its place in the global tensor."""
 
     fqn: str
-    """Live name in `named_parameters()`; for tied parameters the first one."""
+    """Name in `named_parameters()` of the live model; the first one for tied parameters."""
     start: int
     """First element in the flattened local parameter."""
     stop: int
@@ -44,7 +44,7 @@ class ParamSlice:
     global_shape: tuple[int, ...]
     """Shape of the parameter over all expert-parallel ranks."""
     global_start: int
-    """Where `start` lies in the flattened global parameter."""
+    """Index of the first element in the flattened global parameter."""
 
     @property
     def numel(self) -> int:
@@ -67,9 +67,9 @@ class Operator:
     holders: Holders = "world"
     """Which ranks hold the same bits: all, or those that share this rank's experts."""
     freeze: FreezeMode = "discard"
-    """How the operator is kept frozen in replay: no weight gradient at all, or computed and dropped."""
+    """How replay keeps the operator frozen: it computes no weight gradient, or computes and discards it."""
     buffers: tuple[str, ...] = ()
-    """Names of a router's buffers. They are no slices: every segment of a checkpoint has all buffers whole."""
+    """Names of a router's buffers. Buffers are not sliced: every segment has all of them whole."""
 
     @property
     def numel(self) -> int:
