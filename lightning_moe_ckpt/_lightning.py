@@ -1,4 +1,4 @@
-"""The only module that touches Lightning's private attributes.
+"""Call listeners from Lightning's loops, and take and restore their progress, through private attributes.
 
 Two jobs. *Taps*: calls at moments for which Lightning has no hook (before an epoch starts, before the loader's
 iterator is made, before a batch is fetched), installed as instance attributes on one trainer's loops and removed
@@ -31,47 +31,47 @@ from lightning_moe_ckpt.session import Unread
 LoopState = dict[str, Any]
 
 _SEED_VARIABLE = "PL_GLOBAL_SEED"
-"""`seed_everything` leaves the seed here, and Lightning seeds its `DistributedSampler` from it."""
+"""Environment variable in which `seed_everything` leaves the seed; Lightning seeds `DistributedSampler` from it."""
 
 
 _OTHER_LOOPS = ("validate_loop", "test_loop", "predict_loop")
 
 
 class LoopListener(Protocol):
-    """Who wants to know about the moments that have no hook."""
+    """Listener for moments that have no hook."""
 
     def before_epoch(self) -> None:
-        """All hooks of the previous epoch have run; `on_train_epoch_start` has not."""
+        """Called after all hooks of the previous epoch, before `on_train_epoch_start`."""
 
     def before_iter(self) -> None:
-        """The loader's iterator is about to be made: samplers and workers draw their seeds now."""
+        """Called before the loader's iterator is made, when samplers and workers draw their seeds."""
 
     def before_fetch(self) -> None:
-        """The next batch is about to be fetched; everything that follows the last one has run."""
+        """Called before the next batch is fetched; everything that follows the previous batch has run."""
 
     def after_fetch(self) -> None:
-        """It was fetched; no hook has seen it."""
+        """Called after a batch was fetched, before any hook has seen it."""
 
     def before_epoch_end(self) -> None:
-        """The last batch that is trained on in this epoch has run, with all that follows it; epoch-end hooks have not."""
+        """Called after the epoch's last trained batch and all that follows it, before the epoch-end hooks."""
 
     def after_run(self) -> None:
-        """Training has ended by itself and every `on_train_end` has run."""
+        """Called when training has ended by itself, after every `on_train_end`."""
 
     def after_batch(self) -> None:
-        """All `on_train_batch_end` hooks of a batch have run, the module's last; validation has not."""
+        """Called after all `on_train_batch_end` hooks of a batch, the module's included, before validation."""
 
     def after_hooks(self) -> None:
-        """What follows a batch, or an epoch, has run: validation, schedulers, epoch-end hooks. Next Lightning may stop."""
+        """Called after validation, schedulers and epoch-end hooks, before Lightning decides whether to stop."""
 
 
 class FitLoopTaps:
-    """Calls a listener from inside one trainer's fit loop, until `remove`.
+    """Call a listener from inside one trainer's fit loop, until `remove`.
 
     Args:
-        trainer: its loops are tapped.
-        listener: told of every moment.
-        resting: whether nobody is to be told now.
+        trainer: the trainer whose loops call the listener.
+        listener: called at every moment.
+        resting: returns whether calls are suspended now.
     """
 
     def __init__(self, trainer: Trainer, listener: LoopListener, resting: Callable[[], bool]) -> None:
@@ -136,7 +136,7 @@ class FitLoopTaps:
         self._restore.append(lambda: owner.__dict__.pop(name, None))
 
     def remove(self) -> None:
-        """Give the loops their own methods back, also those of a resume that did not get to its first batch."""
+        """Restore the loops' own methods, also those of a resume that did not reach its first batch."""
         while self._restore:
             self._restore.pop()()
         for loop, name in ((self._epoch_loop, "reset"), (self._fit_loop, "setup_data"), (self._val_loop, "setup_data")):
@@ -144,25 +144,25 @@ class FitLoopTaps:
 
 
 def _makes_iterator(trainer: Trainer) -> bool:
-    """Whether the epoch loop is about to make an iterator; in the first epoch `setup_data` already did."""
+    """Return whether the epoch loop is about to make an iterator; in the first epoch `setup_data` has made it."""
     fit_loop = trainer.fit_loop
     resuming = getattr(fit_loop, "is_resuming", False)  # Lightning has it from 2.5.3 on
     return trainer.current_epoch > 0 and not resuming and not fit_loop.epoch_loop.restarting
 
 
 class ClipTap:
-    """Sees, and in replay replaces, the global gradient norm that clipping uses.
+    """Record, and in replay replace, the global gradient norm that clipping uses.
 
-    A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again; the
-    logged tensor, not a coefficient, gives the same bits. If all are frozen but an expert without tokens, there is
-    nothing to clip, of which torch makes an error where it clips by value.
+    A frozen operator has no gradient in replay, so the norm of the original step cannot be computed again. The
+    logged norm, and not a coefficient, gives the same bits. If all operators are frozen but an expert without tokens, there
+    is nothing to clip, which is an error in torch when clipping by value.
     """
 
     def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None = None) -> None:
         self.last: Tensor | None = None
-        """The norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
+        """Norm used by the newest optimizer step, on the device; `None` if nothing was clipped by norm."""
         self.override: Tensor | None = None
-        """The norm to use instead."""
+        """Norm to use in place of the computed one; `None` for none."""
         self._plugin = trainer.precision_plugin
         self._norm = norm if norm is not None else _total_norm
         self._previous = self._plugin.__dict__.get("clip_grad_by_norm")
@@ -183,7 +183,7 @@ class ClipTap:
         self.last = norm
 
     def remove(self) -> None:
-        """Give the precision plugin its own methods back."""
+        """Restore the precision plugin's own methods."""
         self._plugin.__dict__.pop("clip_grad_by_value", None)
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
         if self._previous is not None:
@@ -195,12 +195,12 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
 
 
 class BatchTap:
-    """Sees, and may replace, each training batch as the loader gave it.
+    """Pass each training batch, as the loader gave it, to a function that may replace it.
 
     Args:
-        trainer: its precision plugin is the first to be given a batch.
+        trainer: the trainer whose precision plugin, the first to get a batch, is changed.
         fetched: takes a batch and returns the one to train on.
-        resting: whether batches pass as they are.
+        resting: returns whether batches pass unchanged now.
     """
 
     def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> None:
@@ -214,14 +214,14 @@ class BatchTap:
         self._plugin = plugin
 
     def remove(self) -> None:
-        """Give the precision plugin its own method back."""
+        """Restore the precision plugin's own method."""
         self._plugin.__dict__.pop("convert_input", None)
 
 
 class FoundInf:
-    """Reads, and in replay overwrites, what the gradient scaler found in the step at hand.
+    """Read, and in replay overwrite, the gradient scaler's overflow flag of the current step.
 
-    A frozen operator's gradients are not computed in replay, so its overflow would go unseen.
+    A frozen operator's gradients are not computed in replay, so the scaler cannot see their overflow.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -229,11 +229,11 @@ class FoundInf:
 
     @property
     def active(self) -> bool:
-        """Whether the run scales gradients at all."""
+        """Whether the run scales gradients."""
         return self._scaler is not None
 
     def read(self, optimizer: torch.optim.Optimizer) -> float | Unread | None:
-        """The flag of the step about to happen, for the journal; `None` without a scaler."""
+        """Return the flag of the coming step, for the journal; `None` without a scaler."""
         found = self._per_device(optimizer)
         if found is None:
             return None
@@ -260,13 +260,13 @@ class FoundInf:
 
 
 def take_precision(trainer: Trainer) -> dict[str, Any]:
-    """State of the precision plugin, for the journal; what a scaler has on a device is not read here."""
+    """Return the precision plugin's state for the journal, without reading a scaler's values on a device."""
     plugin = trainer.precision_plugin
     scaler: Any = getattr(plugin, "scaler", None)
     scale: Tensor | None = getattr(scaler, "_scale", None)
     if scale is None or not scale.is_cuda:
         return plugin.state_dict()
-    # The scaler puts into its state what these return, and both wait for the device.
+    # The scaler's `state_dict` calls these two, which would wait for the device.
     unread = {"get_scale": Unread(scale.clone()), "_get_growth_tracker": Unread(scaler._growth_tracker.clone())}
     for name, number in unread.items():
         setattr(scaler, name, lambda number=number: number)
@@ -278,19 +278,19 @@ def take_precision(trainer: Trainer) -> dict[str, Any]:
 
 
 def take_buffer_sync(trainer: Trainer) -> bool | None:
-    """Whether DDP broadcasts buffers before the next forward; a validation, or a batch that only accumulates, turns it off."""
+    """Return whether DDP broadcasts buffers before the next forward; validation and accumulating batches turn it off."""
     found: bool | None = getattr(trainer.strategy.model, "require_forward_param_sync", None)
     return found
 
 
 def restore_buffer_sync(trainer: Trainer, taken: bool | None) -> None:
-    """Undo what happened to `take_buffer_sync` since."""
+    """Restore the flag that `take_buffer_sync` returned."""
     if taken is not None:
         trainer.strategy.model.require_forward_param_sync = taken  # type: ignore[union-attr]
 
 
 def take_loop_state(trainer: Trainer) -> LoopState:
-    """Progress of all loops, between two batches or between two epochs; plain values only."""
+    """Return the progress of all loops between two batches or epochs, as plain values."""
     found = trainer.fit_loop.state_dict()
     # Loaders are repositioned by fetching, see `skip_batches`; their own state is exact only in special cases.
     found["state_dict"].pop("combined_loader", None)
@@ -304,7 +304,7 @@ def take_loop_state(trainer: Trainer) -> LoopState:
 
 
 def _copied(value: Any) -> Any:
-    """As `deepcopy`, which takes ten times as long for nested counters."""
+    """Return a deep copy of nested counters, in a tenth of the time of `deepcopy`."""
     if type(value) is dict:
         return {key: _copied(each) for key, each in value.items()}
     return value if type(value) in {int, bool, type(None)} else copy.deepcopy(value)
@@ -318,9 +318,9 @@ def _load_loops(trainer: Trainer, state: LoopState) -> None:
 
 
 def _make_loaders_as_in(trainer: Trainer, training: int, validation: int) -> None:
-    """Ask the user for loaders as of the epoch in which those of the original run were made, once.
+    """Make loaders once as in the epoch in which the original run made its own.
 
-    With `reload_dataloaders_every_n_epochs` that may be an earlier epoch than the one that is resumed.
+    With `reload_dataloaders_every_n_epochs` that epoch may be earlier than the resumed one.
     """
     fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     for loop, epoch in ((fit_loop, training), (val_loop, validation)):
@@ -343,18 +343,18 @@ def _once_in_epoch(trainer: Trainer, loop: Any, epoch: int) -> None:
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Batches of the current epoch that were fetched and completed."""
+    """Return the number of batches of the current epoch that were completed."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 
 def ends_in_mid_epoch(trainer: Trainer) -> bool:
-    """Whether training ends before the epoch does; call after its last batch, before hooks of its end."""
+    """Return whether training ends in mid-epoch; call after its last batch, before the epoch-end hooks."""
     out_of_steps = 0 <= trainer.max_steps <= trainer.global_step
     return (out_of_steps or trainer.should_stop) and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def should_stop(trainer: Trainer) -> bool:
-    """Whether the run was told to stop for good. Running out of `max_time` is not for good: more may be given later."""
+    """Return whether the run was stopped for good. The end of `max_time` does not count, since a later run may have more."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     timers = [callback for callback in callbacks if isinstance(callback, Timer)]
     return trainer.should_stop and all((timer.time_remaining() or 1.0) > 0 for timer in timers)
@@ -370,12 +370,12 @@ def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], 
     """Continue inside an epoch; call before the fit loop runs.
 
     Args:
-        trainer: its loops get `state`.
-        state: from `take_loop_state`.
-        position: brings the data fetcher behind the batches already consumed; called once its iterator exists.
+        trainer: the trainer whose loops get `state`.
+        state: the result of `take_loop_state`.
+        position: moves the data fetcher past the consumed batches; called once its iterator exists.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    _load_loops(trainer, state)  # "restarting" makes the fit loop skip this epoch's start hooks, as it should
+    _load_loops(trainer, state)  # "restarting" makes the fit loop skip this epoch's start hooks, which have run
     start = epoch_loop.on_run_start
 
     def no_reset() -> None:
@@ -411,12 +411,12 @@ def _with_children(loop: _Loop) -> Iterator[_Loop]:
 
 
 def take_seed() -> str | None:
-    """The seed that samplers made by Lightning start from."""
+    """Return the seed of samplers that Lightning makes; `None` if there is none."""
     return os.environ.get(_SEED_VARIABLE)
 
 
 def restore_seed(seed: str | None) -> None:
-    """Let samplers made from now on start from `seed`."""
+    """Set the seed of samplers that Lightning makes from now on."""
     if seed is None:
         os.environ.pop(_SEED_VARIABLE, None)
     else:
@@ -424,18 +424,18 @@ def restore_seed(seed: str | None) -> None:
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step under which Lightning logs what the batch under way reports."""
+    """Return the step under which Lightning logs the current batch."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
-    """The data module, if the run has one."""
+    """Return the data module, if the run has one."""
     datamodule: LightningDataModule | None = getattr(trainer, "datamodule", None)
     return datamodule
 
 
 def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, object]:
-    """What Lightning's checkpoints say of a run beside its state: hyper-parameters, other loops, names of states."""
+    """Return entries of Lightning's checkpoints beside the state: hyper-parameters, other loops, names of states."""
     loops = {name: copy.deepcopy(getattr(trainer, name).state_dict()) for name in _OTHER_LOOPS}
     extra: dict[str, object] = {"precision": type(trainer.precision_plugin).__qualname__, "loops": loops}
     datamodule = datamodule_of(trainer)
@@ -450,18 +450,18 @@ def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, obj
 
 
 def autocast_dtype(trainer: Trainer) -> torch.dtype | None:
-    """Low precision that forward casts to, `None` if parameters are consumed as they are."""
+    """Return the low precision that forward casts to; `None` if it uses parameters as they are."""
     precision = trainer.precision
     return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(precision))
 
 
 def may_toggle_requires_grad(trainer: Trainer) -> bool:
-    """Whether gradients of frozen parameters can be switched off: `DistributedDataParallel` waits for them forever."""
+    """Return whether gradients may be switched off; `DistributedDataParallel` would wait for them for ever."""
     return not isinstance(trainer.model, torch.nn.parallel.DistributedDataParallel)
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Whether `torch.compile` was applied to any part of a module, to a method of it, or to all of it."""
+    """Return whether `torch.compile` was applied to a module, to a part of it or to a method."""
     return module._compiler_ctx is not None or any(map(_is_compiled, module.modules()))
 
 

@@ -1,6 +1,6 @@
-"""Where a run stands in its data, and bringing new loaders there.
+"""Find the position of a run in its data, and bring new loaders there.
 
-Like `_lightning`, it touches what Lightning and torch have no public name for.
+Like `_lightning`, it uses private attributes of Lightning and torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 from lightning_moe_ckpt.data import SeededItems
 
 _KNOWN_SAMPLERS = ("torch", "torchdata", "lightning")
-"""Packages whose samplers draw where their iterator is made or first asked, and from nothing shared after that."""
+"""Packages whose samplers draw only when their iterator is made or first used, and share no generator after that."""
 
 
 def skip_batches(
@@ -30,19 +30,19 @@ def skip_batches(
     before_fetch: Callable[[int], None],
     restarts: Mapping[int, int] | None = None,
 ) -> None:
-    """Make the fetcher's iterator anew, in the state it had at the start of this epoch, and drop what was consumed.
+    """Make the fetcher's iterator anew, with the state of this epoch's start, and skip the consumed batches.
 
-    Unless items are known to draw nothing, batches are fetched and thrown away, not skipped by index: only so does the
-    random state inside loader workers (augmentation) come out right. An unsized loader is fetched one batch ahead, so
-    the last fetch already draws what the next batch needs.
+    Unless items are known to draw nothing, batches are fetched and thrown away, not skipped by index: only then is the
+    random state inside loader workers (augmentation) right. An unsized loader is fetched one batch ahead, so
+    the last fetch has already drawn what the next batch needs.
 
     Args:
-        trainer: its loaders are positioned.
-        num_batches: fetched and completed in this epoch.
-        before_iter: called when samplers and workers are about to draw their seeds.
-        before_fetch: called before each fetch, with its number in the epoch, and once if there is none.
-        restarts: the newest fetch in which each loader that started over has done so, by its place among the loaders,
-            if all `can_advance` and nothing is to be fetched.
+        trainer: the trainer whose loaders are positioned.
+        num_batches: batches that were completed in this epoch.
+        before_iter: called before samplers and workers draw their seeds.
+        before_fetch: called before each fetch with its index in the epoch, and once if there is no fetch.
+        restarts: by index of the loader, the last fetch in which it started over. Given
+            if all loaders `can_advance`, so that nothing is fetched.
     """
     fit_loop = trainer.fit_loop
     fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
@@ -73,14 +73,14 @@ def skip_batches(
 
 
 def begin_epoch(trainer: Trainer) -> None:
-    """Tell data sets that seed their items which epoch an iterator is about to be made for."""
+    """Tell data sets that seed their items for which epoch an iterator is about to be made."""
     for loader in loaders_of(trainer):
         for each in _seeded_items(getattr(loader, "dataset", None)):
             each.set_epoch(_epoch(trainer))
 
 
 def _epoch(trainer: Trainer) -> int:
-    """Not `current_epoch`, which while loaders are made after a restart is the epoch in which they were made."""
+    """Return the epoch to train. `current_epoch` differs while loaders are made after a restart."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)
 
@@ -94,19 +94,19 @@ def _seeded_items(dataset: Any) -> Iterator[SeededItems[Any]]:
 
 
 def _parts_of(dataset: Any) -> Sequence[Any]:
-    """Data sets that one of torch's own gives the items of, as they are."""
+    """Return the data sets whose items a data set of torch's own passes on unchanged."""
     if type(dataset) is Subset:
         return [dataset.dataset]
     return dataset.datasets if type(dataset) is ConcatDataset else []
 
 
 def can_advance(trainer: Trainer, *, draw_nothing: bool = True) -> bool:
-    """Whether every loader can be brought to a place by its sampler alone.
+    """Return whether every loader can be brought to its position by its sampler alone.
 
     Args:
-        trainer: whose loaders.
-        draw_nothing: whether the user says of all items, and of what becomes of them in workers, that they draw no random
-            numbers. If not, only what is seeded item by item and collated by torch is known to.
+        trainer: the trainer whose loaders are checked.
+        draw_nothing: whether the user promises that items, and their processing in workers, draw no random
+            numbers. Otherwise only data seeded item by item and collated by torch is known to draw none.
     """
     return all(_can_advance(each) and (draw_nothing or _draws_nothing(each)) for each in loaders_of(trainer))
 
@@ -129,10 +129,10 @@ def _can_advance(loader: Any) -> bool:
 
 
 def _advance(combined: Any, num_batches: int, restarts: Mapping[int, int], before_fetch: Callable[[int], None]) -> None:
-    """Bring fresh iterators of a combined loader behind `num_batches`; samplers draw in the order of the original run."""
+    """Move new iterators of a combined loader past `num_batches`; samplers draw in the order of the original run."""
     mode = combined._iterator
     for index, iterator in enumerate(mode.iterators):
-        # Of what a loader gave before it started over, nothing is left but what its sampler drew.
+        # Of a loader's batches before it started over, only the draws of its sampler matter.
         _pass_over(iterator, min(1, num_batches) if index in restarts else num_batches)
     for at in sorted({*restarts.values()}):
         before_fetch(at)
@@ -154,9 +154,9 @@ def _pass_over(iterator: Any, num_batches: int) -> None:
 
 @contextmanager
 def _beginning_at(loader: Any, num_batches: int) -> Iterator[None]:
-    """Let iterators that are made in this context begin behind `num_batches`, if workers fetch for them.
+    """Let iterators that are made in this context begin after `num_batches`, if workers fetch for them.
 
-    Workers are sent what they are to fetch first while the iterator is being made, so the sampler has to be there by then.
+    Making the iterator sends the first indices to the workers, so the sampler has to be in position before.
     """
     if loader.num_workers == 0:
         yield
@@ -175,7 +175,7 @@ def _beginning_at(loader: Any, num_batches: int) -> Iterator[None]:
 
 
 class _Behind:
-    """A sampler that begins behind what was consumed, as long as it is told to."""
+    """Sampler that leaves out the first `num_batches` batches, which are consumed."""
 
     def __init__(self, sampler: Any, num_batches: int) -> None:
         self._sampler, self.num_batches = sampler, num_batches
@@ -188,13 +188,13 @@ class _Behind:
 
 
 def loaders_of(trainer: Trainer) -> list[Any]:
-    """The training loaders; more than one if they are combined."""
+    """Return the training loaders; more than one if they are combined."""
     loader = trainer.fit_loop._combined_loader
     return list(loader.flattened) if loader is not None else []
 
 
 def restarted_loaders(trainer: Trainer) -> list[int]:
-    """Loaders that began anew in the fetch that ended now: their samplers and workers have drawn seeds."""
+    """Return the indices of loaders that started over in the last fetch: their samplers and workers have drawn seeds."""
     loader = trainer.fit_loop._combined_loader
     if loader is None or len(loader.flattened) < 2:
         return []  # where it is exhausted, the epoch ends
@@ -203,9 +203,9 @@ def restarted_loaders(trainer: Trainer) -> list[int]:
 
 
 def draws_as_it_goes(loader: Any) -> bool:
-    """Whether later batches may depend on what earlier fetches have drawn from the generators of this process.
+    """Return whether later batches may depend on draws of earlier fetches from the generators of this process.
 
-    An item of a map-style data set depends on its own draws at most. Not so a shuffle buffer, nor a sampler of the
+    An item of a map-style data set depends on its own draws at most. A shuffle buffer does not, nor does a sampler of the
     user's own.
     """
     if not isinstance(loader, DataLoader):
@@ -217,7 +217,7 @@ def draws_as_it_goes(loader: Any) -> bool:
 
 
 def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
-    """Generators that the user gave to loaders or samplers, by a stable name."""
+    """Return the generators that the user gave to loaders or samplers, by a stable name."""
     found: dict[str, torch.Generator] = {}
     for index, each in enumerate(loaders_of(trainer)):
         for name, owner in _owners(each):
@@ -228,7 +228,7 @@ def loader_generators(trainer: Trainer) -> dict[str, torch.Generator]:
 
 
 def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
-    """What the user gave to the loaders and generators may be found in, by a stable name."""
+    """Yield the user's objects in the loaders, which may hold generators, by a stable name."""
     for index, each in enumerate(loaders_of(trainer)):
         for name in ("dataset", "collate_fn", "worker_init_fn"):
             yield f"loader{index}.{name}", getattr(each, name, None)

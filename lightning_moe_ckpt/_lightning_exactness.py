@@ -1,6 +1,6 @@
-"""What about a run cannot be resumed bit for bit, recognised by looking at the trainer; said once, when it trains.
+"""Find properties of a trainer that prevent a bit-exact resume; they are logged once, when training begins.
 
-Like `_lightning`, it touches what Lightning and torch have no public name for.
+Like `_lightning`, it uses private attributes of Lightning and torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_moe_ckpt.parallel import ordered_hook
 
 
 def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool) -> list[str]:
-    """Reasons in words for the log; empty if nothing was recognised. Call when the first batch begins.
+    """Return reasons as text for the log; empty if none was recognised. Call when the first batch begins.
 
     Args:
-        trainer: as it trains: hooks on its model are registered.
-        module: what it trains.
-        replays: whether a resume re-runs steps with part of the model frozen.
+        trainer: the trainer in training, with hooks on its model registered.
+        module: the module that it trains.
+        replays: whether a resume repeats steps with part of the model frozen.
     """
     found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer), *_of_clocks(trainer)]
     found += _of_loaders(trainer)
@@ -105,7 +105,7 @@ def _of_loaders(trainer: Trainer) -> Iterator[str]:
 
 
 def _has_weights(value: object) -> bool:
-    """Whether a value is a module of its own; not the one being trained, to which callbacks may keep a reference."""
+    """Return whether a value holds a module other than the trained one, to which callbacks may keep a reference."""
     if not isinstance(value, torch.nn.Module) or isinstance(value, LightningModule | Metric):
         return False
     return next(value.parameters(), None) is not None

@@ -1,11 +1,11 @@
-"""The `.ckpt` files that Lightning writes beside our checkpoints, in a run that is killed and resumed.
+"""Keep Lightning's own `.ckpt` files right in a run that is killed and resumed.
 
-A killed run leaves files of steps that are going to be trained again, and may leave one half written. In the resumed
+A killed run leaves files of steps that will be trained again, and may leave one half written. In the resumed
 run such a file must not count as existing, or `ModelCheckpoint` would avoid its name; while operators are frozen no file may
 be written, since it would hold half-frozen weights; and a torn file must not stay until it happens to be due again.
 So every rank keeps a list of what the run has written up to this boundary, which is part of the step journal.
 
-Like `_lightning`, a place that touches private attributes.
+Like `_lightning`, it uses private attributes of Lightning.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 FilesState = dict[str, Any]
 
 _UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""What `ModelCheckpoint` decides by or writes, and does not load from its `state_dict`; a version of Lightning may lack the last one."""
+"""Attributes of `ModelCheckpoint` that its `state_dict` does not restore; some versions of Lightning lack the last one."""
 
 
 class CheckpointFiles:
-    """Follows what one trainer writes, until `remove`.
+    """Track the checkpoint files that one trainer writes, until `remove`.
 
     Args:
-        trainer: in `on_fit_start`.
+        trainer: a trainer in `on_fit_start`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -42,7 +42,7 @@ class CheckpointFiles:
             before.remove()  # an earlier fit ended in replay
         self._held = self._told = self._resumed = self._suspects = False
         self._saved: dict[str, bool] = {}
-        """Files of this run by path, and whether they hold weights only."""
+        """Files of this run by path; the value says whether a file has weights only."""
         self._foreign = {path for each in self._model_checkpoints() for path in _listed(each)}
         self._save, self._delete = trainer.save_checkpoint, trainer.strategy.remove_checkpoint
         trainer.save_checkpoint = self._on_save  # type: ignore[method-assign]
@@ -51,7 +51,7 @@ class CheckpointFiles:
             each.file_exists = self._exists(each.file_exists)  # type: ignore[assignment, method-assign]
 
     def hold(self) -> None:
-        """From now on files are neither written nor removed: operators are frozen."""
+        """Hold files: neither write nor remove any from now on, since operators are frozen."""
         self._held = True
 
     @property
@@ -60,21 +60,21 @@ class CheckpointFiles:
         return self._held
 
     def dense(self) -> None:
-        """A step has ended and every operator is active; on all ranks."""
+        """Write held files: a step has ended and every operator is active. Call on all ranks."""
         self._held = False
         if self._suspects:
             self._suspects = False
             self._repair()
 
     def remove(self) -> None:
-        """Give the trainer its own methods back."""
+        """Restore the trainer's own methods."""
         self._trainer.__dict__.pop("save_checkpoint", None)
         self._strategy.__dict__.pop("remove_checkpoint", None)
         for each in self._model_checkpoints():
             each.__dict__.pop("file_exists", None)
 
     def take(self) -> FilesState:
-        """What the run has written by now, and what `ModelCheckpoint` does not put into its own state."""
+        """Return the list of files written so far, and attributes that `ModelCheckpoint` leaves out of its state."""
         return {
             "saved": dict(self._saved),
             "foreign": sorted(self._foreign),
@@ -85,12 +85,12 @@ class CheckpointFiles:
         }
 
     def restore(self, state: FilesState) -> None:
-        """Continue from what `take` gave; call after the callbacks have loaded their states."""
+        """Continue from a taken state; call after the callbacks have loaded their states."""
         self._resumed = self._suspects = True
         self.follow(state)
 
     def follow(self, state: FilesState) -> None:
-        """Be as the original run was in replay; call after the callbacks."""
+        """Set the original run's state in replay; call after the callbacks."""
         self._saved, self._foreign = dict(state["saved"]), set(state["foreign"])
         for each in self._model_checkpoints():
             for name, value in state["callbacks"].get(each.state_key, {}).items():
@@ -99,9 +99,9 @@ class CheckpointFiles:
     # -- private
 
     def _repair(self) -> None:
-        """Write files anew that the killed run left half written.
+        """Write files again that the killed run left half written.
 
-        It was killed while it replaced a file by a newer one. The old content is lost; the file gets that of here.
+        The run was killed while it replaced a file by a newer one. The old content is lost; the file gets the current state.
         """
         torn = [path for path in self._saved if _torn(path)] if self._trainer.is_global_zero else []
         for path in self._strategy.broadcast(torn):
@@ -139,7 +139,7 @@ class CheckpointFiles:
 
 
 def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
-    """`ckpt_path="best"` is that of the first callback that keeps checkpoints: let `ModelCheckpoint` be before ours."""
+    """Move `ModelCheckpoint` before our callback, since `ckpt_path="best"` asks the first callback that is a `Checkpoint`."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     last = max((i for i, each in enumerate(callbacks) if isinstance(each, ModelCheckpoint)), default=-1)
     here = callbacks.index(callback)
@@ -150,9 +150,9 @@ def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
 
 
 def keep_folder(callback: Callback, state: dict[str, Any], trainer: Trainer) -> None:
-    """Let a `ModelCheckpoint` that was given no folder write on into the one that the run had.
+    """Let a `ModelCheckpoint` without a given folder go on writing to the folder of the resumed run.
 
-    By default the folder is that of the logger, which is a new one in every process.
+    By default it uses the logger's folder, which is new in every process.
     """
     if not isinstance(callback, ModelCheckpoint) or "dirpath" not in state:
         return
@@ -162,13 +162,13 @@ def keep_folder(callback: Callback, state: dict[str, Any], trainer: Trainer) -> 
 
 
 class LightningResume:
-    """Lightning's own way to resume gives way to ours, where ours has something to resume from.
+    """Skip Lightning's own resume if our checkpoints have something to resume from.
 
-    `ckpt_path`, or the file that `OnExceptionCheckpoint` makes Lightning look for, is older than our newest step, and may be
-    torn. Whether ours has something is known only after Lightning has read it.
+    `ckpt_path`, or the file that `OnExceptionCheckpoint` makes Lightning look for, is older than our newest step and may be
+    damaged. Lightning reads it before it is known whether our checkpoints have something.
 
     Args:
-        trainer: in `setup`.
+        trainer: a trainer in `setup`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -181,14 +181,14 @@ class LightningResume:
         del self._connector.resume_start
         try:
             self._read(*args, **options)
-        except Exception as error:  # noqa: BLE001  # whatever a torn file gives; raised again unless we resume
+        except Exception as error:  # noqa: BLE001  # a damaged file may raise anything; raised again unless we resume
             self._error = error
 
     def decide(self, *, resumed: bool) -> None:
-        """Call before Lightning restores loops and optimizers.
+        """Raise or drop the error of Lightning's read; call before Lightning restores loops and optimizers.
 
         Raises:
-            Exception: what reading the file gave, if nothing else is resumed from.
+            Exception: reading the file failed, and nothing else is resumed from.
         """
         if not resumed:
             if self._error is not None:
@@ -206,7 +206,7 @@ class LightningResume:
 
 
 def _listed(callback: ModelCheckpoint) -> list[str]:
-    """Checkpoint files in its folder; on the first rank, as only that one touches files."""
+    """Return the checkpoint files in the callback's folder; only on the first rank, which alone writes files."""
     folder = callback.dirpath
     if folder is None or not callback._fs.exists(folder):
         return []
@@ -215,5 +215,5 @@ def _listed(callback: ModelCheckpoint) -> list[str]:
 
 
 def _torn(path: str) -> bool:
-    """Whether a file on a local disk is there but lacks its end, where the zip format keeps its directory."""
+    """Return whether a local file exists but lacks its end, where the zip format keeps its directory."""
     return Path(path).is_file() and not zipfile.is_zipfile(path)

@@ -1,10 +1,10 @@
-"""Random generators that the objects of a run hold as attributes, found by looking.
+"""Find random generators that the objects of a run hold as attributes.
 
-A data set with a numpy `Generator`, a transform with a `random.Random`, a module or callback with a `torch.Generator`: what
-they draw is part of the run, and nothing but their attributes leads to them. The look is bounded: attributes, and what
-small lists, tuples and dicts among them hold, a few levels deep.
+A data set may hold a numpy `Generator`, a transform a `random.Random`, a module or callback a `torch.Generator`. Their
+draws are part of the run, and only attributes lead to them. The search is bounded: attributes, and items of
+small lists, tuples and dicts among them, a few levels deep.
 
-Invariant: a generator has the same name in every life, as long as the code is the same.
+Invariant: a generator has the same name in every process of the run, as long as the code is the same.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from lightning_moe_ckpt.session import HeldGenerator
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
-"""A subset of a data set that holds a transform, which holds a list of transforms, of which one holds a generator."""
+"""Levels of the search, enough for subset, data set, transform, list of transforms, transform, generator."""
 _MOST_ITEMS = 100
-"""Longer lists hold data."""
+"""Most items of a list that is searched; longer lists hold data."""
 _MOST_OBJECTS = 200_000
 _OPAQUE = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType, Tensor, np.ndarray),
     *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader, Optimizer),
 )
-"""What is not looked into, since it holds no generator, or is looked into under a name of its own."""
+"""Types that are not searched: they hold no generator, or are searched under a name of their own."""
 
 
 class HeldGenerators:
-    """The generators of one run.
+    """Random generators held by the objects of one run.
 
     Args:
-        trainer: its callbacks, data module and loaders are looked at.
-        module: what it trains.
+        trainer: the trainer whose callbacks, data module and loaders are searched.
+        module: the module that it trains.
         skip: callbacks that are not the user's.
     """
 
@@ -52,14 +52,14 @@ class HeldGenerators:
         self._places: dict[str, tuple[Any, Any]] = {}
 
     def look(self) -> None:
-        """Find them; again when loaders were made."""
+        """Search for generators; call again after loaders were made."""
         seen = {id(each) for each in _lightning_data.loader_generators(self._trainer).values()}
         self._places = {}
         for name, root in self._roots():
             self._places.update(_places(name, root, seen, _DEPTH))
 
     def now(self) -> dict[str, HeldGenerator]:
-        """Those that are in their places, by name."""
+        """Return the generators that are still in their places, by name."""
         return _there(self._places)
 
     def _roots(self) -> Iterator[tuple[str, object]]:
@@ -73,7 +73,7 @@ class HeldGenerators:
 
 
 def user_callbacks(trainer: Trainer, skip: tuple[type[Callback], ...]) -> Iterator[tuple[str, Callback]]:
-    """Callbacks by a name that is the same in every life."""
+    """Yield the user's callbacks, by a name that is the same in every process."""
     count: dict[str, int] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
         if not isinstance(callback, skip):
@@ -83,7 +83,7 @@ def user_callbacks(trainer: Trainer, skip: tuple[type[Callback], ...]) -> Iterat
 
 
 def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
-    """Generators that some objects hold, by names that begin with theirs."""
+    """Return the generators that some objects hold, by names that begin with the objects' names."""
     seen: set[int] = set()
     found = {place: at for name, each in objects.items() for place, at in _places(name, each, seen, _DEPTH)}
     return _there(found)
@@ -114,7 +114,7 @@ def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tu
 
 
 def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
-    """What an object consists of, and the keys to it."""
+    """Return the container of an object's parts, and its keys."""
     if isinstance(owner, types.MethodType):
         return [owner.__self__], [0]
     if isinstance(owner, functools.partial):

@@ -1,4 +1,4 @@
-"""Log files of a run that is killed and resumed: one folder, and each row once.
+"""Keep one log folder with each row once, in a run that is killed and resumed.
 
 A resumed run trains some steps again and would log them again; and Lightning gives every process a new log folder, or, if
 the folder is fixed, `CSVLogger` deletes what an earlier process wrote. So the step journal names the folder of the run; a
@@ -8,7 +8,7 @@ written by steps that are trained again bit for bit, so it has the same values.
 This holds for `CSVLogger` and `TensorBoardLogger` on a local disk. Both are flushed after every row, by Lightning where the
 trainer logs and here, before each boundary, where others do; a SIGKILL loses nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
 
-Like `_lightning`, a place that touches private attributes.
+Like `_lightning`, it uses private attributes of Lightning.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 log = logging.getLogger(__name__)
 
 Counts: TypeAlias = "Counter[tuple[int, str]]"
-"""How often a key was logged under a step."""
+"""Number of times that a key was logged under a step."""
 
 KEPT = "metrics.kept.csv"
-"""Second name (hard link) of a `metrics.csv`, which survives that `CSVLogger` deletes the first one when it starts."""
+"""Second name (hard link) of a `metrics.csv`; it stays when a starting `CSVLogger` deletes the first name."""
 
 
 class LogFolders:
-    """Lets the log files of one trainer go on where the run left them, until `remove`.
+    """Continue the run's log files in one trainer, until `remove`.
 
     Args:
-        trainer: in `on_fit_start`: its loggers have opened their folders, and have written nothing.
+        trainer: a trainer in `on_fit_start`, whose loggers have opened their folders and written nothing.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -49,11 +49,11 @@ class LogFolders:
         ]
 
     def take(self) -> dict[str, Any]:
-        """The folders, and what was logged under the newest step."""
+        """Return the folders, and counts of what was logged under the newest step."""
         return {"logs": [log.take() for log in self._logs]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on in the folders of the run."""
+        """Continue in the folders of the run."""
         if len(state["logs"]) != len(self._logs):
             log.warning("this run has other loggers than before: rows of steps that are trained again appear twice")
             return
@@ -61,26 +61,26 @@ class LogFolders:
             each.restore(taken)
 
     def follow(self, state: dict[str, Any]) -> None:
-        """Nothing: rows are dropped by name and step, whatever values a replay gives them."""
+        """Do nothing: rows are dropped by name and step, whatever values replay gives them."""
 
     def remove(self) -> None:
-        """Give the loggers their own methods back."""
+        """Restore the loggers' own methods."""
         for each in self._logs:
             each.remove()
 
 
 class _Log:
-    """One logger and its folder.
+    """Log of one logger in its folder.
 
     Args:
-        logger: what every rank has.
-        owner: this rank writes the files. The other ranks only count.
+        logger: the logger, which every rank has.
+        owner: whether this rank writes the files; other ranks only count.
     """
 
     def __init__(self, logger: CSVLogger | TensorBoardLogger, *, owner: bool) -> None:
         self._logger, self._owner = logger, owner
         self._there: Counts = Counter()
-        """What is in the folder and will be logged again."""
+        """Rows in the folder that will be logged again."""
         self._newest: dict[str, Any] = {"step": -1, "keys": {}}
         self._unsaved = False
         self._kept: Path | None = None
@@ -160,7 +160,7 @@ def _leave(logger: CSVLogger | TensorBoardLogger, folder: Path) -> None:
 
 
 def _keep(folder: Path) -> None:
-    """Give the file its second name."""
+    """Make the second name of `metrics.csv`."""
     (folder / KEPT).unlink(missing_ok=True)
     try:
         os.link(folder / "metrics.csv", folder / KEPT)
@@ -169,7 +169,7 @@ def _keep(folder: Path) -> None:
 
 
 def _go_on_csv(logger: CSVLogger, folder: Path) -> Counts:
-    """Let the logger append to the rows of earlier lives; what they are."""
+    """Let the logger append to the rows of earlier processes, and return their counts."""
     path, kept = folder / "metrics.csv", folder / KEPT
     if path.is_file():
         _keep(folder)  # opening the folder deletes the file
@@ -187,7 +187,7 @@ def _go_on_csv(logger: CSVLogger, folder: Path) -> Counts:
 
 
 def _cut_torn_row(path: Path) -> None:
-    """The last line has its end only if it was written whole."""
+    """Remove an incomplete last line."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
@@ -195,7 +195,7 @@ def _cut_torn_row(path: Path) -> None:
 
 
 def _rewrite(folder: Path, names: list[str]) -> None:
-    """Widen the table, as Lightning does, but in one stroke: a kill in between must not lose it."""
+    """Add columns to the table, as Lightning does, but atomically: a kill must not lose the file."""
     path = folder / "metrics.csv"
     _, rows = _read(path)
     temporary = path.with_suffix(".tmp")
@@ -220,7 +220,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _events_in(folder: Path) -> Counts:
-    """Scalars in the event files of a folder; a file ends where the killed process had got to."""
+    """Count the scalars in the event files of a folder, which may end anywhere."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     except ImportError:

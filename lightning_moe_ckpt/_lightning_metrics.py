@@ -1,10 +1,10 @@
-"""What a run has logged so far in the epoch under way: taken and restored, so that epoch means come out the same.
+"""Take and restore what a run has logged so far in the current epoch, so that epoch means come out the same.
 
 Lightning accumulates `self.log(..., on_epoch=True)` in objects that exist from the first call on. In a resumed process
 that call may never come again in the epoch, so the objects are built anew from what the call was given. Metrics of
 torchmetrics that belong to the module keep their state themselves; the objects only refer to them.
 
-Like `_lightning`, the only place that touches these private attributes.
+Like `_lightning`, it uses private attributes of Lightning.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "max": max,
     "min": min,
 }
-"""All that `self.log(reduce_fx=...)` takes; later calls must give the same function again."""
+"""Functions that `self.log(reduce_fx=...)` takes; later calls must give the same function again."""
 
 _GIVEN = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _GIVEN_LATER = ("dataloader_idx", "metric_attribute")
-"""What else a call of `self.log` was given, and may be `None`."""
+"""Further arguments of `self.log`, which may be `None`."""
 
 
 def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
-    """Newest values of everything logged, and what accumulates over the epoch."""
+    """Return the newest values of everything logged, and the accumulated state of the epoch."""
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     return {
@@ -55,19 +55,19 @@ def take_metrics(trainer: Trainer, module: LightningModule) -> MetricState:
 
 
 def follow_metrics(trainer: Trainer, module: LightningModule, state: MetricState) -> None:
-    """Let the newest values of everything logged, and the module's own metrics, be those that `take_metrics` took."""
+    """Set the newest logged values and the module's own metrics to those of `state`, in replay."""
     connector = trainer._logger_connector
     connector._callback_metrics.update(state["callback"])
     connector._logged_metrics.update(state["logged"])
     connector._progress_bar_metrics.update(state["progress_bar"])
     for name, metric in _module_metrics(module):
-        # Metrics of a collection may share tensors: what is right stays as it is.
+        # Metrics of a collection may share tensors, so equal ones are not written.
         if name in state["module"] and differs(state["module"][name], _take_module_metric(metric)):
             _restore_module_metric(metric, state["module"][name])
 
 
 def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricState, *, mid_epoch: bool) -> None:
-    """Put back what `take_metrics` took; call before the fit loop runs."""
+    """Restore the result of `take_metrics`; call before the fit loop runs."""
     connector = trainer._logger_connector
     follow_metrics(trainer, module, state)
     if mid_epoch:
@@ -94,7 +94,7 @@ def _take(metric: _ResultMetric) -> dict[str, Any]:
 
 
 def _rebuild(trainer: Trainer, module: LightningModule, taken: dict[str, Any]) -> _ResultMetric | None:
-    """The object that holds what was logged under one name; `None` if that cannot be said."""
+    """Rebuild the object that accumulates what was logged under one name; `None` if it cannot be rebuilt."""
     device, name = trainer.strategy.root_device, taken["given"]["name"]
     if taken["sync"]["grouped"]:
         log.warning("%r was logged with `sync_dist_group`: its value for this epoch starts anew", name)

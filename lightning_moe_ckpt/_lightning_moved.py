@@ -1,10 +1,10 @@
-"""Plain attributes of the user's objects that move while training: a counter of a callback, the difficulty of a data set,
-the mode, dropout or temperature of a part of the model.
+"""Record plain attributes of the user's objects that change in training,
+such as a callback's counter, a data set's difficulty, or the mode, dropout or temperature of a part of the model.
 
-Nothing says which attributes are part of a run. Those that are as they were when training began are not: they came from the
-user's code, which makes them again. What has changed since then, and is a number, a text, a flag or `None`, goes into the
-journal and is set again after a restart, once all hooks that run when training starts have run. Objects with a
-`state_dict` of their own are left to it. What cannot be kept so is named when it is first seen to change.
+Nothing says which attributes are part of a run. Attributes that have not changed since training began are not: the
+user's code makes them again. A changed attribute that is a number, a text, a flag or `None` goes into the
+journal and is set again after a restart, once all hooks of training's start have run. Objects with a
+`state_dict` of their own are left to it. A changed attribute of another type is named in the log once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _UNKNOWN = object()
 
 
 class MovedAttributes:
-    """Watches the attributes of one run's module, data module, callbacks and data sets.
+    """Track changes of attributes of one run's module, data module, callbacks and data sets.
 
     Args:
-        trainer: whose callbacks, data module and loaders.
-        module: what it trains.
+        trainer: the trainer whose callbacks, data module and loaders are tracked.
+        module: the module that it trains.
         skip: callbacks that are not the user's.
-        kept: names of modules whose attributes others take and restore.
+        kept: names of modules whose attributes are recorded elsewhere.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class MovedAttributes:
         self._trainer, self._module, self._skip, self._kept = trainer, module, skip, kept
         self._owners: dict[str, object] = {}
         self._own: dict[type, frozenset[str]] = {}
-        """Attributes that are Lightning's or torch's, by class of their owner."""
+        """Names of Lightning's or torch's own attributes, by class of their owner."""
         self._parts: dict[str, _Part] = {}
         self._first: dict[str, Any] | None = None
         self._sizes: dict[str, int] = {}
         self._named: set[str] = set()
 
     def look(self) -> None:
-        """Find the objects, again when an epoch begins; what they are when the first one does is where they begin."""
+        """Find the objects when an epoch begins; the values at the first epoch's start are the reference."""
         self._owners = dict(self._roots())
         if self._first is None:
             self._sizes = {name: len(value) for name, value in self._attributes() if isinstance(value, _CONTAINERS)}
@@ -72,7 +72,7 @@ class MovedAttributes:
             }
 
     def take(self) -> dict[str, Any]:
-        """What has moved, by name."""
+        """Return the values of changed attributes, by name."""
         moved = {}
         for name, value in self._attributes():
             if _is_plain(value):
@@ -84,7 +84,7 @@ class MovedAttributes:
         return moved
 
     def restore(self, moved: Mapping[str, Any]) -> None:
-        """Be as then."""
+        """Set the attributes in `moved`."""
         first = self._first or {}
         back = {name: first[name] for name in self.take() if name not in moved and name in first}
         for name, value in {**back, **moved}.items():
@@ -136,7 +136,7 @@ class MovedAttributes:
 
 
 class _Part:
-    """A part of the model as it was at first: there may be thousands, and none has moved in most steps."""
+    """First values of one part of the model. There may be thousands of parts, and most never change."""
 
     def __init__(self, owner: nn.Module, plain: Sequence[str]) -> None:
         self._values, self._length = vars(owner), len(vars(owner))
@@ -145,7 +145,7 @@ class _Part:
         self._first = self._get(self._values) if self._get is not None else ()
 
     def may_have_moved(self, owner: object) -> bool:
-        """Quickly; whether an attribute is new or another object."""
+        """Return quickly whether an attribute is new or another object."""
         values = vars(owner)
         if values is not self._values or len(values) != self._length or self._get is None:
             return True
@@ -164,7 +164,7 @@ def _is_of(owner: object, *packages: str) -> bool:
 
 
 def _not_users(owner: object) -> frozenset[str]:
-    """What every object of its kind has. Of a part of a model, `training` is the user's: frozen norms are set to `eval`."""
+    """Return names that belong to the library. A module's `training` is the user's: frozen norms are set to `eval`."""
     kinds: dict[type, Any] = {LightningModule: LightningModule(), LightningDataModule: LightningDataModule()}
     kinds[Callback] = Callback()
     own = {name for kind, bare in kinds.items() if isinstance(owner, kind) for name in vars(bare)}

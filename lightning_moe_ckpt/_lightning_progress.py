@@ -1,7 +1,7 @@
-"""Notes in the progress bar, whichever it is.
+"""Show notes in the trainer's progress bar, whichever class it has.
 
-Lightning's bars show numbers that were logged, and a text among them only from the bar's own `get_metrics`, which is
-made to be replaced. So it is, on one bar, until the fit ends. What is shown this way is not logged: it reaches neither
+Lightning's bars show logged numbers. They show a text only if the bar's own `get_metrics` returns it, which is
+meant to be replaced. This module replaces it on one bar until the fit ends. A note is not logged: it reaches neither
 the journal of a step nor `callback_metrics`.
 """
 
@@ -15,16 +15,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 _notes: WeakKeyDictionary[ProgressBar, dict[str, Callable[[], str | None]]] = WeakKeyDictionary()
-"""Of each bar, by name."""
+"""Notes of each bar, by name."""
 
 
 class ProgressNote:
-    """Shows one more entry in the trainer's progress bar, until `remove`; nothing where there is no bar.
+    """Show an entry in the trainer's progress bar, if there is one, until `remove`.
 
     Args:
-        trainer: whose bar.
-        name: of the entry.
-        text: asked whenever the bar is drawn; `None` shows nothing.
+        trainer: the trainer with the bar.
+        name: name of the entry.
+        text: called whenever the bar is drawn; nothing is shown if it returns `None`.
     """
 
     def __init__(self, trainer: Trainer, name: str, text: Callable[[], str | None]) -> None:
@@ -36,7 +36,7 @@ class ProgressNote:
         _notes[self._bar][name] = text
 
     def remove(self) -> None:
-        """Give the bar its own method back, if this is the last note."""
+        """Remove the note; after the last one the bar gets its own method back."""
         bar, self._bar = self._bar, None
         if bar is None:
             return
@@ -53,7 +53,7 @@ def _show_notes(bar: ProgressBar) -> None:
 
     def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
         shown = {name: text() for name, text in notes.items()}
-        # First, where a narrow terminal does not cut them off.
+        # Notes come first, so that a narrow terminal does not cut them off.
         return {**{name: text for name, text in shown.items() if text is not None}, **original(*args, **kwargs)}
 
     bar.get_metrics = get_metrics  # type: ignore[method-assign]

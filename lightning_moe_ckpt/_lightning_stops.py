@@ -1,4 +1,4 @@
-"""Private touches of Lightning around SIGTERM; the one other module that may do so is `_lightning`.
+"""Replace Lightning's handling of SIGTERM, through its private attributes.
 
 Lightning's handler broadcasts from inside the signal handler, which hangs if another rank did not get the signal, and
 before every batch rank 0 broadcasts whether it did. Its exception ends the process with status 0. Here the handler
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class SigtermTap:
-    """Puts a listener in the place of Lightning's SIGTERM handler for one fit; construct it before `on_train_start`.
+    """Replace Lightning's SIGTERM handler by a listener for one fit; construct it before `on_train_start`.
 
     Lightning installs what it finds under the handler's name once `on_fit_start` has run, together with the handlers
     that the user had installed before, and puts the originals back when it tears down.
@@ -31,7 +31,7 @@ class SigtermTap:
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
     def _received(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child: no news for who trains, nor for its other processes
+        if os.getpid() != self._pid:  # a forked child: its signal does not concern the training process
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
@@ -41,25 +41,25 @@ class SigtermTap:
         self._listener()
 
     def give_up_evaluation(self) -> None:
-        """Let Lightning leave validation after the batch under way."""
+        """Let Lightning leave validation after the current batch."""
         self._connector.received_sigterm = True
 
     def remove(self) -> None:
-        """Give Lightning its own methods back."""
+        """Restore Lightning's own methods."""
         self._connector.__dict__.pop("_sigterm_notifier_fn", None)
         self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 def _nothing() -> None:
-    """In place of a broadcast."""
+    """Do nothing, in place of a broadcast."""
 
 
 def name_status(exception: BaseException, status: int) -> None:
-    """Where Lightning left by itself, in validation, its exception has no status, which would mean success."""
+    """Set the exit status of an exception with which Lightning left validation; without one it would mean success."""
     if isinstance(exception, SIGTERMException) and exception.code is None:
         exception.code = status
 
 
 def stopped(status: int) -> SIGTERMException:
-    """What ends a fit on SIGTERM; a `SystemExit`, so an uncaught one ends the process with `status`."""
+    """Return the exception that ends a fit on SIGTERM. It is a `SystemExit`: uncaught, it exits with `status`."""
     return SIGTERMException(status)

@@ -1,9 +1,9 @@
-"""Lightning's callbacks that look for a learning rate or a batch size by trial steps, through the trainer's own fit loop.
+"""Keep trial steps of Lightning's tuners out of the run, and their results in it.
 
-While one tries, all other callbacks are put aside, and our taps rest: trial steps are none of the run's. What it has
-found belongs to the run; a resumed one does not look again, since it could find something else.
+Tuners search for a learning rate or a batch size by trial steps in the trainer's own fit loop. Meanwhile all other
+callbacks are put aside and our taps rest. A resumed run uses the values found, since a new search may find others.
 
-Like `_lightning`, a place that touches private attributes.
+Like `_lightning`, it uses private attributes of Lightning.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 
 _LEARNING_RATES = ("lr", "learning_rate")
-"""Where Lightning looks if nobody says what the learning rate is called."""
+"""Names under which Lightning looks for the learning rate by default."""
 
 
 def tries_only(trainer: Trainer) -> bool:
-    """Whether this fit is one of `Tuner`, which trains nothing."""
+    """Return whether this fit is one of `Tuner`, which trains nothing."""
     return any(each._early_exit for each in _finders(trainer))
 
 
 def resting(trainer: Trainer) -> Callable[[], bool]:
-    """Whether the callbacks that the trainer has now are put aside; call in `on_fit_start`."""
+    """Return a function that says whether the trainer's callbacks are put aside; call in `on_fit_start`."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     first = callbacks[0]
     return lambda: not any(each is first for each in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 class Findings:
-    """What was found by callbacks of one fit: part of every boundary.
+    """Values that tuners of one fit have found; they are part of every boundary.
 
     Args:
-        trainer: in `on_fit_start`, before they look.
+        trainer: a trainer in `on_fit_start`, before the search.
         module: the module it trains.
     """
 
@@ -45,24 +45,24 @@ class Findings:
         self._finders = list(_finders(trainer))
 
     def take(self) -> dict[str, Any]:
-        """Values by attribute."""
+        """Return the values, by attribute."""
         return {name: lightning_getattr(self._module, name) for name in self._names()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with them, and let nobody look again."""
+        """Set the values, and prevent another search."""
         self.follow(state)
         self._silenced = list(self._finders)
         for finder in self._silenced:
             finder.on_fit_start = _find_nothing  # type: ignore[method-assign]
 
     def follow(self, state: Mapping[str, Any]) -> None:
-        """Be as the original run was in replay."""
+        """Set the original run's values in replay."""
         for name, value in state.items():
             if lightning_hasattr(self._module, name):
                 lightning_setattr(self._module, name, value)
 
     def remove(self) -> None:
-        """Give the callbacks their own hooks back."""
+        """Restore the callbacks' own hooks."""
         while self._silenced:
             self._silenced.pop().__dict__.pop("on_fit_start", None)
 
@@ -78,7 +78,7 @@ class Findings:
 
 
 def _find_nothing(trainer: Trainer, pl_module: LightningModule) -> None:
-    """In place of a search."""
+    """Do nothing, in place of a search."""
 
 
 def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:

@@ -1,11 +1,11 @@
-"""Random state of persistent loader workers.
+"""Record and restore the random state of persistent loader workers.
 
-Workers that are made anew in every epoch are seeded from this process then, and follow from its state. Those that stay
-(`persistent_workers=True`) are seeded once, and go on drawing from epoch to epoch. So they tell with every batch where
-they are, and a restart in a later epoch makes workers that begin where those of the original run began that epoch. What
-is on its way when an epoch ends counts too: loaders wait for it before they begin the next one, and throw it away.
+Workers that are made anew in every epoch are seeded by this process then, and follow from its state. Persistent ones
+(`persistent_workers=True`) are seeded once, and go on drawing from epoch to epoch. They send their state with every
+batch, and a restart in a later epoch makes workers that begin with the state at that epoch's start. Batches on their
+way when an epoch ends count too: loaders wait for them before they begin the next one, and throw them away.
 
-Like `_lightning`, it touches what torch has no public name for.
+Like `_lightning`, it uses private attributes, here of torch.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lightning_moe_ckpt.session import capture_rng, decode, encode, restore_rng
 log = logging.getLogger(__name__)
 
 States = dict[str, Any]
-"""`seed`, from which the workers were made, and `states` of each: encoded, in an array; `None` if it has not told yet."""
+"""`seed` that the workers were made from, and `states`: an encoded array per worker, or `None` if it sent none yet."""
 
 STATE_NBYTES = 2**14
-"""What a worker's state may take in a journal."""
+"""Bytes that a worker's state may take in a journal."""
 
 
 class PersistentWorkers:
-    """Listens to the persistent workers of one run's training loaders.
+    """Track the state of the persistent workers of one run's training loaders.
 
     Args:
-        trainer: whose loaders.
-        deterministic: whether items draw nothing, so that it does not matter where workers are.
+        trainer: the trainer whose loaders are tracked.
+        deterministic: whether items draw nothing, so that the workers' state does not matter.
     """
 
     def __init__(self, trainer: Trainer, *, deterministic: bool) -> None:
@@ -54,10 +54,10 @@ class PersistentWorkers:
         return sum(tap.loader.num_workers for tap in self._taps.values())
 
     def before_iter(self, restored: Mapping[int, States] | None) -> None:
-        """An iterator of every loader is about to be made, for a new epoch.
+        """Prepare the loaders for new iterators, for a new epoch.
 
         Args:
-            restored: where workers are to begin, by the place of their loader; in a restart.
+            restored: in a restart, the workers' first state, by index of their loader.
         """
         loaders = [] if self._deterministic else loaders_of(self._trainer)
         for index, loader in enumerate(loaders):
@@ -69,11 +69,11 @@ class PersistentWorkers:
                 self._taps[index].begin_epoch((restored or {}).get(index))
 
     def take(self) -> dict[int, States]:
-        """Where workers were when the epoch began; nothing in the one in which they were made."""
+        """Return the workers' state at the epoch's start; nothing in the epoch in which they were made."""
         return {index: tap.begun for index, tap in self._taps.items() if tap.begun is not None}
 
     def remove(self) -> None:
-        """Give the loaders their own functions back."""
+        """Restore the loaders' own functions."""
         for tap in self._taps.values():
             tap.remove()
 
@@ -92,12 +92,12 @@ class PersistentWorkers:
 
 
 class _LoaderTap:
-    """One loader, the iterator that its workers serve, and where they are."""
+    """One loader, with the iterator and the state of its workers."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.begun: States | None = None
-        """Where workers were at the start of this epoch; `None` in the one in which they were made."""
+        """State of the workers at the start of this epoch; `None` in the epoch in which they were made."""
         self._newest: States = {"seed": 0, "states": []}
         self._begins = False
         self._original = (loader.collate_fn, loader.worker_init_fn)
@@ -154,18 +154,18 @@ def _copy(states: States) -> States:
 
 
 class _Told:
-    """A batch, and where the worker is that made it."""
+    """A batch, with the state of the worker that made it."""
 
     def __init__(self, worker: int, state: np.ndarray[Any, Any], batch: Any) -> None:
         self.worker, self.state, self.batch = worker, state, batch
 
     def pin_memory(self) -> _Told:
-        """Called by the loader's thread, if it pins."""
+        """Pin the batch; called by the loader's thread."""
         return _Told(self.worker, self.state, pin_memory(self.batch))  # type: ignore[no-untyped-call]
 
 
 class _Telling:
-    """A collate function that lets its worker tell where it is."""
+    """Collate function that adds the worker's state to each batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -179,7 +179,7 @@ class _Telling:
 
 
 class _Beginning:
-    """A `worker_init_fn` that lets a worker begin where another one was."""
+    """`worker_init_fn` that lets a worker begin with a recorded state."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then, self.begun = then, None

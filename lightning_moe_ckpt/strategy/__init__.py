@@ -1,4 +1,4 @@
-"""The Lightning Strategy for Mixture-of-Experts models. Importing it registers `Trainer(strategy="moe")`."""
+"""Provide the Lightning Strategy for Mixture-of-Experts models. Importing it registers `Trainer(strategy="moe")`."""
 
 from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 

@@ -20,11 +20,11 @@ _PREFIX = "buffer/"
 
 
 class BufferSync:
-    """Watches the buffers of a module; `votes` and `apply` go around the exchange of the gradient reduction.
+    """Keep the buffers of a module equal; call `votes` before and `apply` after the gradient reduction's exchange.
 
     Args:
-        module: whose buffers.
-        ignored: names left to the user.
+        module: the module with the buffers.
+        ignored: names of buffers that are left alone.
         groups: this rank's place.
     """
 
@@ -39,11 +39,11 @@ class BufferSync:
 
     @property
     def flags(self) -> list[str]:
-        """Names of the flags to send along."""
+        """Names of the flags that take part in the exchange."""
         return [_PREFIX + name for name in self._owners]
 
     def votes(self) -> dict[str, int]:
-        """Which buffers changed on this rank since the last `apply`."""
+        """Return flags of the buffers that changed on this rank since the last `apply`."""
         now = self._versions()
         return {
             _PREFIX + name: int(_is_uncounted(owner) or now[name] != self._seen[name])

@@ -1,4 +1,4 @@
-"""What `MoEStrategy` touches beyond the public interfaces of Lightning and torch, in one place.
+"""Use private names of Lightning and torch for `MoEStrategy`, in one place.
 
 Each function says which private name it uses. Taps are instance attributes, so that any precision plugin keeps its
 class, and are removed at teardown.
@@ -19,12 +19,12 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the running micro-batch is followed by more before the optimizer steps. Uses `_should_accumulate`."""
+    """Return whether more micro-batches follow before the optimizer steps. Uses `_should_accumulate`."""
     return trainer.fit_loop._should_accumulate()  # noqa: SLF001
 
 
 def ignored_names(module: LightningModule) -> set[str]:
-    """Parameters and buffers the user keeps from DistributedDataParallel, by its convention."""
+    """Return the parameters and buffers that the user excludes from DistributedDataParallel, by its convention."""
     return set(getattr(module, IGNORED, ()))
 
 

@@ -1,4 +1,4 @@
-"""Whole state dicts from sharded experts, and back at another number of expert-parallel ranks.
+"""Gather state dicts of sharded experts, and shard them again for another number of expert-parallel ranks.
 
 A checkpoint of Lightning holds every expert: a sharded tensor `[e, ...]` becomes `[E, ...]`, the same bytes as
 without expert parallelism, so any number of ranks (one included, without this strategy) can load it.
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups: ParallelGroups) -> dict[str, Any]:
-    """All experts on rank 0. Collective over the world.
+    """Return the module's state with all experts on rank 0. Collective over the world.
 
     Args:
         state: the module's state dict on this rank.
@@ -30,7 +30,7 @@ def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups:
         groups: this rank's place.
 
     Returns:
-        On rank 0 a state dict with all experts, these on the CPU; elsewhere `state`.
+        On rank 0 a state dict with all experts, which are on the CPU; on other ranks `state`.
     """
     whole = {name: _gather(state[name], groups) for name in sorted(sharded) if name in state}
     return {**state, **whole} if groups.rank == 0 else state
@@ -39,10 +39,10 @@ def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups:
 def shard_module_state(
     state: Mapping[str, Any], local: Mapping[str, Tensor], sharded: Collection[str], groups: ParallelGroups
 ) -> dict[str, Any]:
-    """This rank's part of a whole state dict.
+    """Return this rank's part of a whole state dict.
 
     Args:
-        state: with all experts.
+        state: the state dict with all experts.
         local: the live parameters, for their shapes.
         sharded: names that differ between expert-parallel ranks.
         groups: this rank's place.
@@ -64,7 +64,7 @@ def shard_module_state(
 
 
 def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups) -> dict[str, Any]:
-    """State of all experts on rank 0, as an optimizer without expert parallelism would hold it. Collective.
+    """Return the optimizer state of all experts on rank 0, as without expert parallelism. Collective.
 
     Args:
         optimizer: a plain torch optimizer.
@@ -78,7 +78,7 @@ def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], group
     parameters = dict(_sharded_parameters(optimizer, sharded))
     states = {idx: own["state"].get(idx, {}) for idx in parameters}
     for idx, outline in _exchange_outlines(states, parameters, groups).items():
-        # One with no state yet beside ranks that have some: zeros is what the first step starts from.
+        # A rank without state yet beside ranks with some: the first step starts from zeros.
         if outline.keys() != states[idx].keys():
             log.warning("optimizer state of parameter %d is absent on some ranks; zeros are saved for those", idx)
         device = parameters[idx].device
@@ -91,7 +91,7 @@ def gather_optimizer_state(optimizer: Optimizer, sharded: Collection[int], group
 def shard_optimizer_state(
     state: Mapping[str, Any], optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups
 ) -> dict[str, Any]:
-    """This rank's part of a whole optimizer state dict; what has no dimension over experts is taken as it is."""
+    """Return this rank's part of a whole optimizer state dict; entries without an expert dimension stay as they are."""
     states = dict(state["state"])
     for idx, parameter in _sharded_parameters(optimizer, sharded):
         experts = parameter.shape[0] * groups.ep_size
@@ -105,7 +105,7 @@ def shard_optimizer_state(
 
 
 def _sharded_parameters(optimizer: Optimizer, sharded: Collection[int]) -> Iterator[tuple[int, Tensor]]:
-    """Parameters with the index that `state_dict` gives them."""
+    """Yield the sharded parameters with their index in `state_dict`."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return ((idx, parameter) for idx, parameter in enumerate(parameters) if id(parameter) in sharded)
 
@@ -117,7 +117,7 @@ def _runs_over(value: Any, experts: int) -> bool:
 def _exchange_outlines(
     states: Mapping[int, Mapping[str, Any]], parameters: Mapping[int, Tensor], groups: ParallelGroups
 ) -> dict[int, dict[str, Any]]:
-    """For every parameter the entries that any rank has: an empty tensor for what is stacked, the value otherwise."""
+    """Return every parameter's entries on any rank: an empty tensor for stacked entries, else the value."""
     outline = {
         idx: {
             key: value.new_empty(value.shape, device="meta") if _runs_over(value, len(parameters[idx])) else value
@@ -142,7 +142,7 @@ def _own_part(whole: Tensor, groups: ParallelGroups) -> Tensor:
 
 
 def _gather(part: Tensor, groups: ParallelGroups) -> Tensor:
-    """Concatenation over expert-parallel ranks on rank 0; the replicas of its group have nothing to add."""
+    """Return the parts of expert-parallel ranks, concatenated, on rank 0; data-parallel replicas have nothing to add."""
     if groups.dp_rank != 0 or groups.ep_size == 1:
         return part
     part = part.detach().contiguous()

@@ -1,7 +1,7 @@
-"""Data and expert parallelism under Lightning with gradients, norms and checkpoints that are right for experts.
+"""Run data and expert parallelism under Lightning, with correct gradients, norms and checkpoints of experts.
 
-It is a `DDPStrategy` without the DistributedDataParallel wrapper: Lightning still injects its distributed sampler and
-launches processes, but gradients are reduced by `GradientReducer`, whose bits survive restarts and freezing.
+`MoEStrategy` is a `DDPStrategy` without the DistributedDataParallel wrapper. Lightning still adds its distributed sampler and
+launches processes, but `GradientReducer` reduces gradients; its results are bit-equal after restarts and freezing.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ log = logging.getLogger(__name__)
 
 
 class MoEStrategy(DDPStrategy):
-    """Data parallelism with expert parallelism, for Mixture-of-Experts models; also `Trainer(strategy="moe")`.
+    """Train Mixture-of-Experts models with data and expert parallelism; also `Trainer(strategy="moe")`.
 
     Args:
-        expert_parallel: How many ranks share one set of experts; divides the number of processes. Modules that shard
+        expert_parallel: Number of ranks that share one set of experts; it divides the number of processes. Modules that shard
             experts (`MoELayer`) must be built in `LightningModule.configure_model`.
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run gives the same bits as one
             that was never interrupted; ``"allreduce"`` leaves the order to the backend, which is faster on some
             networks and exact to rounding only.
         bucket_nbytes: Bytes of one message of the gradient reduction.
         timeout: Limit for one collective operation.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; by default what suits the device.
-        start_method: How Lightning starts the processes where nobody else does.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; by default the one for the device.
+        start_method: How Lightning starts the processes if no launcher does.
         accelerator: Given by the Trainer.
         parallel_devices: Given by the Trainer.
         cluster_environment: Given by the Trainer.
@@ -106,9 +106,9 @@ class MoEStrategy(DDPStrategy):
         self.bucket_nbytes = bucket_nbytes
         self.timeout = timeout
         self.groups = ParallelGroups()
-        """This rank's place and its process groups, from before `configure_model` on."""
+        """Rank and process groups of this process; set before `configure_model`."""
         self.reducer: GradientReducer | None = None
-        """Reduces gradients while fitting; its `flags` travel with every optimizer step."""
+        """Reduces gradients while fitting; its `flags` are exchanged at every optimizer step."""
         self.last_grad_norm: Tensor | None = None
         """Norm of the last clipping by norm, before clipping; equal on all ranks."""
         self._buffer_sync: BufferSync | None = None
@@ -131,7 +131,7 @@ class MoEStrategy(DDPStrategy):
         )
 
     def _join_fresh_store(self) -> None:
-        """Under torchrun, see to it that a restarted life does not meet the addresses of the one before."""
+        """Use a fresh store under torchrun, so that a restarted process does not read addresses of the previous one."""
         environment = self.cluster_environment
         if environment is None or not shares_agent_store() or dist.is_initialized():
             return
@@ -144,7 +144,7 @@ class MoEStrategy(DDPStrategy):
         return self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
 
     def _closed_doors(self) -> AbstractContextManager[None]:
-        """Around the making of the default group: strangers cannot connect to it, ranks go on reaching the store."""
+        """Return a context for making the default group, in which only ranks can connect and the store stays reachable."""
         environment = self.cluster_environment
         if environment is None or self._backend != "gloo":
             return nullcontext()  # NCCL connects when it likes
@@ -165,7 +165,7 @@ class MoEStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Make replicated states equal to rank 0's; no wrapper."""
+        """Make replicated states equal to rank 0's, without a wrapper."""
         module, ignored = self._module, _glue.ignored_names(self._module)
         if self.groups.world_size > 1:
             states = [*module.named_parameters(), *module.named_buffers()]
@@ -244,7 +244,7 @@ class MoEStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As the base class, with the reduction between backward and `on_after_backward`, where DDP has it too."""
+        """Run backward, then reduce gradients before `on_after_backward`, as DDP does."""
         module = self._module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -257,10 +257,10 @@ class MoEStrategy(DDPStrategy):
         return closure_loss
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Norm over the gradients of `parameters` and of the experts other ranks hold. Collective, after reduction.
+        """Return the norm of the gradients of `parameters` and of other ranks' experts. Collective, after reduction.
 
         Args:
-            parameters: the same ones on every rank, those without a gradient included.
+            parameters: the same parameters on every rank, including those without a gradient.
             norm_type: as in `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
@@ -304,7 +304,7 @@ class MoEStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State of the module with all experts, on rank 0. Collective."""
+        """Return the module's state with all experts, on rank 0. Collective."""
         return gather_module_state(super().lightning_module_state_dict(), self._sharded_names, self.groups)
 
     @override
@@ -324,7 +324,7 @@ class MoEStrategy(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State of an optimizer for all experts, on rank 0. Collective."""
+        """Return an optimizer's state for all experts, on rank 0. Collective."""
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer  # noqa: SLF001
         if not self._sharded_names or hasattr(plain, "consolidate_state_dict"):
             return super().optimizer_state(plain)
@@ -355,7 +355,7 @@ class MoEStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make `Trainer(strategy="moe")`, `"moe_spawn"` and `"moe_fork"` known."""
+        """Register `Trainer(strategy="moe")`, `"moe_spawn"` and `"moe_fork"`."""
         for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
             strategy_registry.register(
                 cls.strategy_name + suffix,
@@ -370,7 +370,7 @@ _built: dict[tuple[int, timedelta], tuple[object, ParallelGroups]] = {}
 
 
 def _groups_of_this_process(ep_size: int, timeout: timedelta) -> ParallelGroups:
-    """Groups over the default process group, built once for all Trainers of this process. Collective."""
+    """Return groups over the default process group, built once for all Trainers of this process. Collective."""
     world, groups = _built.get((ep_size, timeout), (None, None))
     if groups is None or world is not dist.group.WORLD:
         groups = build_groups(ep_size, timeout)
