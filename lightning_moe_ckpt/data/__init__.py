@@ -1,6 +1,6 @@
-"""Data sets that restarts can go into the middle of.
+"""Data sets that a restart can enter in mid-epoch.
 
-`SeededItems` lets random augmentation depend on epoch and index alone.
+`SeededItems` makes random augmentation depend on seed, epoch and index only.
 """
 
 from lightning_moe_ckpt.data._seeded_items import SeededItems as SeededItems

@@ -1,4 +1,4 @@
-"""Data whose random augmentation does not stand in the way of a restart late in a long epoch."""
+"""Data sets whose random augmentation allows a fast restart in mid-epoch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ItemT_co = TypeVar("ItemT_co", covariant=True)
 
 
 class SeededItems(Dataset[ItemT_co]):
-    """A map-style data set whose items draw their random numbers from a seed of their own.
+    """A map-style data set in which each item draws random numbers from its own seed.
 
-    An augmentation usually draws what the items before it have left, so a run that resumes in mid-epoch has to read all of
-    them again. Here the numbers of an item depend on `seed`, the epoch and its index alone, whoever reads it, in which order and
-    in which worker. A checkpoint callback of this package then goes to its place in the data without reading what
-    lies before, if loader and sampler are torch's or torchdata's own, and `collate_fn` is the default. It also tells the
-    epoch; without one of these callbacks, call `set_epoch`.
+    Usually the random numbers of an item depend on the items read before it, so a run that resumes in mid-epoch has to
+    read all of them again. Here they depend on `seed`, epoch and index only, in any order and in any worker. A
+    checkpoint callback of this package then skips the items before its place in the data, if loader and sampler are
+    torch's or torchdata's own and `collate_fn` is the default. The callback also sets the epoch; without it, call
+    `set_epoch`.
 
-    Covered are the generators that `torch`, `random` and `numpy.random` draw from unless given one; they are left as they were
-    found, which takes about 0.1 ms per item. A data set that holds a generator of its own goes on drawing from that, and restarts read it again, as before. A loader that
-    starts over within an epoch (`CombinedLoader("max_size_cycle")`) gives the same items again.
+    The class covers the default generators of `torch`, `random` and `numpy.random` and restores them after each item,
+    which takes about 0.1 ms. A data set with its own generator keeps drawing from that, and restarts read it again. A
+    loader that starts over within an epoch (`CombinedLoader("max_size_cycle")`) gives the same items again.
 
     Args:
-        dataset: what is read; `dataset[index]` may draw.
-        seed: the same in every start of a run.
+        dataset: the data set to read; `dataset[index]` may draw random numbers.
+        seed: seed of the run, the same in every start.
 
     Raises:
         TypeError: `dataset` is iterable, so its items have no index.
@@ -49,7 +49,7 @@ class SeededItems(Dataset[ItemT_co]):
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw what belongs to `epoch` from now on, in every worker too; call before the loader's iterator is made."""
+        """Draw the numbers of `epoch` from now on, also in workers; call it before making the loader's iterator."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class SeededItems(Dataset[ItemT_co]):
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Let the generators of this process that everybody draws from start from a seed of 64 bits, for a while."""
+    """Seed the default generators of this process with 64 bits within this context, then restore them."""
     before = torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
     try:
         torch.default_generator.manual_seed(seed)  # of the CPU alone: items are made there

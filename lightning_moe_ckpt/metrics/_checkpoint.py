@@ -1,8 +1,8 @@
-"""What checkpoints cost and how far they have come, as metrics of torchmetrics.
+"""Cost and progress of checkpoints, as metrics of torchmetrics.
 
-All take what happened since their last update, or the newest value; the differences of two `CheckpointCallback.report`
-are such numbers. Over ranks: bytes are added up; of the time that training was blocked the longest counts, because all
-ranks wait for the slowest; and a generation is only as new as on the rank that is furthest behind.
+`update` takes what happened since the last update, such as the difference of two `CheckpointCallback.report`, or the
+newest value. Over ranks, bytes are summed. Of blocked time the maximum counts, because all ranks wait for the slowest.
+A generation is as new as on the rank that is furthest behind.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TIERS = ("host", "peer", "storage")
 """Places that hold generations, from the fastest to the safest."""
 
 _NONE = -1
-"""Stands for "no generation": no boundary has this number."""
+"""Step that stands for "no generation"."""
 
 
 class _Checkpoint(Metric):
-    """Common to all: `forward` updates the state itself, since a maximum cannot be taken of two parts of a sum."""
+    """Base of these metrics; `forward` updates the state directly, because maxima of partial sums cannot be merged."""
 
     is_differentiable = False
     higher_is_better: bool | None = False
@@ -33,10 +33,10 @@ class _Checkpoint(Metric):
 
 
 class _Ratio(_Checkpoint):
-    """A sum over a sum; NaN while the lower one is zero."""
+    """A sum divided by another sum; NaN while the divisor is zero."""
 
     over_ranks: ClassVar[Literal["max", "sum"]]
-    """How the upper sums of the ranks become one."""
+    """How the numerators of the ranks are combined."""
     dtype_of_amount: ClassVar[torch.dtype] = torch.float64
     amount: Tensor
     base: Tensor
@@ -54,12 +54,12 @@ class _Ratio(_Checkpoint):
 
     @override
     def compute(self) -> Tensor:
-        """Float64 scalar; NaN before the first update."""
+        """Return a float64 scalar; NaN before the first update."""
         return self.amount.double() / self.base
 
 
 class StallPerStep(_Ratio):
-    """Seconds for which a step was blocked by checkpoints, mean over steps; of the rank that waited longest.
+    """Mean seconds per step for which checkpoints blocked training, on the rank that waited longest.
 
     Args:
         kwargs: passed to `torchmetrics.Metric`.
@@ -69,7 +69,7 @@ class StallPerStep(_Ratio):
 
     @override
     def update(self, stall_seconds: float, steps: int = 1) -> None:
-        """Add what `steps` steps have waited.
+        """Add the waiting time of `steps` steps.
 
         Raises:
             ValueError: a number is negative.
@@ -78,7 +78,7 @@ class StallPerStep(_Ratio):
 
 
 class StallShare(_Ratio):
-    """Part of the wall time for which training was blocked by checkpoints, 0 to 1; of the rank that waited longest.
+    """Share of wall time (0 to 1) for which checkpoints blocked training, on the rank that waited longest.
 
     Args:
         kwargs: passed to `torchmetrics.Metric`.
@@ -109,7 +109,7 @@ class CapturedPerStep(_Ratio):
 
     @override
     def update(self, nbytes: int, steps: int = 1) -> None:
-        """Add what this rank has copied in `steps` steps.
+        """Add the bytes that this rank has copied in `steps` steps.
 
         Raises:
             ValueError: a number is negative.
@@ -130,7 +130,7 @@ class PersistedPerSecond(_Ratio):
 
     @override
     def update(self, nbytes: int, seconds: float) -> None:
-        """Add what of this rank became durable within `seconds` of wall time.
+        """Add this rank's bytes that became durable within `seconds` of wall time.
 
         Raises:
             ValueError: a number is negative.
@@ -139,7 +139,7 @@ class PersistedPerSecond(_Ratio):
 
 
 class WindowPosition(_Checkpoint):
-    """Length of the window W and how many of its boundaries are taken, as last seen: `{"window": W, "position": p}`.
+    """Length W of the window and the number of its captured boundaries: `{"window": W, "position": p}`.
 
     Args:
         kwargs: passed to `torchmetrics.Metric`.
@@ -172,12 +172,12 @@ class WindowPosition(_Checkpoint):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Int64 scalars; ranks open and fill windows together."""
+        """Return int64 scalars; they are equal on all ranks."""
         return {"window": self.length.clone(), "position": self.position.clone()}
 
 
 class Generations(_Checkpoint):
-    """How new the newest generation of each tier is, and how many steps training is ahead of it.
+    """Step of the newest generation in each tier, and how many steps training is ahead of it.
 
     Args:
         tiers: names of the tiers that may hold generations.
@@ -218,7 +218,7 @@ class Generations(_Checkpoint):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """`generation/<tier>` and `lag_steps/<tier>`, int64 scalars, of the tiers in which every rank has one."""
+        """Return `generation/<tier>` and `lag_steps/<tier>`, int64 scalars, for tiers in which every rank has one."""
         newest = {tier: getattr(self, f"newest_{tier}") for tier in self.tiers}
         held = {tier: step for tier, step in newest.items() if step != _NONE}
         lags = {f"lag_steps/{tier}": self.step - step for tier, step in held.items()}

@@ -1,7 +1,7 @@
 """Tokens per expert, and how unevenly they are spread.
 
-The state of both metrics is the sum of all counts seen, in integers: in how many updates and on which ranks the tokens
-were counted makes no difference to the result, in bits.
+The state of both metrics is the integer sum of all counts. So the result has the same bits however the tokens were
+split over updates and ranks.
 
 Shape suffix: E all experts, over all ranks.
 """
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 
 
 def load_skew(counts_E: Tensor) -> Tensor:
-    """Normalised Herfindahl-Hirschman index: 0 if every expert has equally many tokens, 1 if one has all.
+    """Return the normalised Herfindahl-Hirschman index: 0 if all experts have equally many tokens, 1 if one has all.
 
     With `p = counts / sum(counts)` it is `(sum(p**2) - 1/E) / (1 - 1/E)`, computed here in the equal form
     `sum((E*counts - sum(counts))**2) / (sum(counts)**2 * E * (E - 1))`, which reaches 0 and 1 exactly.
@@ -33,7 +33,7 @@ def load_skew(counts_E: Tensor) -> Tensor:
     Source: MoEvement (2024), Appendix D.
     """
     num_experts, total = counts_E.numel(), counts_E.sum()
-    # Integers up to here: only one rounding per expert, and none where the quotient is a whole number.
+    # Integer arithmetic up to the division: one rounding per expert, and none if the quotient is an integer.
     deviation_E = (num_experts * counts_E.to(torch.int64) - total).double() / total.double()
     return deviation_E.square().sum() / (num_experts * (num_experts - 1))
 
@@ -59,11 +59,11 @@ class _Counts(Metric):
         """Add the tokens of one or more steps.
 
         Args:
-            counts_E: tokens per expert on this rank, integers `[num_experts]`, such as `MoELayer.tokens_per_expert`
-                gained; not yet summed over ranks.
+            counts_E: tokens per expert on this rank, integers `[num_experts]`, such as the increase of
+                `MoELayer.tokens_per_expert`; not yet summed over ranks.
 
         Raises:
-            ValueError: another shape, or not integers.
+            ValueError: the shape differs, or the values are not integers.
         """
         if counts_E.shape != (self.num_experts,) or counts_E.is_floating_point() or counts_E.is_complex():
             raise ValueError(
@@ -89,7 +89,7 @@ class ExpertLoad(_Counts):
 
     @override
     def compute(self) -> Tensor:
-        """The sums."""
+        """Return the sums."""
         return self.tokens.clone()
 
 
@@ -97,8 +97,8 @@ class LoadSkew(_Counts):
     """How unevenly tokens are spread over experts: the normalised Herfindahl-Hirschman index of all tokens seen.
 
     With `p` the experts' shares of the tokens: `(sum(p**2) - 1/E) / (1 - 1/E)`; 0 if all are equal, 1 if one expert
-    has every token, NaN before the first token. The index of a longer time is not the mean of the indices of its
-    parts; so counts are accumulated, and the index is taken of their sum.
+    has every token, NaN before the first token. The index of a period is not the mean of the indices of its parts, so
+    the metric sums counts and takes the index of the sum.
 
     Args:
         num_experts: E, over all ranks, two or more.
@@ -115,5 +115,5 @@ class LoadSkew(_Counts):
 
     @override
     def compute(self) -> Tensor:
-        """See `load_skew`."""
+        """Return `load_skew` of the summed counts."""
         return load_skew(self.tokens)

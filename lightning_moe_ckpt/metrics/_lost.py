@@ -1,11 +1,11 @@
-"""Tokens whose updates a partial restore gave up, and what is at risk now, as metrics of torchmetrics.
+"""Tokens whose updates a partial restore lost, and tokens at risk now, as metrics of torchmetrics.
 
-All take totals of the run that are summed over ranks already (`policies.TokenLedger` has them, and the journal of every
-generation has an accounting), and show the newest. So nothing is counted twice over ranks, and a resumed run shows what
-the run before it would have shown.
+The metrics take totals of the run that are already summed over ranks (`policies.TokenLedger` has them, and the journal
+of every generation has an accounting), and show the newest. So nothing is counted twice over ranks, and a resumed run
+continues the values of the run before it.
 
-Sources: PEC (2024), Sec. 3.1, eq. 4; MOETION (2024), Sec. 4.1, eq. 6. We differ in the denominator: tokens that experts processed, not
-those that were routed to them before dropping.
+Sources: PEC (2024), Sec. 3.1, eq. 4; MOETION (2024), Sec. 4.1, eq. 6. We differ in the denominator: tokens that experts
+processed, not those routed to them before dropping.
 
 Shape suffix: E experts of all layers.
 """
@@ -24,7 +24,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 
 
 def portion_of_lost_tokens(lost_E: Tensor, processed_E: Tensor) -> float:
-    """PLT: of all tokens that experts processed, the part whose updates were lost; 0 before the first token.
+    """Return the PLT: the share of processed tokens whose updates were lost; 0 before the first token.
 
     Source: PEC (2024), eq. 4.
     """
@@ -33,12 +33,12 @@ def portion_of_lost_tokens(lost_E: Tensor, processed_E: Tensor) -> float:
 
 
 def moementary_lost_tokens(lost_E: Tensor, processed_E: Tensor, num_experts: Sequence[int]) -> float:
-    """MLT: the sum over layers of the part of their tokens that was lost, between 0 and the number of layers.
+    """Return the MLT: the sum over layers of the share of lost tokens, between 0 and the number of layers.
 
     Args:
-        lost_E: tokens.
-        processed_E: tokens.
-        num_experts: by layer.
+        lost_E: lost tokens per expert.
+        processed_E: processed tokens per expert.
+        num_experts: number of experts of each layer.
 
     Source: MOETION (2024), eq. 6.
     """
@@ -47,7 +47,7 @@ def moementary_lost_tokens(lost_E: Tensor, processed_E: Tensor, num_experts: Seq
 
 
 class _Newest(Metric):
-    """Shows what it was last told; `forward` and `update` are one."""
+    """Metric that shows the values of the last update."""
 
     is_differentiable = False
     higher_is_better: bool | None = False
@@ -56,7 +56,7 @@ class _Newest(Metric):
     def _add_vectors(self, num_experts: int, *names: str) -> None:
         for name in names:
             zeros = torch.zeros(num_experts, dtype=torch.int64)
-            # Equal on all ranks: the largest is what each has.
+            # Equal on all ranks, so the maximum is the value.
             self.add_state(name, zeros, dist_reduce_fx="max", persistent=True)
 
     def _replace(self, **vectors: Tensor) -> None:
@@ -103,7 +103,7 @@ class ExpertTokens(_Newest):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """`processed`, `unsaved` and `lost`, int64 `[E]`."""
+        """Return `processed`, `unsaved` and `lost`, int64 `[E]`."""
         return {name: getattr(self, name).clone() for name in ("processed", "unsaved", "lost")}
 
 
@@ -182,7 +182,7 @@ class MoementaryLostTokens(_Newest):
 
 
 class ExpertsTaken(_Newest):
-    """How many experts a generation takes: K of a partial policy, S of a selective one, by level.
+    """Number of experts in a generation, by level: K of a partial policy, S of a selective one.
 
     Args:
         levels: names of what generations go to.
@@ -217,5 +217,5 @@ class ExpertsTaken(_Newest):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Int64 scalars by level."""
+        """Return int64 scalars by level."""
         return {level: self.number[i].clone() for i, level in enumerate(self.levels)}

@@ -16,7 +16,7 @@ def is_recomputing() -> bool:
 
 
 class TokenCounter:
-    """Running count per global expert of slots on this rank: `processed` by an expert, or `dropped` over capacity.
+    """Running counts of this rank's slots per global expert: `processed` by the expert, or `dropped` over capacity.
 
     Plain tensors, not buffers: a module's buffers are broadcast from rank 0 by DistributedDataParallel, and counts
     differ between ranks.
@@ -27,7 +27,7 @@ class TokenCounter:
         self.dropped = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
 
     def add(self, kept_E: Tensor, routed_E: Tensor) -> None:
-        """Add the counts of one forward; moves to their device at the first one."""
+        """Add the counts of one forward; the first call moves the counters to their device."""
         if self.processed.device != kept_E.device:
             self.processed, self.dropped = self.processed.to(kept_E.device), self.dropped.to(kept_E.device)
         self.processed += kept_E
@@ -35,7 +35,7 @@ class TokenCounter:
 
     @staticmethod
     def take(count_E: Tensor) -> Tensor:
-        """Copy of a count, which then starts again from zero."""
+        """Return a copy of a count and reset it to zero."""
         taken = count_E.clone()
         count_E.zero_()
         return taken

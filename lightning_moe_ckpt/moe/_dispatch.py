@@ -1,8 +1,8 @@
 """Move tokens to the experts they chose and back, in an order that no atomic operation can change.
 
 A *slot* is one choice of one token, numbered choice-major: slot `k * T + t`. Slots are sorted by expert, stably, so
-every expert sees first choices before second ones and tokens in their order; what exceeds its capacity is dropped
-from the end. The gradient of a token is the sum over its K slots in the order of k.
+every expert sees first choices before second ones and tokens in their order. Slots beyond its capacity are dropped from
+the end. The gradient of a token is the sum over its K slots in the order of k.
 
 Between expert-parallel ranks the sorted rows travel by one uneven all-to-all each way. Source: GShard (2020), Sec.
 3.2; Tutel's notion of capacity, per expert and source rank.
@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 
 
 class Dispatch(NamedTuple):
-    """Which slots go to which expert."""
+    """Assignment of slots to experts."""
 
     slots: Tensor
-    """int64 `[N]`, in the order in which they are sent: by expert, then by slot."""
+    """int64 `[N]`, kept slots in the order in which they are sent: by expert, then by slot."""
     kept: Tensor
     """int64 `[E]`, slots per global expert after dropping."""
     routed: Tensor
@@ -33,7 +33,7 @@ class Dispatch(NamedTuple):
 
 
 def plan_dispatch(topk_idx_TK: Tensor, num_experts: int, capacity: int | Tensor | None) -> Dispatch:
-    """Sort slots by expert and drop what exceeds `capacity` slots: of every expert, of each (`[E]`), `None`: nothing."""
+    """Sort slots by expert and drop those beyond `capacity`: a number, one per expert (`[E]`), or `None` for none."""
     expert_S = topk_idx_TK.t().reshape(-1)
     slot_S = torch.argsort(expert_S, stable=True)
     routed_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_S.device)
@@ -48,13 +48,13 @@ def plan_dispatch(topk_idx_TK: Tensor, num_experts: int, capacity: int | Tensor 
 
 
 def gather_rows(x_TD: Tensor, slot_N: Tensor, top_k: int) -> Tensor:
-    """Rows of the slots' tokens, in the order of `slot_N`. Shape `[N, D]`."""
+    """Return the rows of the slots' tokens, in the order of `slot_N`. Shape `[N, D]`."""
     rows_ND: Tensor = _GatherRows.apply(x_TD, slot_N, top_k)  # type: ignore[no-untyped-call]
     return rows_ND
 
 
 def combine_rows(y_ND: Tensor, slot_N: Tensor, weight_TK: Tensor) -> Tensor:
-    """Weighted sum over each token's slots, in fp32; a dropped slot adds nothing. Shape `[T, D]`."""
+    """Return the weighted sum over each token's slots, in fp32; a dropped slot adds nothing. Shape `[T, D]`."""
     num_tokens, top_k = weight_TK.shape
     y_SD = y_ND.new_zeros(top_k * num_tokens, y_ND.shape[1]).index_copy(0, slot_N, y_ND)
     y_KTD = y_SD.view(top_k, num_tokens, y_SD.shape[1])
@@ -62,16 +62,16 @@ def combine_rows(y_ND: Tensor, slot_N: Tensor, weight_TK: Tensor) -> Tensor:
 
 
 def all_to_all_rows(x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Exchange consecutive rows with the ranks of `group`; `None` is a world of one: `x_ND` itself.
+    """Exchange consecutive rows with the ranks of `group`.
 
-    Whenever gradients are recorded the result requires one, even if `x_ND` does not: the exchange of gradients is a
-    collective, and every rank must reach it whatever is frozen where.
+    If gradients are recorded, the result requires one even if `x_ND` does not: the exchange of gradients is a
+    collective, and every rank must take part even if its parameters are frozen.
 
     Args:
         x_ND: rows, those for rank 0 first.
-        send: rows for each rank.
-        receive: rows from each rank.
-        group: the expert-parallel ranks.
+        send: number of rows for each rank.
+        receive: number of rows from each rank.
+        group: the expert-parallel ranks; `None` is a world of one and returns `x_ND`.
 
     Returns:
         The rows that arrive, by source rank.
@@ -82,7 +82,7 @@ def all_to_all_rows(x_ND: Tensor, send: list[int], receive: list[int], group: di
 
 
 def exchange_counts(kept_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Rows that arrive for each expert of this rank, by source rank. Shape `[R, e]`, int64."""
+    """Return the number of rows for each expert of this rank, by source rank. Shape `[R, e]`, int64."""
     if group is None:
         return kept_E.view(1, -1)
     arriving = torch.empty_like(kept_E)
@@ -91,7 +91,7 @@ def exchange_counts(kept_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def by_expert(arriving_Re: Tensor, num_rows: int) -> Tensor:
-    """Order that turns rows sorted by (source rank, expert) into rows sorted by (expert, source rank). int64 `[M]`."""
+    """Return the order that sorts rows by (expert, source rank) instead of (source rank, expert). int64 `[M]`."""
     num_ranks, num_local = arriving_Re.shape
     expert_Re = torch.arange(num_local, device=arriving_Re.device).expand(num_ranks, num_local)
     expert_M = expert_Re.reshape(-1).repeat_interleave(arriving_Re.reshape(-1), output_size=num_rows)

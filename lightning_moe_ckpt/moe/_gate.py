@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weight, and the loss that balances them.
+"""Choose the experts of each token and their weights, and compute the loss that balances experts.
 
 Source: GShard (2020), Alg. 1; Tutel (`gates/top.py`, `impls/losses.py`) for the noise and the scale of the loss. We
 differ in computing probabilities in fp32 whatever the precision of the logits.
@@ -24,7 +24,7 @@ class Routing(NamedTuple):
     l_aux: Tensor
     """Scalar, fp32, differentiable; 1 when tokens and probability are spread evenly."""
     probs: Tensor
-    """fp32 `[T, E]`, of all experts, differentiable."""
+    """fp32 `[T, E]`, probabilities of all experts, differentiable."""
 
 
 def route(logits_TE: Tensor, top_k: int, *, normalize: bool, noise: Tensor | None = None) -> Routing:
@@ -45,7 +45,7 @@ def route(logits_TE: Tensor, top_k: int, *, normalize: bool, noise: Tensor | Non
 
 
 def balance_loss(probs_TE: Tensor, first_choice_T: Tensor) -> Tensor:
-    """GShard's auxiliary loss over this rank's tokens: `E * sum_e(mean_t(probs) * share of first choices)`."""
+    """Return GShard's auxiliary loss over this rank's tokens: `E * sum_e(mean_t(probs) * share of first choices)`."""
     num_tokens, num_experts = max(probs_TE.shape[0], 1), probs_TE.shape[1]
     chosen_E = torch.zeros_like(probs_TE).scatter_(1, first_choice_T[:, None], 1.0).sum(dim=0)
     return (probs_TE.sum(dim=0) * chosen_E).sum() * (num_experts / num_tokens**2)

@@ -51,8 +51,8 @@ class MoELayer(nn.Module):
         num_experts: E, over all ranks; a multiple of the expert-parallel size.
         top_k: experts per token.
         capacity_factor: an expert takes at most `ceil(top_k * capacity_factor * T / E)` tokens of one rank per
-            forward and drops the rest, last choices and last tokens first. Zero: drops none. A sequence has one factor
-            above zero for each of the E experts. Read at every forward; ranks give the same.
+            forward and drops the rest, last choices and last tokens first. Zero drops none. A sequence has one factor
+            above zero per expert. It is read at every forward and must be equal on all ranks.
         noisy_gate: add `N(0, 1) / E` to the logits in training.
         gate_fp32: compute the gate in fp32 under autocast and with 16-bit parameters.
         activation: `"gelu"`, `"relu"`, `"silu"`, `"tanh"`, or any function of a tensor.
@@ -67,7 +67,7 @@ class MoELayer(nn.Module):
         l_aux: balancing loss of the last forward, `None` before.
         tokens_per_expert: see `read_and_reset_counts`.
         drops_per_expert: see `read_and_reset_drops`.
-        probabilities: called with the gate's probabilities `[T, E]`, detached, at every forward: a place for hooks.
+        probabilities: module called with the gate's probabilities `[T, E]`, detached, at every forward; for hooks.
 
     Raises:
         ConfigurationError: the arguments contradict each other or the number of expert-parallel ranks.
@@ -132,9 +132,9 @@ class MoELayer(nn.Module):
         return combine_rows(y_ND, dispatch.slots, routing.weight).to(x.dtype).view_as(x)
 
     def capacity(self, num_tokens: int) -> int | Tensor | None:
-        """Slots that `num_tokens` tokens of one rank may fill: of every expert, or of each (int64 `[E]`, on the gate's device).
+        """Return the slots per expert that `num_tokens` tokens of one rank may fill.
 
-        `None` stands for any number.
+        One number for all experts, or int64 `[E]` on the gate's device; `None` for no limit.
         """
         if isinstance(self.capacity_factor, Sequence):
             return torch.tensor(
@@ -167,25 +167,25 @@ class MoELayer(nn.Module):
         return self._counter.take(self._counter.processed)
 
     def read_and_reset_drops(self) -> Tensor:
-        """As `read_and_reset_counts`, for slots dropped over capacity; the sum of both is what the gate chose."""
+        """Take `drops_per_expert` like `read_and_reset_counts`; the sum of both is what the gate chose."""
         return self._counter.take(self._counter.dropped)
 
     # -- parameters by role ------------------------------------------------------------------------------------------
 
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Stacked parameters, dim 0 over this rank's experts, with their names in this module."""
+        """Yield stacked parameters (dim 0 is this rank's experts) with their names in this module."""
         for name in ("w1", "b1", "w2", "b2"):
             parameter = getattr(self, name)
             if parameter is not None:
                 yield name, parameter
 
     def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of `expert_parameters` that differ between expert-parallel ranks: all of them, or none."""
+        """Yield `expert_parameters` if other ranks hold other experts, else nothing."""
         if self.ep_size > 1:
             yield from self.expert_parameters()
 
     def router_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of the gate, replicated on all ranks."""
+        """Yield the gate's parameters, which are replicated on all ranks."""
         for name, parameter in self.gate.named_parameters():
             yield f"gate.{name}", parameter
 
@@ -202,7 +202,7 @@ class MoELayer(nn.Module):
                     _fill(parameter[local_expert_idx], fan_in, generator)
 
     def extra_repr(self) -> str:
-        """Arguments, for `print(model)`."""
+        """Return the arguments, for `print(model)`."""
         return (
             f"{self.d_model}, {self.d_hidden}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"capacity_factor={self.capacity_factor}, local_expert_ids={self.local_expert_ids}"
@@ -226,7 +226,7 @@ class MoELayer(nn.Module):
         return route(logits_TE, self.top_k, normalize=self.normalize_gate, noise=noise)
 
     def _experts_everywhere(self, rows_ND: Tensor, kept_E: Tensor) -> Tensor:
-        """Send rows to the ranks of their experts, apply these, and bring the results back in the same order."""
+        """Send rows to their experts' ranks, apply the experts, and return the results in the original order."""
         group = self._expert_group()
         arriving_Re = exchange_counts(kept_E, group)
         send = kept_E.view(self.ep_size, -1).sum(dim=1).tolist()
@@ -251,7 +251,7 @@ class MoELayer(nn.Module):
         return groups.group("expert") if self.ep_size > 1 else None
 
     def _experts(self, rows_MD: Tensor, per_expert: list[int]) -> Tensor:
-        """Apply each local expert to its rows, which lie one expert after the other."""
+        """Apply each local expert to its rows, which are sorted by expert."""
         # `unbind` and not indexing: its backward stacks the slices once, and fills in zeros for an expert without
         # rows, so a stacked parameter always gets a gradient. Empty slices stay in the loop for the same reason.
         w1, w2 = self.w1.unbind(), self.w2.unbind()

@@ -1,4 +1,4 @@
-"""Take the state of Adam or AdamW through several steps at once, from plain or compressed gradients.
+"""Replay several steps of Adam or AdamW at once, from plain or compressed gradients.
 
 The state is read and written once for all steps; a gradient is expanded one tile at a time. The arithmetic is that of
 `torch.optim.Adam` and `AdamW` with `foreach=False`, operation for operation, and on the CPU so are the bits. Two
@@ -50,7 +50,7 @@ class _Step(c.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """Where torch rounds."""
+    """Variant of rounding, which differs between builds of torch."""
 
     fused: bool
     """Multiplications and additions are fused where torch's vector code fuses them."""
@@ -60,7 +60,7 @@ class Arithmetic:
 
 @functools.cache
 def torch_arithmetic() -> Arithmetic | None:
-    """The variant that torch uses here; `None`: none of ours is torch's, or there is no library."""
+    """Return the variant that this torch uses; `None` if no variant agrees, or if there is no library."""
     if _library.cpu() is None:
         return None
     for variant in (Arithmetic(fused, root) for root in (_mkl_root(), 0) for fused in (True, False)):
@@ -71,7 +71,7 @@ def torch_arithmetic() -> Arithmetic | None:
 
 
 def _mkl_root() -> int:
-    """Torch's own copy of the function, so that it is the same version and takes the same path."""
+    """Return the address of torch's own copy of `vmsSqrt`: the same version that takes the same code path."""
     try:
         function = c.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).vmsSqrt
     except (OSError, AttributeError):  # another file name, or a build without MKL
@@ -110,7 +110,7 @@ def replay_cuda(library: _library.Library, state: AdamState, steps: Sequence[Ada
 
 
 def _parts(state: AdamState, steps: Sequence[AdamStep]) -> Iterator[tuple[int, int]]:
-    """Begin and size of the stretches that every sparse gradient has in one part."""
+    """Yield (begin, size) of intervals that lie within one part of every sparse gradient."""
     sparse = [step.gradient for step in steps if isinstance(step.gradient, SparseGradient)]
     sizes = [part.numel for part in sparse[0].parts] if sparse else [state.param.numel()]
     begin = 0
@@ -178,7 +178,7 @@ def check_replay_arguments(state: AdamState, steps: Sequence[AdamStep]) -> None:
             raise ValueError(
                 f"The gradient of step {position} has shape {tuple(shape)}, the parameter {tuple(state.param.shape)}."
             )
-        if (device := _device_of(step.gradient)) != state.param.device:  # compiled code has addresses only
+        if (device := _device_of(step.gradient)) != state.param.device:  # compiled code only sees addresses
             raise ValueError(
                 f"The gradient of step {position} is on {device}, the parameter on {state.param.device}; move it there first."
             )

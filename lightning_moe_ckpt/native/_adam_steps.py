@@ -1,4 +1,4 @@
-"""What a replay of Adam starts from, and the steps it takes."""
+"""Input of a replay of Adam: the state at its start, and the steps to take."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class AdamState:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None = None
-    """With `amsgrad` only."""
+    """Maximum of the second moment; only with `amsgrad`."""
 
     def tensors(self) -> list[Tensor]:
-        """Those that are there."""
+        """Return all tensors of the state."""
         return [t for t in (self.param, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
 
 
@@ -30,7 +30,7 @@ class AdamStep:
     """One step that the optimizer took, with the settings it had."""
 
     gradient: Tensor | CompressedGradient
-    """What the optimizer consumed; plain ones are float32, bfloat16 or float16 and have the parameter's shape."""
+    """Gradient that the optimizer used; a plain one is float32, bfloat16 or float16 and has the parameter's shape."""
     step: int
     """The optimizer's count after the step: 1 for the first."""
     lr: float

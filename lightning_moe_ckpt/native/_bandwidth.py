@@ -1,4 +1,4 @@
-"""How fast this process can move bytes from training memory to host memory: an input of the window planner."""
+"""Measure how fast this process moves bytes from training memory to host memory; the window planner uses the rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPEATS = 5
 
 
 def measure_bandwidth(nbytes: int, device: torch.device | None = None) -> float:
-    """Median rate of a few copies of `nbytes` through the engine of `device` (default: CPU), into touched memory.
+    """Return the median rate of a few copies of `nbytes` by the engine of `device` (default: CPU) into mapped memory.
 
     Returns:
         Bytes per second.

@@ -1,6 +1,6 @@
-"""Small copies of every kind, out and back, compared byte for byte with what torch makes of them on the CPU.
+"""Check a copy engine: small copies of every kind, in both directions, compared bytewise with torch on the CPU.
 
-They run on any engine and device, so that the check can be checked too.
+The check runs on any engine and device, so that it can be tested itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native._engine import CopyEngine
 
 Memory: TypeAlias = Callable[[int], Tensor]
-"""Makes uint8 memory of so many bytes."""
+"""Allocates so many bytes as a uint8 tensor."""
 
 PATIENCE = timedelta(seconds=20)
-"""For work of milliseconds; what takes longer hangs."""
+"""Limit for copies that take milliseconds; a longer wait means that the device hangs."""
 _UNTOUCHED = 0xA5
 
 
 class CheckFailed(CheckpointError, RuntimeError):
-    """A function gave other bytes than its twin; never leaves the check of a device, which turns it into a report."""
+    """A function gave other bytes than its twin. The device check catches it and reports it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +56,15 @@ CHECKED_NBYTES = sum(4 * form.numel + 4 for form in _FORMS)
 
 
 def check_copies(engine: CopyEngine, on_device: Memory, host: Memory) -> None:
-    """Small, strided, converted and large slices arrive as they were at the fence, and nothing beside them changes.
+    """Check that small, strided, converted and large slices arrive as at the fence, and no other byte changes.
 
     Args:
-        engine: to be checked.
-        on_device: makes memory on its device.
-        host: makes memory on the other side.
+        engine: the engine to check.
+        on_device: allocates memory on the engine's device.
+        host: allocates memory on the other side.
 
     Raises:
-        CheckFailed: some bytes are others than torch's.
+        CheckFailed: some bytes differ from torch's.
         TimeoutError: the copies did not end.
     """
     _check_direction(engine, "to the host", on_device, host)
@@ -106,7 +106,7 @@ def _views(memory_U8: Tensor, side: Literal["src", "dst"]) -> Iterator[Tensor]:
 
 
 def _starts(side: Literal["src", "dst"]) -> Iterator[tuple[int, _Form]]:
-    """Aligned to elements and to nothing more."""
+    """Yield start offsets that are aligned to elements only."""
     at = 0
     for form in _FORMS:
         itemsize = getattr(form, side).itemsize
@@ -120,7 +120,7 @@ def _form_at(byte: int) -> str:
 
 
 def _values(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Of every magnitude; no NaN, whose bits after a conversion depend on the device."""
+    """Return values of every magnitude, without NaN: its bits after a conversion depend on the device."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.uint8:
         return torch.randint(0, 256, (numel,), generator=generator, dtype=dtype)

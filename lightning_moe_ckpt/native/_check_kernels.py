@@ -1,6 +1,6 @@
-"""Small cases of compression and replay, compared bit for bit with what the twins or the CPU make of them.
+"""Check compression and replay with small cases, compared bit for bit with the twins or the CPU.
 
-They take the functions that they check as arguments and run on any device, so that the checks can be checked too.
+The checked functions are arguments and run on any device, so that the checks can be tested themselves.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from lightning_moe_ckpt.native._gradient import (
 Compress: TypeAlias = Callable[[Sequence[Tensor], GradientCompression], list[CompressedGradient]]
 Replay: TypeAlias = Callable[[AdamState, Sequence[AdamStep]], None]
 Settle: TypeAlias = Callable[[timedelta], None]
-"""Waits for what was queued on a device, so long at most."""
+"""Waits for the work queued on a device, up to a limit."""
 
 _COMPRESSION = GradientCompression(small_numel=2000, num_samples=1024)
 _MOMENTS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _STATE_NUMEL = 4196
-"""Two tiles and a part of one."""
+"""Two tiles and part of a third."""
 
 
 def check_compression(compress: Compress, device: torch.device, settle: Settle = lambda _: None) -> None:
-    """INT8 and sparse gradients of every dtype, with NaN, infinity and ties, have the bytes that the twins write.
+    """Check that compressed gradients of every dtype, with NaN, infinity and ties, equal the twins' bytes.
 
     Args:
-        compress: to be checked; takes gradients on `device`.
-        device: where it works.
-        settle: see `Settle`.
+        compress: the function to check; takes gradients on `device`.
+        device: device of the gradients.
+        settle: waits for the device.
 
     Raises:
-        CheckFailed: they have others.
-        TimeoutError: the device did not come to an end.
+        CheckFailed: the bytes differ.
+        TimeoutError: the device did not finish.
     """
     gradients = list(_gradients())
     wanted = compress_with(None, gradients, _COMPRESSION)
@@ -85,16 +85,16 @@ def _same(one: CompressedGradient, other: CompressedGradient) -> bool:
 
 
 def check_replay(replay: Replay, device: torch.device, settle: Settle = lambda _: None) -> None:
-    """Steps of Adam and AdamW from gradients of every form leave parameter and moments with the bits of the CPU.
+    """Check that steps of Adam and AdamW from gradients of every form give the same bits as on the CPU.
 
     Args:
-        replay: to be checked; takes state and gradients on `device`.
-        device: where it works.
-        settle: see `Settle`.
+        replay: the function to check; takes state and gradients on `device`.
+        device: device of state and gradients.
+        settle: waits for the device.
 
     Raises:
-        CheckFailed: they leave others.
-        TimeoutError: the device did not come to an end.
+        CheckFailed: the bits differ.
+        TimeoutError: the device did not finish.
     """
     steps = _steps()
     for amsgrad in (False, True):
@@ -137,7 +137,7 @@ def _moved(gradient: Tensor | CompressedGradient, device: torch.device) -> Any:
 
 
 def _replay_on_cpu(state: AdamState, steps: Sequence[AdamStep]) -> Callable[[Tensor, Tensor], bool]:
-    """Take `state` through the steps; returns what to compare with: the library rounds where the kernel does, torch elsewhere."""
+    """Replay the steps on the CPU; return how to compare: the library rounds like the kernel, torch does not."""
     if _library.cpu() is not None:
         _adam.replay_cpu(state, steps, _adam.Arithmetic(fused=True, mkl_root=0))
         return torch.equal

@@ -1,4 +1,4 @@
-"""Who does the work on a device: the compiled part where it is there and passes its check, its twin else."""
+"""Choose who does the work on a device: the compiled part if it is there and passes its check, else its twin."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def create_engine(device: torch.device) -> CopyEngine:
-    """The engine for parameters that live on `device`, compiled if the library for it is there.
+    """Return the copy engine for parameters on `device`; compiled if the library is there and passes its check.
 
     Raises:
-        ValueError: neither a CPU nor a CUDA device.
+        ValueError: the device is neither CPU nor CUDA.
     """
     if device.type == "cpu":
         library = cpu()
@@ -56,10 +56,10 @@ def compress_gradients(
         gradients: contiguous tensors of float32, bfloat16 or float16, all on one device.
         how: thresholds and ratios; the paper's by default.
         threads: CPU threads; as many as torch uses by default.
-        part_numel: elements that a sparse part stands for at most, a multiple of 2048.
+        part_numel: most elements of the gradient per sparse part, a multiple of 2048.
 
     Returns:
-        One compressed gradient for each, on its device. Sparse ones hold unused room until `trimmed()`.
+        One compressed gradient for each, on the same device. Sparse ones have unused room until `trimmed()`.
 
     Raises:
         ValueError: a gradient has another dtype, is not contiguous or is on another device than the first.
@@ -78,7 +78,7 @@ def compress_gradients(
 
 
 def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | None = None) -> None:
-    """Take `state` through `steps`, in place; on CUDA on the current stream.
+    """Replay `steps` on `state`, in place; on CUDA on the current stream.
 
     Args:
         state: parameter and moments.

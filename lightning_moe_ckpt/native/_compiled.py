@@ -1,4 +1,4 @@
-"""The copy engine between CPU tensors, compiled: one call per list, on one thread that never takes the interpreter lock.
+"""The compiled copy engine between CPU tensors: one call per list, on one thread that never takes the GIL.
 
 Keeps the contract of `CopyEngine`; `CpuCopyEngine` is its twin in Python. A list that was not prepared, or that the library
 cannot arrange, such as a conversion that only torch knows, goes to the twin's thread, behind what was submitted before.

@@ -1,11 +1,11 @@
 """The copy engine between a CUDA device and host memory, compiled: batches, packing, pacing, completion without sync.
 
-Keeps the contract of `CopyEngine`; `CudaCopyEngine` is its twin on torch's streams. Order is kept by events, as there:
+It keeps the contract of `CopyEngine`; `CudaCopyEngine` is its twin on torch's streams. Events keep the order:
 
 * `submit`: the side stream waits for the work queued on the current stream so far, then copies.
 * `fence`: the current stream waits for the copies. The calling thread waits until all are queued, and pacing ends for
   them, since the optimizer needs them now.
-* `wait`: the calling thread sleeps until the bytes are there.
+* `wait`: the calling thread sleeps until the bytes have arrived.
 
 Host memory given to `register` is mapped and page-locked piece by piece in the background; until that is done, copies
 into it are queued one by one and at the speed of ordinary memory.
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 PIECE_NBYTES = 2**30
 """Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
 _left: list[dict[int, tuple[PageLocks, Preparation]]] = []
-"""Memory of engines whose device hangs."""
+"""Memory that is never freed, because the device of its engine hangs and may still write to it."""
 _DEPTH = 2
 """Chunks queued with the device at a time."""
 
@@ -50,7 +50,7 @@ class CompiledCudaEngine(CompiledEngine):
 
     Args:
         library: the CUDA part.
-        device: where parameters live.
+        device: device of the parameters.
         arrangement: how lists are cut.
     """
 
@@ -62,13 +62,13 @@ class CompiledCudaEngine(CompiledEngine):
         self._newest: Ticket | None = None
         self._buffers: dict[int, tuple[PageLocks, Preparation]] = {}
         self._lock, self._waiting = threading.Lock(), set[int]()
-        # The worker ends a list before it begins the next one, so all that are prepared share one of each.
+        # The worker ends a list before it begins the next one, so all prepared lists share one staging buffer.
         self._staging: Tensor | None = None
         self._bounce: Tensor | None = None
         self._lacked_memory = False
 
     def start(self) -> None:
-        """Make stream and thread now.
+        """Create stream and thread now.
 
         Raises:
             NativeError: the device cannot be used.
@@ -96,7 +96,7 @@ class CompiledCudaEngine(CompiledEngine):
         self._buffers[base] = (locks, preparation)
 
     def finish_registering(self) -> None:
-        """Wait until all memory given to `register` is ready, or cannot be made so, which was said then."""
+        """Wait until all memory given to `register` is ready; failures were logged."""
         for _, preparation in self._buffers.values():
             preparation.wait()
 
@@ -116,7 +116,7 @@ class CompiledCudaEngine(CompiledEngine):
             return planned
         to_device, from_device = slices["dst_space"] == Space.DEVICE, slices["src_space"] == Space.DEVICE
         if ((slices["cast"] != Cast.BYTES) & ~to_device & ~from_device).any():
-            return planned  # conversions on the host are torch's
+            return planned  # torch does conversions on the host
         planned.keep()
         planned.reads_host = bool((to_device & ~from_device).any())
         pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
@@ -135,7 +135,7 @@ class CompiledCudaEngine(CompiledEngine):
     def close(self) -> None:
         self._twin.close()
         if self._worker is not None and not self._worker.stop():
-            _left.append(self._buffers)  # the device may still write there
+            _left.append(self._buffers)  # the device may still write to them
             self._buffers = {}
         for locks, _ in list(self._buffers.values()):
             self.unregister(locks.buffer)
@@ -146,7 +146,7 @@ class CompiledCudaEngine(CompiledEngine):
     @override
     def _submit(self, copies: PlannedCopies) -> Ticket:
         if copies.plan is None:
-            # Rare: the twin's stream knows nothing of the worker's, so the host keeps the order.
+            # Rare: the twin's stream does not wait for the worker's, so the host keeps the order.
             self._finish_newest()
             return self._twin.submit(list(copies.pairs()))
         if not isinstance(self._newest, CompiledCudaTicket):
@@ -159,13 +159,13 @@ class CompiledCudaEngine(CompiledEngine):
             try:
                 self._newest.wait()
             except CheckpointError:
-                return  # told to whoever holds that ticket
+                return  # that ticket reports the failure
 
     def _attach(self, copies: PlannedCopies, plan: Plan) -> None:
-        """Staging memory and the list that kernels read: kept with the copies, on both sides.
+        """Allocate staging memory and upload the list that kernels read; both are kept with the copies.
 
         Raises:
-            RuntimeError: there is no memory, or the device cannot be used.
+            RuntimeError: memory is exhausted, or the device cannot be used.
         """
         num_units = int(self._library.moe_cuda_plan_num_units(plan.handle))
         if num_units == 0:
@@ -187,7 +187,7 @@ class CompiledCudaEngine(CompiledEngine):
         return self._device.space(tensor)
 
     def _note(self, base: int, *, ready: bool) -> None:
-        """Batches may start when no buffer waits for being registered; also called by the preparing threads."""
+        """Note whether a buffer is registered; batches start when all are. Preparing threads call this too."""
         with self._lock:
             (self._waiting.discard if ready else self._waiting.add)(base)
             if self._worker is not None:
@@ -208,9 +208,9 @@ def _room(nbytes: int, found: Tensor | None, make: Callable[[int], Tensor]) -> T
 
 
 class CompiledCudaTicket(Ticket):
-    """A list waiting for, or done by, the worker; the fence waits on the device.
+    """A list of copies submitted to the worker; the fence waits on the device.
 
-    Where the device reads from the host (`reads_host`), the host waits: no stream keeps it from writing there.
+    If the device reads from the host (`reads_host`), the host waits instead: no stream keeps it from writing there.
     """
 
     def __init__(self, ticket: CompiledTicket, device: TorchDevice, *, reads_host: bool) -> None:
@@ -225,14 +225,14 @@ class CompiledCudaTicket(Ticket):
     def fence(self) -> float:
         start = time.perf_counter()
         if not self._ticket.done and self._device.is_capturing():
-            self._ticket.wait()  # an event from outside would cost the user's graph
+            self._ticket.wait()  # waiting for an outside event would break the user's graph
         if not self._ticket.done:
             worker = self._ticket.worker
             try:
                 worker.call("fence", worker.handle, self._ticket.number, self._device.stream())
             except NativeError as error:
                 raise copy_failed(self._ticket.num_copies, error) from error
-            self._ticket.release_sources()  # torch's allocator is ordered as the stream that waits for the copies
+            self._ticket.release_sources()  # torch's allocator follows the stream, which waits for the copies
         if self._reads_host or self._ticket.done:
             self._ticket.wait()  # raises if it failed
         return time.perf_counter() - start

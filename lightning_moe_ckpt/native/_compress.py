@@ -46,7 +46,7 @@ def compress_with(
     threads: int = 1,
     part_numel: int = MAX_PART_NUMEL,
 ) -> list[CompressedGradient]:
-    """As `compress_gradients`, which checks the arguments, with this library for the gradients' device; unset: the twins."""
+    """Compress gradients that `compress_gradients` has checked, with `library`, or with the twins if it is `None`."""
     small = {i: empty_quantized(g) for i, g in enumerate(gradients) if is_small(g, how)}
     _quantize(library, [gradients[i] for i in small], list(small.values()), threads)
     return [small[i] if i in small else _sparse(library, g, how, threads, part_numel) for i, g in enumerate(gradients)]

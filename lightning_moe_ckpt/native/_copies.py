@@ -1,4 +1,4 @@
-"""Pairs of tensors to copy, checked once, and copied with as little of the interpreter lock as torch allows.
+"""Lists of tensor pairs to copy: checked once, then copied with the GIL released as much as torch allows.
 
 One `torch._foreach_copy_` call drops the lock once for the whole list. A Python loop of `copy_` takes it back for every
 slice: at 5,000 slices of 4 KiB per step such a loop halves the rate of a busy training thread. Cutting the list into
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 Copy = tuple[Tensor, Tensor]
-"""(source, destination): as many elements in both; floating types may differ, which rounds or widens."""
+"""(source, destination) with equal numbers of elements; floating types may differ, which rounds or widens."""
 
 _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("dtype", "shape", "device"))
 
 
 class CopyList:
-    """Copies that have been checked. Make one for a list that is submitted again and again: checking costs 1 us a pair.
+    """A checked list of copies. Make one for a list that is submitted repeatedly: checking costs 1 us a pair.
 
     Raises:
         ValueError: a pair differs in size, or its types have no exact or rounding conversion.
@@ -43,7 +43,7 @@ class CopyList:
                 torch._foreach_copy_(self._destinations, self._sources, non_blocking=non_blocking)
 
     def pairs(self) -> Iterator[Copy]:
-        """The copies as they are made: source and destination have one shape."""
+        """Iterate over the pairs; source and destination have the same shape."""
         return zip(self._sources, self._destinations, strict=True)
 
     def sides(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -56,7 +56,7 @@ class CopyList:
         return {device for device in found if device.type == "cuda"}
 
     def _all(self, read: Callable[[Tensor], object], same: Callable[[object, object], bool]) -> bool:
-        # Loops inside the interpreter's own functions: no bytecode, and no object per pair for its garbage collector.
+        # Built-in functions loop in C: no bytecode, and no object per pair for the garbage collector.
         return all(map(same, map(read, self._sources), map(read, self._destinations)))
 
 
@@ -75,7 +75,7 @@ def copy_now(copies: Sequence[Copy] | CopyList) -> None:
 def split_at_pieces(copies: Sequence[Copy], *, base: int, end: int, piece_nbytes: int) -> Iterator[Copy]:
     """Cut the pairs so that no destination in the buffer `[base, end)` crosses an address `base + k * piece_nbytes`.
 
-    CUDA refuses a copy that touches two separately registered pieces of host memory. What is cut must be contiguous.
+    CUDA refuses a copy that touches two separately registered pieces of host memory. Pairs to cut must be contiguous.
     """
     for src, dst in copies:
         start = dst.data_ptr()

@@ -1,7 +1,7 @@
 """Copies between CPU tensors on one background thread.
 
-The thread is started by the first `submit` and once more in a forked child, because threads do not survive a fork.
-One thread, because copies are bound by memory bandwidth and a second would only take another core from training.
+The first `submit` starts the thread, and again in a forked child, because threads do not survive a fork. One thread is
+enough: copies are bound by memory bandwidth, and a second thread would only take another core from training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
 
 
 class CpuTicket(Ticket):
-    """A list of copies waiting for, or done by, the background thread."""
+    """A list of copies submitted to the background thread."""
 
     def __init__(self, copies: Sequence[Copy] | CopyList) -> None:
         self._copies: Sequence[Copy] | CopyList = copies if isinstance(copies, CopyList) else list(copies)
@@ -51,7 +51,7 @@ class CpuTicket(Ticket):
         except BaseException as error:  # noqa: BLE001  # thread entry: raised again by fence and wait
             self._error = error
         finally:
-            self._copies = ()  # the sources were read: let go of them before anybody is told
+            self._copies = ()  # release the sources, which were read, before the ticket is done
             self._arrived.set()
 
     def _copy_all(self) -> None:
@@ -72,11 +72,11 @@ class CpuCopyEngine(CopyEngine):
 
     @override
     def register(self, buffer: Tensor) -> None:
-        """Nothing to do: any host memory will do."""
+        """Do nothing: CPU copies need no preparation."""
 
     @override
     def unregister(self, buffer: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     @override
     def prepare(self, copies: Sequence[Copy]) -> CopyList:

@@ -1,13 +1,13 @@
 """Copies from a CUDA device into page-locked host memory on a side stream.
 
-Order is kept by events only; nothing here synchronises the device or the training stream:
+Events keep the order; nothing here synchronises the device or the training stream:
 
 * `submit`: the side stream waits for the work queued on the current stream so far, then copies.
 * `fence`: the current stream waits for the copies, so a later kernel cannot overwrite a source too early.
 * `wait`: the calling thread sleeps on the event of the copies.
 
-Copy engines ignore stream priority, so a low-priority stream would not protect the copies of training; pacing is the
-compiled engine's work.
+Copy engines ignore stream priority, so a low-priority stream would not protect the copies of training. Only the
+compiled engine paces its copies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CudaTicket(Ticket):
     def fence(self) -> float:
         start = time.perf_counter()
         torch.cuda.current_stream(self._device).wait_event(self._arrived)
-        self._sources = None  # torch's allocator is ordered as the stream that waits for the copies
+        self._sources = None  # torch's allocator follows the stream, which waits for the copies
         self._raise_failure()
         return time.perf_counter() - start
 
@@ -80,14 +80,14 @@ class CudaTicket(Ticket):
         except (RuntimeError, ValueError) as error:
             self._error = error
         finally:
-            # What is on another device, torch copies on the current stream of that.
+            # torch copies tensors of another device on the current stream of that device.
             for device in (self._sources.devices() if self._sources is not None else set()) - {self._device}:
                 stream.wait_stream(torch.cuda.current_stream(device))
-            # Recorded after a failure too: some copies may be queued, and their sources must stay until they ran.
+            # Also after a failure: some copies may be queued, and their sources must stay until these have run.
             self._arrived.record(stream)
 
     def release(self) -> bool:
-        """Let go of the sources if the copies have been made; whether they have."""
+        """Release the sources if the copies are done; return whether they are."""
         if self.done:
             self._sources = None
         return self._sources is None

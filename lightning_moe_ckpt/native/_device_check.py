@@ -1,8 +1,8 @@
-"""Whether the CUDA part does on a device what it should: asked once per process, device and use, before the first use.
+"""Check whether the CUDA part works on a device, once per process, device and use, before the first use.
 
-Kernels are compiled for some devices and translated by the driver for others, and every driver makes batches of copies
-in its own way. What gives other bytes than its twin, or none, is not used there: a slow snapshot is better than a wrong
-one. A check takes milliseconds and a few megabytes.
+Kernels are compiled for some devices and translated by the driver for others, and drivers batch copies in different
+ways. A part whose bytes differ from its twin's, or that hangs, is not used: a slow snapshot is better than a wrong one.
+A check takes milliseconds and a few megabytes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ USES: tuple[Use, ...] = get_args(Use)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a check came to."""
+    """Result of a check."""
 
     failure: str | None
-    """Why the part is not used for this; `None` if it is."""
+    """Why the part is not used for this purpose; `None` if it is used."""
     seconds: float
 
 
@@ -43,27 +43,27 @@ LONGEST = timedelta(seconds=60)
 """How long training waits for a check, which takes milliseconds."""
 _verdicts: dict[tuple[int, Use], Verdict] = {}
 _stuck: list[Any] = []
-"""Engines: closing one of these, or collecting it, would wait for what does not end."""
+"""Engines whose device hangs; kept, because closing or collecting one would never return."""
 
 
 def cuda_for(use: Use, device: torch.device) -> Library | None:
-    """The CUDA part, if it is there and does on `device` what it should; `None`: the twins have to."""
+    """Return the CUDA part if it is there and passes its check on `device`; `None` means that the twins are used."""
     library = _library.cuda()
     if library is None:
         return None
     on = TorchDevice(device)
     if (on.index, use) not in _verdicts and on.is_capturing():
-        return None  # what the check asks of the device must not become part of a user's graph
+        return None  # the work of the check must not become part of a user's graph
     return library if verdict(use, library, torch.device("cuda", on.index)).failure is None else None
 
 
 def verdict(use: Use, library: Library, device: torch.device) -> Verdict:
-    """Check the part on a device, or tell what the check in this process found.
+    """Check the part on a device, or return the earlier result in this process.
 
     Args:
-        use: what it is wanted for.
+        use: purpose of the part.
         library: the CUDA part.
-        device: with its index.
+        device: CUDA device with an index.
     """
     key = (device.index, use)
     if key not in _verdicts:
@@ -76,14 +76,14 @@ def verdict(use: Use, library: Library, device: torch.device) -> Verdict:
 
 
 def _examine(use: Use, library: Library, device: torch.device) -> Verdict:
-    """On a thread that can be left behind: a driver that hangs may do so in any call, with the host waiting in it."""
+    """Run the check on a thread that can be abandoned, because any call into a driver may hang."""
     said: list[str | None] = []
 
     def run() -> None:
         try:
             _check(use, library, device)
             said.append(None)
-        except Exception as error:  # whatever it is, this part is not what training depends on
+        except Exception as error:  # any failure: training does not depend on this part
             said.append(str(error) or type(error).__name__)
             log.debug("the check of %s on %s failed", use, device, exc_info=error)
 
@@ -107,7 +107,7 @@ def _check(use: Use, library: Library, device: torch.device) -> None:
 
 
 def _check_engine(library: Library, on: TorchDevice) -> None:
-    """Through memory that torch has page-locked and through memory that the engine has."""
+    """Check copies with memory that torch has page-locked, and with memory that the engine has."""
     engine = CompiledCudaEngine(library, torch.device("cuda", on.index))
     registered = torch.frombuffer(mmap.mmap(-1, CHECKED_NBYTES), dtype=torch.uint8)
     try:

@@ -1,6 +1,6 @@
-"""What this machine and this installation offer to copies, and why something is missing.
+"""Report what machine and installation offer for copies, and why something is missing.
 
-Each finding says what was found and, where it costs speed or space, what follows from it. Nothing is changed.
+Each finding says what was found and, if it costs speed or space, what to do about it. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
 _SMALL_NBYTES = 2**30
-"""A ring of any real model needs more."""
+"""Shared memory below this size is too small for the ring of a real model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one examination."""
 
     name: str
     state: State
-    """`good`; `slower`: works with less speed or room; `absent`: not there, and what needs it runs otherwise."""
+    """`good`; `slower`: works with less speed or room; `absent`: not there, a fallback is used."""
     found: str
     advice: str = ""
-    """What would change it; empty if nothing need change."""
+    """How to improve it; empty if nothing needs to change."""
 
 
 def examine() -> list[Finding]:
-    """Look at everything; takes well under a second."""
+    """Examine everything; takes well under a second."""
     return [
         *_parts(),
         *_devices(),
@@ -72,7 +72,7 @@ def _parts() -> list[Finding]:
 
 
 def _devices() -> list[Finding]:
-    """What the CUDA part does on each device, if it is in use."""
+    """Return a finding per device on how the CUDA part works there; none if the part is not in use."""
     library = cuda()
     if library is None:
         return []

@@ -1,11 +1,11 @@
-"""The copy engine: device or training memory into pre-allocated host memory while training goes on.
+"""The contract of copy engines, which copy training memory into pre-allocated host memory while training goes on.
 
 `submit` returns at once. The caller may change the sources after `fence`, and read the destinations after `wait`.
-The engine keeps the sources alive until it has read them. A failed copy is reported by both `fence` and `wait`, never
-by `submit`, so the training thread meets a failed snapshot in one place.
+The engine keeps the sources alive until it has read them. Both `fence` and `wait` report a failed copy, `submit` never
+does, so the training thread meets a failed snapshot in one place.
 
-Compiled engines do so where they were built, and the ones in Python are their twins. What compiling adds is pacing
-and many small slices, not bandwidth.
+Every compiled engine has a twin in Python. The compiled one adds pacing and handles many small slices well; the
+bandwidth is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ticket(ABC):
         """Whether all bytes have arrived, or the copy has failed."""
 
     def fence(self) -> float:
-        """Make it safe for the calling thread to overwrite the sources: without a stream, wait for the copies.
+        """Wait until the calling thread, or its current stream, may overwrite the sources.
 
         Returns:
             Seconds the calling thread was blocked. On CUDA the wait happens on the device and this is near zero.
@@ -49,7 +49,7 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until all bytes have arrived at the destinations. Nothing writes there after it, failed or not.
+        """Block until all bytes have arrived at the destinations. The engine writes nothing there afterwards.
 
         Raises:
             CheckpointError: the copy failed; the destinations hold garbage.
@@ -58,7 +58,7 @@ class Ticket(ABC):
 
 
 class CopyEngine(Protocol):
-    """Where copies are submitted. Calls come from the training thread; `Ticket.wait` may come from any thread."""
+    """Copies lists of tensors in the background. The training thread calls it; any thread may call `Ticket.wait`."""
 
     def register(self, buffer: Tensor) -> None:
         """Make a host buffer ready (page-lock it for CUDA). Slow; call it once per buffer, at start.
@@ -67,7 +67,7 @@ class CopyEngine(Protocol):
         """
 
     def unregister(self, buffer: Tensor) -> None:
-        """Undo `register`. With CUDA it waits for copies: those that were fenced may still be under way."""
+        """Undo `register`. With CUDA it waits for copies, because fenced ones may still be running."""
 
     def prepare(self, copies: Sequence[Copy]) -> CopyList:
         """Check and arrange a list that will be submitted many times. Call `register` before.
@@ -80,11 +80,11 @@ class CopyEngine(Protocol):
         """Start copying every (source, destination) pair and return at once."""
 
     def fence(self, ticket: Ticket) -> float:
-        """`ticket.fence()`: the sources may be overwritten after it; returns the seconds waited."""
+        """Call `ticket.fence()`, after which the sources may be overwritten; return the seconds waited."""
         return ticket.fence()
 
     def wait(self, ticket: Ticket) -> None:
-        """`ticket.wait()`: the destinations may be read after it."""
+        """Call `ticket.wait()`, after which the destinations may be read."""
         ticket.wait()
 
     def close(self) -> None:
@@ -92,10 +92,10 @@ class CopyEngine(Protocol):
 
 
 def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
-    """Copy into live tensors and return when all bytes have arrived, such as host memory into parameters.
+    """Copy into live tensors, such as host memory into parameters, and return when all bytes have arrived.
 
-    Work queued on the current stream before runs before, and what is queued after sees the new values. Version counters
-    rise as with `copy_`: a compiled engine knows addresses only.
+    Work queued earlier on the current stream runs before the copies, later work sees the new values. Version counters
+    rise as with `copy_`.
 
     Raises:
         CheckpointError: the copy failed; the destinations hold garbage.
@@ -108,7 +108,7 @@ def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
 
 
 def copy_failed(num_copies: int, cause: BaseException) -> CheckpointError:
-    """The error for copies that did not arrive; raise it `from cause`."""
+    """Return the error for copies that did not arrive; raise it `from cause`."""
     return CheckpointError(
         f"A snapshot of {num_copies} slices failed: {cause}. The slot it was meant for must not be used; "
         "training itself is not affected."

@@ -1,11 +1,11 @@
-"""Adaptive compression of gradients: what a lossy DELTA record holds.
+"""Adaptive compression of gradients, the content of lossy DELTA records.
 
-A small tensor becomes INT8 with one scale; of a big one the elements of largest magnitude are kept, in FP16, with
-their indices. The threshold that keeps about `keep_ratio` of the elements is estimated from a sample, so the tensor is
-read once. Both forms, and every byte of them, are the same on CPU and CUDA and from run to run.
+A small tensor becomes INT8 with one scale. A big tensor keeps its elements of largest magnitude, in FP16, with their
+indices. The threshold for about `keep_ratio` of the elements is estimated from a sample, so the tensor is read once.
+Every byte of both forms is the same on CPU and CUDA and from run to run.
 
-What is not finite is never made finite: a sparse gradient keeps every NaN and infinity, an INT8 gradient gets a NaN
-scale, and both count them, so that a caller can leave such a step out. Finite values beyond FP16 saturate at 65504.
+Non-finite values stay non-finite: a sparse gradient keeps every NaN and infinity, an INT8 gradient gets a NaN scale.
+Both count them, so that a caller can skip such a step. Finite values beyond FP16 saturate at 65504.
 
 Source: TierCheck, section 3.2. We differ in: ties at the threshold are cut by index at `capacity_ratio`; zeros are never
 kept, however many there are.
@@ -34,9 +34,9 @@ class GradientCompression:
     small_numel: int = 100_000
     """Tensors with fewer elements become INT8: there the indices would cost more than they save."""
     keep_ratio: float = 0.01
-    """Share of a big tensor's elements that the threshold aims at."""
+    """Share of a big tensor's elements that the threshold aims to keep."""
     capacity_ratio: float = 0.015
-    """Share of a big tensor's elements that there is room for; more reach the threshold only where many tie."""
+    """Share of a big tensor's elements that there is room for; only ties can exceed it."""
     num_samples: int = 32_768
     """Elements that the threshold is estimated from; at 1 % the share kept is then within 0.06 points (1 sigma)."""
 
@@ -76,10 +76,10 @@ class QuantizedGradient:
 
 @dataclass(frozen=True, slots=True)
 class SparsePart:
-    """Fewer than 2^31 elements of a big gradient, those of magnitude at or above the threshold, in index order."""
+    """The kept elements of up to 2^31 - 1 elements of a big gradient, in index order."""
 
     values: Tensor
-    """float16, shape `[capacity]`; what is meaningful ends at `tiles[-1]`."""
+    """float16, shape `[capacity]`; only the first `tiles[-1]` are valid."""
     indices: Tensor
     """int32, shape `[capacity]`, relative to the part."""
     tiles: Tensor
@@ -87,7 +87,7 @@ class SparsePart:
     counts: Tensor
     """int64, shape `[2]`: elements that reached the threshold (more than `capacity` were cut), elements not finite."""
     numel: int
-    """Elements of the gradient that the part stands for."""
+    """Elements of the gradient in this part's range, kept or not."""
 
     def trimmed(self) -> SparsePart:
         """Without the unused room; waits for the device."""
@@ -114,7 +114,7 @@ class SparseGradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a record of it takes; as it is, so trim it first."""
+        """Bytes of its record, including unused room: trim it first."""
         return sum(part.values.nbytes + part.indices.nbytes + part.tiles.nbytes for part in self.parts)
 
 
@@ -122,12 +122,12 @@ CompressedGradient: TypeAlias = QuantizedGradient | SparseGradient
 
 
 def is_small(gradient: Tensor, how: GradientCompression) -> bool:
-    """Whether a gradient is worth no indices."""
+    """Whether a gradient becomes INT8 instead of sparse."""
     return gradient.numel() < max(how.small_numel, 1)
 
 
 def check_gradient(gradient: Tensor, position: int) -> None:
-    """Refuse what has no compressed form.
+    """Raise unless a gradient can be compressed.
 
     Raises:
         ValueError: the dtype is none of float32, bfloat16 and float16, or the tensor is not contiguous.
@@ -145,18 +145,18 @@ def check_gradient(gradient: Tensor, position: int) -> None:
 
 
 def capacity_of(numel: int, how: GradientCompression) -> int:
-    """Elements that a part of `numel` elements has room for."""
+    """Return the number of elements that a part of `numel` elements has room for."""
     return min(numel, max(math.ceil(numel * how.capacity_ratio), 1))
 
 
 def sample_rank(numel: int, how: GradientCompression) -> tuple[int, int]:
-    """Number of samples, and the rank among their magnitudes that is the threshold."""
+    """Return the number of samples, and the rank of the threshold among their magnitudes."""
     samples = min(how.num_samples, numel)
     return samples, min(samples - 1, int(samples * (1 - how.keep_ratio)))
 
 
 def empty_quantized(gradient: Tensor) -> QuantizedGradient:
-    """Room for a small gradient, on its device."""
+    """Allocate the result for a small gradient, on its device."""
     device = gradient.device
     return QuantizedGradient(
         torch.empty(gradient.numel(), dtype=torch.int8, device=device),
@@ -167,7 +167,7 @@ def empty_quantized(gradient: Tensor) -> QuantizedGradient:
 
 
 def empty_part(numel: int, device: torch.device, how: GradientCompression) -> SparsePart:
-    """Room for a part of a big gradient."""
+    """Allocate the result for one part of a big gradient."""
     capacity, tiles = capacity_of(numel, how), -(-numel // TILE_NUMEL)
     return SparsePart(
         torch.empty(capacity, dtype=torch.float16, device=device),
@@ -179,12 +179,12 @@ def empty_part(numel: int, device: torch.device, how: GradientCompression) -> Sp
 
 
 def split_parts(gradient: Tensor, part_numel: int = MAX_PART_NUMEL) -> Sequence[Tensor]:
-    """Flat pieces of a gradient, all but the last of whole tiles."""
+    """Split a gradient into flat pieces; all but the last are whole tiles."""
     return torch.split(gradient.view(-1), part_numel)
 
 
 def decompress_gradient(compressed: CompressedGradient) -> Tensor:
-    """The gradient as it can be had back: float32, of its shape, zero where nothing was kept."""
+    """Return the gradient as float32 in its shape, with zeros for elements that were not kept."""
     if isinstance(compressed, QuantizedGradient):
         return (compressed.values.float() * compressed.scale).view(compressed.shape)
     parts = []

@@ -1,4 +1,4 @@
-"""The compression of gradients in torch: byte for byte what the compiled functions write, on any device."""
+"""Compression of gradients in torch, on any device; writes the same bytes as the compiled functions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HALF_MAX = 65504.0
 
 
 def quantize(gradient: Tensor, out: QuantizedGradient) -> None:
-    """INT8 with one scale, of any number of elements."""
+    """Compress a gradient to INT8 with one scale."""
     values = gradient.reshape(-1).float()
     bits = _magnitude_bits(values)
     out.not_finite.fill_(int((bits >= INF_BITS).sum()))
     largest = values.abs().max() if values.numel() else values.new_zeros(())
-    # By a tensor: on CUDA a division by a number is a multiplication by its reciprocal, which rounds otherwise.
+    # Divide by a tensor: on CUDA, division by a number multiplies by its reciprocal, which rounds differently.
     scale = largest / torch.full_like(largest, 127)
     if values.numel():
         scale = torch.where(bits.max() >= INF_BITS, torch.nan, scale)
@@ -37,7 +37,7 @@ def quantize(gradient: Tensor, out: QuantizedGradient) -> None:
 
 
 def sample_threshold(gradient: Tensor, how: GradientCompression) -> int:
-    """Float bits of the magnitude that about `keep_ratio` of the elements reach."""
+    """Estimate the magnitude that about `keep_ratio` of the elements reach; return its float bits."""
     samples, rank = sample_rank(gradient.numel(), how)
     position = _sample_positions(samples, gradient.numel() // samples).to(gradient.device)
     magnitudes = _magnitude_bits(gradient.view(-1)[position].float())
@@ -45,7 +45,7 @@ def sample_threshold(gradient: Tensor, how: GradientCompression) -> int:
 
 
 def select(gradient: Tensor, threshold: int, out: SparsePart) -> None:
-    """What reaches the threshold, in index order, as far as there is room."""
+    """Write the elements that reach the threshold, in index order, until `out` is full."""
     values = gradient.view(-1).float()
     bits = _magnitude_bits(values)
     reached = (bits >= threshold).nonzero().view(-1)
@@ -58,14 +58,14 @@ def select(gradient: Tensor, threshold: int, out: SparsePart) -> None:
 
 
 def saturated_half(values: Tensor) -> Tensor:
-    """float32 to float16: finite values stay finite, every NaN is the one quiet NaN."""
+    """Convert float32 to float16: finite values stay finite, every NaN becomes the same quiet NaN."""
     half = torch.where(values.isinf(), values, values.clamp(-HALF_MAX, HALF_MAX)).half()
     nan = torch.tensor(HALF_NAN, dtype=torch.int16, device=values.device).view(torch.float16)
     return torch.where(values.isnan(), nan, half)
 
 
 def _magnitude_bits(values: Tensor) -> Tensor:
-    """The order of these integers is the order of the magnitudes, NaN on top."""
+    """Return integers in the order of the magnitudes, with NaN above all."""
     return values.view(torch.int32) & ABS_MASK
 
 

@@ -1,7 +1,7 @@
-"""The compiled libraries, loaded on first use; and why a part is missing.
+"""Load the compiled libraries on first use, and explain why a part is missing.
 
-Nothing here fails: a part that is not there, is of another version than this package, or cannot run on this machine
-is reported by `explain`, and its functions run in Python. Loading touches no device, and importing loads nothing.
+Loading never raises: if a part is absent, of another version than this package, or cannot run on this machine,
+`explain` reports it, and its functions run in Python. Loading touches no device, and importing loads nothing.
 
 Environment: `MOE_CKPT_NATIVE=0` switches all compiled code off; `MOE_CKPT_NATIVE_PATH` names another folder of
 libraries, such as one built with a sanitizer.
@@ -38,8 +38,8 @@ class Library:
     """One loaded library. Its functions are attributes of this object, by their C names, and raise `NativeError`.
 
     Args:
-        handle: what was loaded.
-        part: which one it is.
+        handle: the loaded library.
+        part: `cpu` or `cuda`.
     """
 
     def __init__(self, handle: ctypes.CDLL, part: Part) -> None:
@@ -60,7 +60,7 @@ class PartStatus:
     part: Part
     library: Library | None
     reason: str
-    """Why it is not in use, or what it is; one line."""
+    """Why it is not in use, or a description; one line."""
 
     @property
     def active(self) -> bool:
@@ -69,17 +69,17 @@ class PartStatus:
 
 
 def cpu() -> Library | None:
-    """The CPU part; `None` if its functions have to run in Python."""
+    """Return the CPU part; `None` if its functions have to run in Python."""
     return status("cpu").library
 
 
 def cuda() -> Library | None:
-    """The CUDA part; `None` if it is not there or there is no device for it."""
+    """Return the CUDA part; `None` if it is not there or there is no device for it."""
     return status("cuda").library
 
 
 def explain() -> list[PartStatus]:
-    """Every part with the reason for its state."""
+    """Return the status of every part, with the reason."""
     return [status("cpu"), status("cuda")]
 
 
@@ -121,13 +121,13 @@ def _folder() -> Path:
 
 
 def _build_note(part: Part) -> str:
-    """What the build said of the CUDA part: the CPU part carries it."""
+    """Return the build's note on the CUDA part, which is stored in the CPU part."""
     library = cpu() if part == "cuda" else None
     return f": {library.moe_cpu_build_note().decode()}" if library is not None else ""
 
 
 def _expect_current(path: Path, handle: ctypes.CDLL, part: Part, prototypes: Mapping[str, Prototype]) -> None:
-    """A library of another version has other signatures: calling it would crash."""
+    """Refuse a library of another version: its signatures differ, so calling it would crash."""
     lacking = [name for name in prototypes if not hasattr(handle, name)]
     if lacking:
         raise _Missing(f"{path} is stale, it lacks {', '.join(lacking)}; {_REBUILD}", unexpected=True)
@@ -142,7 +142,7 @@ def _expect_current(path: Path, handle: ctypes.CDLL, part: Part, prototypes: Map
 
 @functools.cache
 def _source_digest() -> str:
-    """As `source_digest` of ext/build_native.py in a checkout; empty in an installed package."""
+    """Compute `source_digest` of ext/build_native.py in a checkout; empty in an installed package."""
     folder = Path(__file__).resolve().parents[2] / "ext" / "csrc"
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -1,8 +1,8 @@
-"""Making host memory ready for copies before the first one needs it, without training noticing.
+"""Prepare host memory for copies in the background, before the first copy needs it.
 
 Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later ones.
 So the pages are mapped ahead by a background thread, which changes no byte and so may run while the memory is in use.
-Where there are several memory nodes, pages are first told to come from the one next to the device.
+With several memory nodes, pages are requested from the node next to the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; Python's mmap has no name for it."""
 _STEP_NBYTES = 64 * 2**20
-"""Bytes mapped by one call: how long stopping may take."""
+"""Bytes mapped by one call; limits how long stopping takes."""
 _MAX_THREADS = 8
 """The kernel zeroes about 1.5 GB/s per thread; eight reach the bandwidth of most sockets' memory."""
 _MPOL_PREFERRED = 1
@@ -40,12 +40,12 @@ class Preparation:
     """A buffer that a background thread makes ready, step by step.
 
     Args:
-        buffer: uint8 host memory; kept alive until the thread is through with it.
+        buffer: uint8 host memory; kept alive until the thread has finished.
         node: memory node that its pages should come from; `None` leaves that to the kernel.
         per_step: called on the thread for each range (address, bytes) after its pages are mapped.
         done: called on the thread when everything is ready.
         step_nbytes: bytes of a range, whole pages.
-        threads: that map the pages of one range together; by default a share of the cores this process may use.
+        threads: number of threads that map a range; by default a share of the cores this process may use.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Preparation:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until everything is ready, or `failure` is set."""
+        """Block until everything is ready, or `failure` is set."""
         if self._pid == os.getpid():
             self._thread.join()
 
@@ -107,13 +107,13 @@ class Preparation:
 
 
 class PageLocks:
-    """Pieces of host memory that are page-locked. They are given back before the memory is, whoever forgets to.
+    """Page-locked pieces of host memory. They are unlocked before the memory is freed, even without `release`.
 
-    Memory that is unmapped first leaves its address locked in the driver: the next memory there cannot be.
+    If memory is unmapped first, the driver keeps its address locked, and new memory there cannot be locked.
 
     Args:
-        buffer: kept alive until `release`.
-        unlock: gives one piece back, by its address.
+        buffer: host memory; kept alive until `release`.
+        unlock: unlocks one piece, by its address.
     """
 
     def __init__(self, buffer: Tensor, unlock: Callable[[int], object]) -> None:
@@ -121,17 +121,17 @@ class PageLocks:
         self.pieces: list[tuple[int, int]] = []
         """(address, bytes), as they were locked."""
         self._end = weakref.finalize(self, _unlock_all, buffer, self.pieces, unlock, os.getpid())
-        self._end.atexit = False  # the process gives back everything; a device that hangs must not hold its end up
+        self._end.atexit = False  # the system unlocks everything at exit; a hanging device must not delay it
 
     def release(self) -> None:
-        """Give all pieces back. No copy may be under way there."""
+        """Unlock all pieces. No copy may be running there."""
         self._end()
 
 
 def _unlock_all(buffer: Tensor, pieces: list[tuple[int, int]], unlock: Callable[[int], object], pid: int) -> None:
     for address, _ in (
         pieces if pid == os.getpid() else ()
-    ):  # CUDA does not work in a forked child, a worker of a loader
+    ):  # CUDA does not work in a forked child, such as a worker of a loader
         _unlock(address, buffer.nbytes, unlock)
     pieces.clear()
 
@@ -144,13 +144,13 @@ def _unlock(address: int, nbytes: int, unlock: Callable[[int], object]) -> None:
 
 
 def preparing_threads() -> int:
-    """Half of the cores this process may use, shared with the other ranks of the machine; one to eight."""
+    """Return half of the cores this process may use, divided by the ranks of the machine; one to eight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // 2 // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1), _MAX_THREADS)
 
 
 def _shares(address: int, nbytes: int, num: int) -> list[tuple[int, int]]:
-    """(address, bytes) of up to `num` stretches of whole pages, the last one perhaps not whole."""
+    """Cut a range into up to `num` (address, bytes) of whole pages; the last one may end within a page."""
     share = -(-nbytes // num)
     share += -share % mmap.PAGESIZE
     return [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
@@ -174,10 +174,10 @@ def populate(address: int, nbytes: int) -> bool:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Let pages of a range that are not there yet come from memory node `node`, if it has room.
+    """Ask the kernel to take the unmapped pages of a range from memory node `node`, if it has room.
 
     Returns:
-        Whether the kernel took the wish.
+        Whether the kernel accepted.
     """
     syscall = _SYSCALL_MBIND.get(platform.machine())
     if syscall is None:
@@ -196,12 +196,12 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def num_nodes() -> int:
-    """Memory nodes of this machine."""
+    """Return the number of memory nodes of this machine."""
     return len(list(_NODES.glob("node[0-9]*"))) or 1
 
 
 def node_of_pci_device(bus_id: str) -> int | None:
-    """The memory node next to a device; `None` if there is one node only, or the firmware does not say."""
+    """Return the memory node next to a device; `None` with one node only, or if the firmware does not say."""
     path = _PCI_DEVICES / bus_id.lower() / "numa_node"
     if num_nodes() < 2 or not path.exists():
         return None

@@ -1,9 +1,9 @@
-"""A list of copies arranged by the compiled library: thousands of slices in one call.
+"""Lists of copies arranged by the compiled library, which copies thousands of slices in one call.
 
-A pair of tensors becomes one slice: rows of contiguous elements, a fixed distance apart on either side. What has no
-such form (three strides, conversions other than those of `_CASTS`, tensors that are no plain memory) stays with torch.
-The plan holds addresses, and keeps the memory behind them alive; a tensor that is given other memory afterwards
-(`tensor.data = ...`) needs a new plan.
+A pair of tensors becomes one slice: rows of contiguous elements, a fixed distance apart on either side. Torch copies
+pairs without such a form (three strides, conversions not in `_CASTS`, tensors that are no plain memory). The plan holds
+addresses and keeps the memory behind them alive. A tensor that gets other memory later (`tensor.data = ...`) needs a
+new plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_moe_ckpt.native._prototypes import Pieces, PlanOptions, Slice
 
 _SLICE = np.dtype(Slice)
 Slices: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
-"""Structured as `Slice`."""
+"""Structured array with the fields of `Slice`."""
 _DTYPE, _LAYOUT, _DEVICE, _QUANTIZED = map(attrgetter, ("dtype", "layout", "device", "is_quantized"))
 
 
@@ -43,13 +43,13 @@ class Cast(IntEnum):
 
 
 class Space(IntEnum):
-    """Where memory is; mirrors `Space` of slice.hpp."""
+    """Kind of memory; mirrors `Space` of slice.hpp."""
 
     PAGEABLE = 0
     PINNED = 1
     DEVICE = 2
     FOREIGN = -1
-    """Of another device than the engine's, or where this engine cannot reach: torch copies from and to there."""
+    """Memory that the engine cannot reach, such as another device's: torch copies from and to it."""
 
 
 _CASTS = {
@@ -62,17 +62,17 @@ _CASTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """How a plan is cut."""
+    """Settings for cutting a plan into chunks."""
 
     chunk_nbytes: int = 16 * 2**20
-    """Bytes of one chunk; a few chunks are queued with the device at a time, and its other copies wait behind them."""
+    """Bytes per chunk; a few chunks are queued on the device at a time, and its other copies wait for them."""
     chunk_copies: int = 1024
-    """Copies of one chunk, at most."""
+    """Most copies per chunk."""
     pack_below: int = 64 * 2**10
-    """Bytes; smaller slices are packed by a kernel and travel together. Used with a device only."""
+    """A kernel packs slices of fewer bytes, so that they are copied together. Used with a device only."""
     has_device: bool = False
     pieces: Sequence[tuple[int, int, int]] = ()
-    """(base, end, bytes of a piece) of every registered buffer: no copy may cross from piece to piece."""
+    """(base, end, bytes per piece) of every registered buffer: no copy may cross from piece to piece."""
 
 
 class Plan:
@@ -80,8 +80,8 @@ class Plan:
 
     Args:
         library: the loaded part.
-        slices: see `slices_of`.
-        arrangement: how they are cut.
+        slices: slices from `slices_of`.
+        arrangement: how to cut them.
     """
 
     def __init__(self, library: Library, slices: Slices, arrangement: Arrangement) -> None:
@@ -97,12 +97,12 @@ class Plan:
         handle = ctypes.c_void_p()
         self._call("create", slices.ctypes.data, len(slices), options, pieces, len(pieces), handle)
         self.handle = handle
-        # The library counts users: a job under way keeps what it needs of a plan that is freed here.
+        # The library counts references: a running job keeps what it needs of a plan that is freed here.
         weakref.finalize(self, getattr(library, f"moe_{self._part}_plan_free"), handle).atexit = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that arrive."""
+        """Bytes that the plan copies."""
         return self._call("nbytes", self.handle)
 
     @property
@@ -116,16 +116,16 @@ class Plan:
         return self._call("staging_nbytes", self.handle)
 
     def attach(self, staging: int, bounce: int) -> None:
-        """Addresses of the staging memory, on the device and on the host."""
+        """Set the addresses of the staging memory, on the device and on the host."""
         self._call("attach", self.handle, staging, bounce)
 
     def copies(self) -> list[Slice]:
-        """What copy engines or the worker do, in order."""
+        """Return the copies that copy engines or the worker make, in order."""
         found = getattr(self._library, f"moe_{self._part}_plan_copies")(self.handle)
         return [found[index] for index in range(self._call("num_copies", self.handle))]
 
     def run(self, threads: int) -> None:
-        """Copy now, on this thread and `threads - 1` others; the interpreter lock is free. CPU only."""
+        """Copy now, on this thread and `threads - 1` others, without the GIL. CPU only."""
         self._call("run", self.handle, threads)
 
     def _call(self, name: str, *arguments: object) -> int:
@@ -133,33 +133,33 @@ class Plan:
 
 
 class PlannedCopies(CopyList):
-    """Copies that have been checked and, if they all have a form for it, arranged in a plan."""
+    """A checked list of copies, arranged in a plan if all of them have the form of a slice."""
 
     def __init__(self, copies: Sequence[Copy] | CopyList) -> None:
         super().__init__(list(copies.pairs()) if isinstance(copies, CopyList) else copies)
         self.plan: Plan | None = None
         self.reads_host = False
         """Whether a device reads from memory on the host."""
-        # Whatever becomes of the caller's tensors, the addresses in the plan stay allocated. One slot, many views of it.
+        # The addresses in the plan stay allocated, whatever happens to the caller's tensors.
         self._kept: list[torch.UntypedStorage] = []
         self.attached: list[Tensor] = []
-        """Memory of the plan's own."""
+        """Memory that belongs to the plan."""
 
     def keep(self) -> None:
-        """Hold the memory behind all tensors, which are plain, even when they are given other memory."""
+        """Keep the memory behind all tensors alive, even if the tensors get other memory."""
         storages = chain.from_iterable(map(Tensor.untyped_storage, side) for side in self.sides())
         self._kept = list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001  # no public identity
 
 
 def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = None) -> Slices | None:
-    """The pairs as slices; `None` if one of them has no such form.
+    """Return the pairs as slices; `None` if one of them has no such form.
 
-    Addresses and sizes are read by loops inside the interpreter's own functions: what is made per pair is what the
-    garbage collector counts, and its pass over everything that torch has made takes longer than all of this.
+    Built-in functions read addresses and sizes without an object per pair: such objects would trigger the garbage
+    collector, and its pass over all of torch's objects takes longer than all of this.
 
     Args:
-        copies: what to copy.
-        space_of: where the memory of a tensor is; unset if all of it is on the host.
+        copies: the pairs to copy.
+        space_of: returns the kind of a tensor's memory; unset if all memory is on the host.
     """
     sources, destinations = copies.sides()
     casts = _column(map(_cast, map(_DTYPE, sources), map(_DTYPE, destinations)), np.int32)
@@ -184,7 +184,7 @@ def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = Non
 
 @functools.cache
 def bfloat16_nan() -> int:
-    """What torch makes of a float32 NaN on this processor: 0x7fc0 without vector instructions, 0xffff with AVX2."""
+    """Return torch's bfloat16 NaN on this processor: 0x7fc0 without vector instructions, 0xffff with AVX2."""
     return int(torch.full((64,), torch.nan).bfloat16().view(torch.int16)[0].item()) & 0xFFFF
 
 
@@ -202,7 +202,7 @@ def _addresses(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[Any
 
 
 def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> bool:
-    """Fill in rows and strides of what is not contiguous on both sides; whether all of it has that form."""
+    """Fill in rows and strides of non-contiguous pairs; return whether all of them have that form."""
     plain = _column(map(Tensor.is_contiguous, sources), np.bool_)
     plain &= _column(map(Tensor.is_contiguous, destinations), np.bool_)
     for index in np.flatnonzero(~plain).tolist():
@@ -218,7 +218,7 @@ def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinat
 
 
 def _are_plain(tensors: Sequence[Tensor], device_types: set[str]) -> bool:
-    """Whether elements lie in memory as they are meant; a conjugated or negated view stores something else."""
+    """Whether memory holds the elements' values; a conjugated or negated view stores others."""
     return (
         set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
         and set(map(_LAYOUT, tensors)) <= {torch.strided}
@@ -230,7 +230,7 @@ def _are_plain(tensors: Sequence[Tensor], device_types: set[str]) -> bool:
 
 
 def _two_dimensions(src: Tensor, dst: Tensor) -> tuple[int, int, int, int] | None:
-    """(rows, elements of a row, distance of rows in `src`, in `dst`), if both have that form together."""
+    """Return (rows, elements per row, row stride in `src`, in `dst`); `None` if a pair has no such form."""
     dims: list[tuple[int, int, int]] = []
     for size, src_stride, dst_stride in zip(src.shape, src.stride(), dst.stride(), strict=True):
         if size == 1:
@@ -240,7 +240,7 @@ def _two_dimensions(src: Tensor, dst: Tensor) -> tuple[int, int, int, int] | Non
         else:
             dims.append((size, src_stride, dst_stride))
     if any(stride <= 0 for _, _, stride in dims):
-        return None  # a destination that overlaps itself: torch says what is wrong with it
+        return None  # a destination that overlaps itself: torch raises the error
     if dims and dims[-1][1:] == (1, 1):
         (count, _, _), dims = dims[-1], dims[:-1]
     else:

@@ -17,7 +17,7 @@ MESSAGE_NBYTES = 512
 
 
 class Error(c.Structure):
-    """What a function that failed has to say; mirrors `Error` of abi.hpp."""
+    """Message of a failed function; mirrors `Error` of abi.hpp."""
 
     _fields_ = (("message", c.c_char * MESSAGE_NBYTES),)
 
@@ -46,7 +46,7 @@ class Pieces(c.Structure):
 
 
 class PlanOptions(c.Structure):
-    """How a plan is arranged; mirrors `PlanOptions` of plan.hpp."""
+    """Settings for arranging a plan; mirrors `PlanOptions` of plan.hpp."""
 
     _fields_ = (
         ("chunk_nbytes", c.c_uint64),
@@ -70,12 +70,12 @@ class Prototype:
 
 
 def plain(result: Any, *arguments: Any) -> Prototype:
-    """A function that cannot fail."""
+    """Declare a function that cannot fail."""
     return Prototype(result, arguments)
 
 
 def fallible(*arguments: Any) -> Prototype:
-    """A function that returns a negative `int` on failure and takes an `Error*` last."""
+    """Declare a function that returns a negative `int` on failure and takes an `Error*` last."""
     return Prototype(c.c_int, arguments, can_fail=True)
 
 
@@ -93,7 +93,7 @@ _U64_OUT = c.POINTER(c.c_uint64)
 
 
 def _plan(part: str) -> dict[str, Prototype]:
-    """Plans are the same in both libraries."""
+    """Declare the plan functions, which are the same in both libraries."""
     return {
         f"moe_{part}_plan_create": fallible(
             c.c_void_p, c.c_uint64, c.POINTER(PlanOptions), c.POINTER(Pieces), c.c_uint64, _HANDLE_OUT

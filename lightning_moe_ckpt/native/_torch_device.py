@@ -1,4 +1,4 @@
-"""What compiled code needs to know from torch of one CUDA device, in one place: tests put an emulated device there."""
+"""All that compiled code needs from torch about a CUDA device, in one class that tests replace by an emulation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda
 """Events, streams and the runtime are partly untyped in torch."""
 _PORTABLE = 1
-"""Of `cudaHostRegister`: usable from every context."""
+"""Flag of `cudaHostRegister`: the memory is usable from every context."""
 
 
 class TorchDevice:
-    """A CUDA device and its current stream, as torch has them.
+    """A CUDA device of torch, with its current stream.
 
     Args:
-        device: without an index it is the current one.
+        device: CUDA device; without an index, the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,34 +37,34 @@ class TorchDevice:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def take_thread(self) -> None:
-        """Let the calling thread, which is one of this package, work with this device from now on.
+        """Make this device the current one of the calling thread, which must be a thread of this package.
 
-        A new thread begins with device 0, and what it asks for without saying where makes a context there.
+        A new thread starts with device 0, and a call without a device would create a context there.
         """
         torch.cuda.set_device(self.device)
 
     def is_capturing(self) -> bool:
-        """Whether what is queued now becomes part of a user's graph."""
+        """Whether work queued now becomes part of a user's graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def memory(self, nbytes: int) -> Tensor:
-        """Bytes on the device."""
+        """Allocate bytes on the device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def page_locked(self, nbytes: int) -> Tensor:
-        """Bytes on the host that the device reaches at full speed."""
+        """Allocate page-locked bytes on the host."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, structures: ctypes.Array[Any]) -> Tensor:
-        """C structures as bytes on the device, queued on the current stream; the host does not wait for it.
+        """Copy C structures to the device on the current stream, without blocking the host.
 
-        Memory that is not page-locked would be copied only after all that the stream holds.
+        It copies from page-locked memory: a copy from other memory would wait for all work on the stream.
         """
         host_U8 = torch.frombuffer(bytearray(structures), dtype=torch.uint8).pin_memory()
         return host_U8.to(self.device, non_blocking=True)
 
     def upload_now(self, structures: ctypes.Array[Any]) -> Tensor:
-        """As `upload`, there when this returns, whatever the current stream holds: it takes a stream of its own."""
+        """Copy C structures to the device on a separate stream, and return when they have arrived."""
         stream = _cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             on_device_U8 = self.upload(structures)
@@ -72,23 +72,23 @@ class TorchDevice:
         return on_device_U8
 
     def space(self, tensor: Tensor) -> Space:
-        """Where a tensor is, as this device sees it; page-locked if torch has done that."""
+        """Return the kind of a tensor's memory as this device sees it; `PINNED` if torch has page-locked it."""
         if tensor.is_cuda:
             return Space.DEVICE if tensor.device == self.device else Space.FOREIGN
         return Space.PINNED if tensor.is_pinned() else Space.PAGEABLE
 
     def pci_bus_id(self) -> str | None:
-        """`domain:bus:device.function`; `None` if this torch does not say."""
+        """Return `domain:bus:device.function`; `None` if this torch does not say."""
         properties: Any = torch.cuda.get_device_properties(self.device)
         found = (getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
         numbers = [number for number in found if number is not None]
         return "{:04x}:{:02x}:{:02x}.0".format(*numbers) if len(numbers) == 3 else None
 
     def settle(self, patience: timedelta) -> None:
-        """Wait for what the current stream holds, but not for ever.
+        """Wait for the work on the current stream, up to `patience`.
 
         Raises:
-            TimeoutError: it is not through after `patience`.
+            TimeoutError: the work has not ended by then.
         """
         event, deadline = _cuda.Event(), time.monotonic() + patience.total_seconds()
         event.record(torch.cuda.current_stream(self.device))
@@ -98,18 +98,18 @@ class TorchDevice:
             time.sleep(0.0005)
 
     def register(self, address: int, nbytes: int) -> int:
-        """Page-lock host memory through torch's runtime; the error code, 0 if it went well."""
+        """Page-lock host memory through torch's runtime; return the error code, 0 for success."""
         with torch.cuda.device(self.device):
             return _cleared(int(_cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)))
 
     def unregister(self, address: int) -> int:
-        """Undo `register`; the error code."""
+        """Undo `register`; return the error code."""
         with torch.cuda.device(self.device):
             return _cleared(int(_cuda.cudart().cudaHostUnregister(address)))
 
 
 def _cleared(code: int) -> int:
-    """`code`; torch would else raise a failure at the next kernel that anybody launches, and blame that."""
+    """Clear a pending error and return `code`; else torch would blame the next kernel for it."""
     if code != 0:
         try:
             ctypes.CDLL(None).cudaGetLastError()  # torch loads the runtime with its symbols for everybody

@@ -1,7 +1,7 @@
-"""The thread behind a compiled engine, what such engines share, and tickets for what they were given.
+"""The thread behind a compiled engine, the base class of such engines, and their tickets.
 
-The library numbers what is submitted; a ticket asks it by number and keeps the memory alive meanwhile, because the
-library has addresses only.
+The library numbers submitted lists. A ticket asks for its number and keeps the memory alive meanwhile, because the
+library only has addresses.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 _TIMED_OUT = 1
 _LONGEST_US = 60 * 10**6
-"""How long the end of a fit or of the process waits for copies, which take seconds at most."""
+"""Longest wait for copies at the end of a fit or of the process; copies take seconds at most."""
 _left: dict[int, list[CompiledTicket]] = {}
-"""Of engines that did not end: whatever their device still reads stays here."""
+"""Tickets of engines that did not end, by handle; they keep alive what the device may still read."""
 
 
 class Worker:
-    """The thread behind an engine, of the process that made it.
+    """The library's thread behind an engine; it belongs to the process that made it.
 
     Args:
         library: a loaded part.
-        arguments: of the function that makes the engine.
+        arguments: arguments of the library's function that makes the engine.
     """
 
     def __init__(self, library: Library, *arguments: int) -> None:
@@ -52,11 +52,11 @@ class Worker:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has the thread: a forked child has not."""
+        """Whether this process has the thread; a forked child does not."""
         return self._pid == os.getpid()
 
     def submit(self, copies: PlannedCopies, *stream: int) -> CompiledTicket:
-        """Queue a list that has a plan; behind the work of a stream, where there are streams."""
+        """Queue a list that has a plan, after the work of `stream` if there are streams."""
         assert copies.plan is not None
         while self.pending and self.pending[0].done:
             self.pending.popleft()
@@ -67,19 +67,19 @@ class Worker:
         return ticket
 
     def wait(self, number: int, timeout: timedelta | None) -> bool:
-        """Whether the copies have arrived by then; raises `NativeError` if they failed."""
+        """Wait up to `timeout`; return whether the copies have arrived. Raises `NativeError` if they failed."""
         limit = -1 if timeout is None else timeout // timedelta(microseconds=1)
         return self.call("wait", self.handle, number, limit) != _TIMED_OUT
 
     def fileno(self) -> int:
-        """Readable when a ticket became done since it was last read (8 bytes), for `select` and event loops."""
+        """Return a descriptor for `select`: readable (8 bytes) when a ticket became done since the last read."""
         return self.call("event_fd", self.handle)
 
     def stop(self) -> bool:
-        """Finish what was submitted and end the thread; tickets can be asked on.
+        """Finish the submitted lists and end the thread; tickets stay usable.
 
         Returns:
-            Whether it has ended. A device that hangs is not waited for: what it may still read stays allocated.
+            Whether the thread has ended. If the device hangs, the memory that it may still read stays allocated.
         """
         if self.is_ours and self.call("stop", self.handle, _LONGEST_US) == _TIMED_OUT:
             _leave(self.handle, self.pending)
@@ -90,12 +90,12 @@ class Worker:
         return True
 
     def call(self, name: str, *arguments: object) -> int:
-        """The library's function `engine_<name>`."""
+        """Call the library's function `engine_<name>`."""
         return int(getattr(self._library, f"moe_{self._part}_engine_{name}")(*arguments) or 0)
 
 
 def _finish(free: Callable[..., Any], handle: ctypes.c_void_p, pid: int, pending: deque[CompiledTicket]) -> None:
-    """Also runs at interpreter exit. `pending` is an argument so that the sources live until the thread has ended."""
+    """Free the engine, also at interpreter exit. `pending` keeps the sources alive until the thread has ended."""
     if pid == os.getpid() and free(handle, 0 if handle.value in _left else _LONGEST_US) == _TIMED_OUT:
         _leave(handle, pending)
         return
@@ -109,7 +109,7 @@ def _leave(handle: ctypes.c_void_p, pending: deque[CompiledTicket]) -> None:
 
 
 class CompiledEngine(CopyEngine):
-    """What the engines on either part share: lists are arranged once, and a failure is told by the ticket."""
+    """Base of the compiled engines: lists are arranged once, and tickets report failures."""
 
     _newest: Ticket | None
 
@@ -127,20 +127,20 @@ class CompiledEngine(CopyEngine):
         return self._newest
 
     def fileno(self) -> int:
-        """As `Worker.fileno`."""
+        """Return the descriptor of `Worker.fileno`."""
         return self._running_worker().fileno()
 
     def _check(self, copies: Sequence[Copy]) -> PlannedCopies:
-        """A list that is used once."""
+        """Check a list that is used once."""
         return self.prepare(copies)
 
     @abstractmethod
     def _submit(self, copies: PlannedCopies) -> Ticket:
-        """Queue a list behind what was submitted before it."""
+        """Queue a list after those submitted before."""
 
     @abstractmethod
     def _running_worker(self) -> Worker:
-        """This process's thread, started now if need be."""
+        """Return this process's thread; start it if necessary."""
 
 
 def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
@@ -148,12 +148,12 @@ def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
 
 
 class CompiledTicket(Ticket):
-    """A list waiting for, or done by, the compiled worker."""
+    """A list of copies submitted to the compiled worker."""
 
     def __init__(self, worker: Worker, number: int, copies: PlannedCopies) -> None:
         self.worker, self.number = worker, number
         self._copies: PlannedCopies | Sequence[Tensor] | None = copies
-        """What must stay until the bytes have arrived."""
+        """Keeps memory alive until the bytes have arrived."""
         self.num_copies = len(copies)
         self._error: NativeError | None = None
 
@@ -177,12 +177,12 @@ class CompiledTicket(Ticket):
         self._raise_failure()
 
     def release_sources(self) -> None:
-        """Let go of the sources before they have been read: whatever gets their memory is written behind that."""
+        """Release the sources before they are read; the caller ensures that later writes to their memory come after."""
         if isinstance(self._copies, PlannedCopies):
             self._copies = [*self._copies.sides()[1], *self._copies.attached]
 
     def _ask(self, timeout: timedelta | None) -> None:
-        """Wait, and let go of the sources if they have been read."""
+        """Wait, then release the sources if they have been read."""
         try:
             if self.worker.wait(self.number, timeout):
                 self._copies = None
@@ -195,7 +195,7 @@ class CompiledTicket(Ticket):
 
 
 class FailedTicket(Ticket):
-    """A list that could not even be queued; told where failures are told."""
+    """A list that could not be queued; `fence` and `wait` raise the error."""
 
     def __init__(self, num_copies: int, error: Exception) -> None:
         self._num_copies, self._error = num_copies, error

@@ -1,6 +1,6 @@
 """Make tensors equal on all ranks of a group, many small ones in one message.
 
-One collective per tensor costs its latency each: 1,500 of 8 KB take seconds over gloo.
+One collective per tensor would pay the latency every time: 1,500 tensors of 8 KB take seconds over gloo.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def broadcast_tensors(
     """Overwrite `tensors` with those of global rank `src`, in place. Collective; same shapes and order on all ranks.
 
     Args:
-        tensors: of any dtypes and devices.
-        group: which ranks.
+        tensors: tensors of any dtypes and devices.
+        group: the ranks that take part.
         src: global rank of the source, a member of `group`.
-        message_nbytes: how much is gathered into one message; a larger tensor travels alone.
+        message_nbytes: most bytes that are gathered into one message; a larger tensor is sent alone.
     """
     is_source = dist.get_rank() == src
     with torch.no_grad():
         for chunk in _chunks(tensors, message_nbytes):
             flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in chunk])
             dist.broadcast(flat, src, group=group)
-            if not is_source:  # the source keeps its version counters: it did not change
+            if not is_source:  # the source does not change, so it keeps its version counters
                 _scatter(flat, chunk)
 
 

@@ -1,10 +1,10 @@
-"""Where each parameter's gradient lies in a flat buffer that is cut into buckets.
+"""Lay out gradients in a flat buffer that is cut into buckets.
 
 All gradients of one kind (same group, dtype, device) form one flat vector, in reverse order of registration, which is
-about the order in which backward finishes them. The vector is cut every `bucket_numel` elements whatever the
-parameters' borders, so a bucket never outgrows its size however large a stacked expert tensor is.
+about the order in which backward finishes them. The vector is cut every `bucket_numel` elements, also within a
+parameter, so a bucket never exceeds its size however large a stacked expert tensor is.
 
-Invariant: the layout is a pure function of names, shapes and sizes. It knows nothing of which gradients exist.
+Invariant: the layout is a pure function of names, shapes and sizes. It does not depend on which gradients exist.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class BucketLayout:
     """A flat vector of `numel` elements cut into `bucket_numel` pieces; only the last may be shorter."""
 
     slots: dict[str, Slot]
-    """By name, in the order of the vector."""
+    """Intervals by parameter name, in the order of the vector."""
     numel: int
     bucket_numel: int
 
     def interval(self, bucket: int) -> tuple[int, int]:
-        """First element of a bucket and one past its last."""
+        """Return first and one past the last element of a bucket."""
         start = bucket * self.bucket_numel
         return start, min(start + self.bucket_numel, self.numel)
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets the vector is cut into."""
+        """Number of buckets."""
         return -(-self.numel // self.bucket_numel)
 
 
@@ -47,8 +47,8 @@ def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int)
 
     Args:
         numels: elements of each parameter.
-        bucket_numel: about how many elements a bucket has.
-        multiple: bucket sizes are multiples of this, the size of the group, so that chunks are equal.
+        bucket_numel: elements of a bucket, before rounding.
+        multiple: size of the group; bucket sizes are multiples of it, so that chunks are equal.
 
     Returns:
         The layout; the vector is padded to a multiple of `multiple`.

@@ -1,12 +1,12 @@
-"""Process groups that are whole answer no stranger: their listening sockets drop what comes, from then on.
+"""Protect gloo's listening sockets: once a process group is complete, they drop all new connections.
 
-gloo accepts whoever connects for as long as a group lives, and keeps connections that never say which pair they are of.
-When the process has no descriptor left, `accept` fails, and gloo ends the process (measured with torch 2.13: 250 silent
-connections and a limit of 256). But all pairs of a group are connected when `new_group` returns, and none is ever connected
-again. So a filter that lets nothing pass is put on the sockets that began to listen meanwhile: a stranger's connection is
-not even begun then, takes no descriptor, no memory and no thread, and connections that are there are not touched.
+gloo accepts connections as long as a group lives, and keeps those that never say which pair they belong to. When the
+process runs out of descriptors, `accept` fails, and gloo ends the process (measured with torch 2.13: 250 silent
+connections and a limit of 256). But all pairs of a group are connected when `new_group` returns, and never again. So
+the sockets that began to listen meanwhile get a filter that drops every packet. A stranger's connection then takes no
+descriptor, no memory and no thread; existing connections are not affected.
 
-Sockets filter on Linux alone; elsewhere they stay as gloo has them.
+Socket filters exist on Linux only; elsewhere the sockets stay open.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A program of the kernel's packet filter: return 0, that is pass no byte on."""
+"""Program for the kernel's packet filter: return 0, which drops the packet."""
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-"""With it pairs are connected when they first speak."""
+"""Environment variable that makes gloo connect pairs on first use instead."""
 
 
 @contextmanager
 def closed_doors(*, open_ports: Collection[int] = ()) -> Iterator[None]:
-    """Close the door of every gloo group that is made meanwhile, on this rank.
+    """Close the listening sockets of every gloo group that is made in this context, on this rank.
 
     Args:
-        open_ports: of sockets that go on listening, as that of a store, which ranks join later.
+        open_ports: ports that stay open, such as that of a store, which ranks join later.
     """
     before = set(listening())
     yield
@@ -51,13 +51,13 @@ def closed_doors(*, open_ports: Collection[int] = ()) -> Iterator[None]:
 
 
 def listening() -> dict[int, tuple[int, int]]:
-    """Descriptor and port of every TCP socket of this process that listens, by inode; nothing where that is not told."""
+    """Return (descriptor, port) of every listening TCP socket of this process, by inode; empty if unknown."""
     if sys.platform != "linux":
         return {}
     found: dict[int, tuple[int, int]] = {}
     # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
     for entry in _DESCRIPTORS.iterdir():
-        with suppress(OSError):  # closed meanwhile, as the one that lists them
+        with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
             named = _SOCKET.fullmatch(str(entry.readlink()))
             if named is None:
                 continue
@@ -67,7 +67,7 @@ def listening() -> dict[int, tuple[int, int]]:
                 if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found[int(named[1])] = (int(entry.name), each.getsockname()[1])
             finally:
-                each.detach()  # it stays its owner's; a copy would keep the door open in a child that is forked meanwhile
+                each.detach()  # the owner closes it; a duplicate would stay open in a child that is forked meanwhile
     return found
 
 

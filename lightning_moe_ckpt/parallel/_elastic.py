@@ -1,10 +1,10 @@
-"""A process group for each life of a job that torchrun restarts.
+"""A fresh process group for each incarnation of a job that torchrun restarts.
 
-From torch 2.4 on all lives of a torchrun job share the agent's store. A restarted life then finds the addresses of
-dead processes in it, and gloo fails to connect ("Connection refused", pytorch issue 135712), unless
+From torch 2.4 on all incarnations of a torchrun job share the agent's store. A restarted one then finds the addresses
+of dead processes in it, and gloo fails to connect ("Connection refused", pytorch issue 135712), unless
 `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set for torchrun. Restart counts do not help: they differ between nodes. So
-rank 0 serves a fresh store for its life, and the other ranks ask for it through the shared one, each with a word of its
-own, so that an answer is never that of an earlier life.
+rank 0 serves a fresh store, and the other ranks ask for its address through the shared one. Each question contains a
+random word, so that an answer is never that of an earlier incarnation.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _POLL_SECONDS = 0.01
 
 
 def shares_agent_store() -> bool:
-    """Whether torchrun offers this process a store that earlier lives have used."""
+    """Whether torchrun offers this process a store that earlier incarnations have used."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_is_likely(error: BaseException) -> bool:
-    """Whether the job that `error` ends on this rank will probably start again at once.
+    """Whether the job will probably restart at once after `error` on this rank.
 
-    So it is if torchrun has restarts left, and if a collective failed: then another process died, which is what
-    launchers restart jobs for.
+    It will if torchrun has restarts left, or if a collective failed: then another process died, and launchers restart
+    such jobs.
     """
     restarts, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return int(restarts) < int(most) or any(map(_is_of_collective, _chain(error)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what led to it."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -56,13 +56,13 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Initialise the default process group over a store that no other life has used.
+    """Initialise the default process group over a store that no other incarnation has used.
 
     Args:
-        backend: e.g. `gloo`.
-        rank: of this process.
-        world_size: processes of the job.
-        timeout: for joining, and for collectives.
+        backend: name of the backend, e.g. `gloo`.
+        rank: rank of this process.
+        world_size: number of processes of the job.
+        timeout: limit for joining, and for each collective.
 
     Raises:
         CheckpointError: not all ranks joined in time.
@@ -75,7 +75,7 @@ def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeou
 
 
 def _serve(shared: Store, host: str, world_size: int, timeout: timedelta) -> Store:
-    """Start a store and tell its address to everybody who asks, until all have joined."""
+    """Start a store and answer questions for its address until all ranks have joined."""
     store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     address, answered = f"{host}:{store.port}", set[str]()
     give_up = time.monotonic() + timeout.total_seconds()
@@ -83,7 +83,7 @@ def _serve(shared: Store, host: str, world_size: int, timeout: timedelta) -> Sto
         for rank in range(1, world_size):
             if shared.check([_question(rank)]):
                 word = shared.get(_question(rank)).decode()
-                if word not in answered:  # of an earlier life at first, which nobody waits for
+                if word not in answered:  # the first word may be of an earlier incarnation, which does not wait
                     shared.set(f"answer/{word}", address)
                     answered.add(word)
         if time.monotonic() > give_up:

@@ -1,8 +1,8 @@
-"""The small exchange of every optimizer step: which gradients exist anywhere, and flags that ride along.
+"""The small exchange of every optimizer step: which gradients exist on any rank, and the values of flags.
 
-It is a maximum over all ranks of a vector of integers: one seat per replicated parameter, one seat per sharded
-parameter and expert-parallel rank (the same name means different experts there), one seat per flag. It runs on the
-host, because what it decides (a gradient is `None` or not) is decided there.
+It is a maximum over all ranks of a vector of integers: one element per replicated parameter, one per sharded parameter
+and expert-parallel rank (the same name means different experts there), one per flag. It runs on the host, which needs
+the result (a gradient is `None` or not).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning_moe_ckpt.parallel._groups import ParallelGroups
 
 
 class StepExchange:
-    """Fixed seats for names and flags. All ranks construct it with equal arguments.
+    """Exchange with a fixed element per name and flag. All ranks construct it with equal arguments.
 
     Args:
         replicated: names whose gradient every rank may hold.
         sharded: names whose gradient the ranks with this `ep_rank` may hold.
-        flags: names of integers, at most 2**31 - 1, that travel along.
-        groups: this rank's place.
+        flags: names of integers, at most 2**31 - 1, whose maximum is exchanged too.
+        groups: this rank's groups.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StepExchange:
         self._votes = torch.zeros(self._first_flag + len(flags), dtype=torch.int32)
 
     def run(self, present: Mapping[str, bool], flags: Mapping[str, int]) -> tuple[dict[str, bool], dict[str, int]]:
-        """Exchange votes. Collective.
+        """Exchange gradients' presence and flags. Collective.
 
         Args:
             present: for every name, whether this rank holds a gradient.

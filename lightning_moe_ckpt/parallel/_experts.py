@@ -1,4 +1,4 @@
-"""Which parameters are one expert-parallel rank's own, found by duck typing.
+"""Find the parameters that hold only this expert-parallel rank's experts, by duck typing.
 
 A module that shards experts over ranks has `expert_parallel_parameters()`, an iterator of (name in the module,
 parameter) over those whose dim 0 runs over this rank's experts, consecutive by `ep_rank`. Everything else is
@@ -17,10 +17,10 @@ from lightning_moe_ckpt.parallel._tutel import TutelShards, is_tutel
 
 @runtime_checkable
 class ExpertParallelModule(Protocol):
-    """What a module offers that may hold only a part of its experts."""
+    """A module that may hold only a part of its experts."""
 
     ep_size: int
-    """Over how many ranks the module was built to shard."""
+    """Number of ranks over which the module shards its experts."""
 
     def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters sharded over expert-parallel ranks; none when `ep_size` is 1."""
@@ -28,7 +28,7 @@ class ExpertParallelModule(Protocol):
 
 
 def expert_parallel_modules(root: nn.Module) -> Iterator[tuple[str, ExpertParallelModule]]:
-    """Every (FQN, module) below and including `root` that may shard experts."""
+    """Yield every (FQN, module) below and including `root` that may shard experts."""
     for fqn, module in root.named_modules():
         if isinstance(module, ExpertParallelModule):
             yield fqn, module
@@ -37,6 +37,6 @@ def expert_parallel_modules(root: nn.Module) -> Iterator[tuple[str, ExpertParall
 
 
 def expert_parallel_fqns(root: nn.Module) -> set[str]:
-    """Names, as in `root.named_parameters()`, of parameters that hold one rank's part of the experts."""
+    """Return the names, as in `root.named_parameters()`, of parameters that hold one rank's part of the experts."""
     sharded = {id(p) for _, module in expert_parallel_modules(root) for _, p in module.expert_parallel_parameters()}
     return {fqn for fqn, parameter in root.named_parameters(remove_duplicate=False) if id(parameter) in sharded}

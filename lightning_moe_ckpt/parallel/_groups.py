@@ -24,13 +24,13 @@ GroupName = Literal["world", "expert", "expert_data", "control", "reduce", "repl
 `control`: all ranks, on gloo with CPU tensors whatever the training backend; for the training thread only.
 `reduce`: all ranks, used by the gradient reduction alone. It runs beside the backward pass, where a rank may reach
 its collectives earlier or later than the all-to-alls of expert parallelism, so the two must not share a group.
-`replicate`: all ranks, on gloo, for point-to-point operations of background threads, which wait for each other as long as
-it takes: what one does must never be in the way of a collective."""
+`replicate`: all ranks, on gloo, for point-to-point operations of background threads. These may wait long for each
+other, so they must not share a group with collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """This rank's place in the world, and the process groups that go with it."""
+    """This rank's indices in the world, and its process groups."""
 
     rank: int = 0
     world_size: int = 1
@@ -45,11 +45,11 @@ class ParallelGroups:
 
     @property
     def dp_size(self) -> int:
-        """How many ranks hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.world_size // self.ep_size
 
     def ranks(self, name: GroupName) -> list[int]:
-        """Global ranks of this rank's group `name`, ascending."""
+        """Return the global ranks of this rank's group `name`, ascending."""
         if name == "expert":
             first = self.dp_rank * self.ep_size
             return list(range(first, first + self.ep_size))
@@ -58,7 +58,7 @@ class ParallelGroups:
         return list(range(self.world_size))
 
     def group(self, name: GroupName) -> dist.ProcessGroup | None:
-        """The process group, or `None` in a world of one process."""
+        """Return the process group, or `None` in a world of one process."""
         if self.world_size == 1:
             return None
         return self.groups[name]
@@ -68,7 +68,7 @@ _current = ParallelGroups()
 
 
 def current_groups() -> ParallelGroups:
-    """The groups in force; a world of one process until a strategy sets them."""
+    """Return the installed groups; a world of one process until a strategy sets them."""
     return _current
 
 
@@ -86,7 +86,7 @@ def build_groups(ep_size: int = 1, timeout: timedelta = timedelta(minutes=30)) -
         timeout: limit for one collective of the new groups.
 
     Returns:
-        This rank's place and groups. Nothing is installed; see `set_current_groups`.
+        This rank's groups. They are not installed; see `set_current_groups`.
 
     Raises:
         ConfigurationError: `ep_size` does not divide the world size.
@@ -120,7 +120,7 @@ def check_ep_size(ep_size: int, world_size: int) -> None:
 
 
 def close_groups(groups: ParallelGroups) -> None:
-    """Destroy what `build_groups` made; the default process group is left as it is."""
+    """Destroy the groups that `build_groups` made; the default process group stays."""
     if not dist.is_initialized():
         return
     own = {id(group): group for group in groups.groups.values() if group is not _world()}

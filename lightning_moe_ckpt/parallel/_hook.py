@@ -1,7 +1,7 @@
 """The ordered reduction for plain DistributedDataParallel.
 
-DDP rebuilds its buckets after its first backward pass, so its bits depend on the age of the process; with this hook
-they depend on the ranks' values only.
+DDP rebuilds its buckets after its first backward pass, so its bits depend on how long the process has run. With this
+hook they depend on the ranks' values only.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
@@ -28,7 +28,7 @@ class OrderedHookState:
 
 
 def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> Future[Tensor]:
-    """Communication hook: the mean over ranks by `ordered_all_reduce`.
+    """Reduce a bucket to its mean over ranks by `ordered_all_reduce`; a communication hook of DDP.
 
     Use: `ddp.register_comm_hook(OrderedHookState(), ordered_hook)`.
     """

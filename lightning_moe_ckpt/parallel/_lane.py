@@ -1,8 +1,8 @@
-"""One lane for collectives beside the training thread: first in, first out.
+"""A first-in, first-out queue of collectives beside the training thread.
 
-Ranks must enter the collectives of a group in the same order. A queue that only one worker empties keeps the order of
-submission, whatever the order in which the network completes things. On CPU the worker is a thread (gloo waits
-without the GIL); on CUDA it is a side stream, so nothing waits on the host.
+Ranks must enter the collectives of a group in the same order. A queue with a single worker keeps the order of
+submission. On CPU the worker is a thread (gloo waits without the GIL); on CUDA it is a side stream, so the host does
+not wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Work = Callable[[], Tensor]
 
 
 class Lane:
-    """Runs `work` after `work`; starts nothing before the first `submit`."""
+    """Runs submitted work in order; starts its worker with the first `submit`."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Work, Future[Tensor]] | None] = queue.SimpleQueue()
@@ -27,19 +27,19 @@ class Lane:
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type[Lane], tuple[()]]:
-        """Copies and pickles, as of a Trainer or of a callback that knows it, are new lanes without work."""
+        """Copy and pickle as a new lane without work, because a Trainer or callback with a lane may be copied."""
         return Lane, ()
 
     def submit(self, work: Work, device: torch.device, after: Iterable[torch.cuda.Stream] = ()) -> Future[Tensor]:
         """Queue `work`, which reads and writes memory that the caller leaves alone until the future is done.
 
         Args:
-            work: what to run.
-            device: where its memory is.
-            after: streams that have written to it, besides the current one.
+            work: function to run.
+            device: device of its memory.
+            after: streams that have written to that memory, besides the current one.
 
         Returns:
-            A future of what `work` returns. Its `wait` raises what `work` raised.
+            A future of the result. Its `wait` raises what `work` raised.
         """
         if device.type == "cuda":
             return self._enqueue_on_stream(work, device, after)
@@ -52,7 +52,7 @@ class Lane:
         return future
 
     def close(self) -> None:
-        """End the worker after the jobs it has. Does not wait for one that hangs."""
+        """End the worker after its queued work; abandon it if it hangs."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=5)
@@ -81,7 +81,7 @@ class Lane:
 
 
 def stream_writing(tensor: Tensor) -> torch.cuda.Stream | None:
-    """On which the caller now writes to a tensor; `None` where there are no streams.
+    """Return the stream on which the caller now writes to a tensor; `None` on the CPU.
 
     Backward runs every hook on the stream of its forward, and a model may have several.
     """

@@ -1,8 +1,8 @@
-"""Fork a world of ranks from this process and collect what each returns.
+"""Fork a world of ranks from this process and collect their results.
 
-Importing torch takes seconds, forking a process that has imported it milliseconds, so the ranks are forked. The
-parent must not have started threads it shares with its children (a process group, a CUDA context) before. The
-environment of a rank looks as under torchrun, so that Lightning joins the world instead of launching one.
+Importing torch takes seconds, forking a process that has imported it milliseconds, so the ranks are forked. Before that
+the parent must not start anything with threads (a process group, a CUDA context). A rank has the environment of
+torchrun, so that Lightning joins the world instead of launching one.
 
 The store is hosted by rank 0 on a port the system chooses; no port is guessed, so worlds never collide.
 """
@@ -36,7 +36,7 @@ _STDERR = 2
 
 
 class WorldFailed(RuntimeError):
-    """A rank raised, died or was too late; the other ranks were killed. The message holds the rank's traceback."""
+    """A rank raised, died or was too late; the other ranks were killed. The message has the rank's traceback."""
 
 
 def run_world(
@@ -49,13 +49,13 @@ def run_world(
     """Run `work(rank)` in forked processes.
 
     Args:
-        world_size: how many.
-        work: anything callable, closures included; what it returns must pickle.
+        world_size: number of ranks.
+        work: any callable, including closures; its result must pickle.
         timeout: limit for the whole world; ranks that are late write their stacks to stderr.
         process_group: whether to initialise gloo first. Lightning initialises its own.
 
     Returns:
-        What each rank returned, by rank.
+        Results by rank.
 
     Raises:
         WorldFailed: a rank raised, died or was too late.
@@ -82,7 +82,7 @@ class _World(Generic[T]):
 
 
 class _Rank(Generic[T]):
-    """One forked process and the pipe its result comes through."""
+    """One forked process and the pipe for its result."""
 
     def __init__(self, rank: int, world: _World[T]) -> None:
         self.rank = rank
@@ -102,7 +102,7 @@ class _Rank(Generic[T]):
         return cast("T", result)
 
     def end(self, patience: float) -> None:
-        """Wait `patience` seconds for the process to leave by itself, then make it end."""
+        """Wait `patience` seconds for the process to end, then kill it."""
         self.process.join(timeout=patience)
         self.process.kill()
         self.process.join()

@@ -1,8 +1,8 @@
 """The norm of all gradients, experts counted once, equal in bits on every rank.
 
-Expert-parallel ranks hold different experts, so each contributes the norms of its own; every rank then combines the
-same numbers in the same order, and rank 0's result is taken by all, so that replicas cannot drift apart even where
-processors of two kinds add up differently.
+Expert-parallel ranks hold different experts, so each contributes the norms of its own. Every rank combines the same
+numbers in the same order, then all take rank 0's result. So replicas cannot diverge even if processors of two kinds add
+differently.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def global_grad_norm(
     norm_type: float = 2.0,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Norm over the gradients of the whole model, reduced gradients given. Collective.
+    """Return the norm of the whole model's gradients, after their reduction. Collective.
 
     Args:
-        named_gradients: names in an order that is the same on all ranks; `None` counts as absent.
-        expert_parallel: names of which every expert-parallel rank holds different experts. Equal on all ranks; a name
-            without a gradient here counts as zero.
-        groups: this rank's place.
+        named_gradients: gradients in the same order of names on all ranks; `None` means no gradient.
+        expert_parallel: names that stand for different experts on each expert-parallel rank. Equal on all ranks; a name
+            without a gradient on this rank counts as zero.
+        groups: this rank's groups.
         norm_type: as in `torch.nn.utils.clip_grad_norm_`, infinity included.
-        device: where the result lives if there is no gradient at all.
+        device: device of the result if there is no gradient at all.
 
     Returns:
         A scalar, on the device of the gradients. Without expert-parallel names, the bits (and dtype) of
@@ -61,7 +61,7 @@ def _norm(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def _gather(own: Tensor, groups: ParallelGroups) -> Tensor:
-    """Norms of every expert-parallel rank's parameters, by rank."""
+    """Gather the norms of every expert-parallel rank's parameters, by rank."""
     group = groups.group("expert")
     if group is None or group.size() == 1:
         return own

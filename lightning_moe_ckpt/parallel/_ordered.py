@@ -1,4 +1,4 @@
-"""Sum over ranks whose bits depend on nothing but the ranks' values.
+"""Sum over ranks with bits that depend on the ranks' values only.
 
 A ring all-reduce adds an element's contributions in an order that depends on where the element lies in the buffer,
 so the bits of a gradient change with the bucket it travels in: with three or more ranks a restarted DDP differs from
@@ -28,7 +28,7 @@ def ordered_all_reduce(
 
     Args:
         flat: contiguous, one-dimensional; the same length on every rank. A multiple of the group size saves a copy.
-        group: the ranks to sum over. Not `None`, which means the whole world to torch.
+        group: the ranks to sum over; not `None`, which torch takes for the whole world.
         divisor: applied to the sum before it is rounded to the dtype of `flat`.
         scratch: memory of the dtype of `flat`, at least as long rounded up to a multiple of the group size; saves
             fresh pages for every call, which cost as much as the transfer on CPU.
@@ -50,7 +50,7 @@ def ordered_all_reduce(
 def plain_all_reduce(
     flat: Tensor, group: dist.ProcessGroup, *, divisor: int = 1, scratch: Tensor | None = None
 ) -> Tensor:
-    """As `ordered_all_reduce` by the backend's own all-reduce: faster, with bits that depend on the layout of `flat`."""
+    """Sum like `ordered_all_reduce`, by the backend's all-reduce: faster, but bits depend on the layout of `flat`."""
     dist.all_reduce(flat, group=group)
     return flat.div_(divisor) if divisor != 1 else flat
 
@@ -81,5 +81,5 @@ def _share_first(parts_RC: Tensor, out: Tensor, group: dist.ProcessGroup) -> Non
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # Nothing is computed on the way, and every backend moves bytes, whatever other dtypes it knows.
+    # Every backend can move bytes, whatever other dtypes it supports.
     return tensor.view(torch.uint8)

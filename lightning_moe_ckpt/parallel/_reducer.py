@@ -1,14 +1,14 @@
 """Reduce gradients over the ranks that share a parameter, with bits that no bucket, freeze or restart can change.
 
-Hooks copy each finished gradient into a static flat buffer; full buckets are reduced beside the rest of the backward
-pass, strictly in one order on all ranks. A gradient that never comes (frozen, unused, on this rank only) counts as
-zero, and stays `None` only if no replica had one.
+Hooks copy each finished gradient into a static flat buffer. Full buckets are reduced during the rest of the backward
+pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this rank only) counts as zero,
+and stays `None` only if no replica has one.
 
 * Replicated parameters: the mean over all ranks.
 * Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the world size, because
   the tokens of all ranks have reached the expert already.
 
-Invariant: what is sent, and in which order, depends on the layout alone; what exists decides only about zeros.
+Invariant: messages and their order depend on the layout alone, not on which gradients exist.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _REDUCE: dict[ReductionMode, Callable[..., Tensor]] = {"ordered": ordered_all_re
 class _Bucket:
     flat: Tensor
     scratch: Tensor
-    """As long as the bucket, shared by all: one bucket is reduced at a time."""
+    """Memory as long as the bucket, shared by all buckets: one is reduced at a time."""
     group: dist.ProcessGroup
     complete_at: int
-    """Position, in reverse order of registration, of the last parameter it waits for."""
+    """Position, in reverse order of registration, of the last parameter that the bucket waits for."""
     num_slots: int = 0
     pending: int = 0
     writers: set[torch.cuda.Stream] = field(default_factory=set)
@@ -53,7 +53,7 @@ class _Bucket:
 
 @dataclass(kw_only=True, eq=False)
 class _Gradient:
-    """One parameter, the place of its gradient in the flat vector, and the buckets that wait for it."""
+    """One parameter, its gradient's place in the flat vector, and the buckets that wait for it."""
 
     fqn: str
     parameter: nn.Parameter
@@ -63,7 +63,7 @@ class _Gradient:
     hook: RemovableHandle | None = field(default=None, repr=False)
 
     def fill(self) -> None:
-        """Copy in, or zero. `flat` is ours until its buckets are launched."""
+        """Copy the gradient into `flat`, or zeros; call before its buckets are launched."""
         grad = self.parameter.grad
         if grad is None:
             self.flat.zero_()
@@ -85,19 +85,19 @@ class _Gradient:
 class GradientReducer:
     """Averages gradients over ranks during backward.
 
-    Use, once per backward: `prepare(sync=...)`, backward, `finish()`. The gradients are reduced after `finish`.
-    Needs memory for a second copy of the gradients and for one bucket.
+    Call `prepare(sync=...)` before each backward and `finish()` after it. The gradients are reduced after `finish`.
+    The reducer needs memory for a second copy of the gradients and for one bucket.
 
     Args:
         named_parameters: all parameters, in the same order on every rank; only those that require a gradient on some
-            rank are reduced. One that requires a gradient later joins then, provided it does so on all ranks.
-        groups: this rank's place; in a world of one nothing is reduced.
+            rank are reduced. A parameter that requires one later, on all ranks, is reduced from then on.
+        groups: this rank's groups; in a world of one nothing is reduced.
         is_expert_parallel: names of parameters whose experts differ between the ranks of an `expert` group.
         bucket_nbytes: size of one message of the reduction.
         mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over
             the same static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`,
             the set of parameters and the backend's choice of algorithm.
-        flags: names of integers that travel with the exchange of every reduction.
+        flags: names of integers whose maximum over ranks each reduction exchanges.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class GradientReducer:
         self._mode = mode
         self._reduce = _REDUCE[mode]
         self.flags: dict[str, int] = dict.fromkeys(flags, 0)
-        """This rank's values. Whoever owns a flag sets and clears it, a signal handler at any time."""
+        """This rank's values. The owner of a flag sets and clears it; a signal handler may do so at any time."""
         self.agreed: dict[str, int] = dict(self.flags)
-        """Maximum of each flag over all ranks, as of the last reduction."""
+        """Maximum of each flag over all ranks, from the last reduction."""
         self._lane = Lane()
         self._sync = self._armed = False
         self._gradients: dict[str, _Gradient] = {}
@@ -138,7 +138,7 @@ class GradientReducer:
         return self._armed
 
     def prepare(self, *, sync: bool) -> None:
-        """Call before backward. With `sync=False`, while gradients accumulate, nothing is reduced."""
+        """Prepare for a backward. With `sync=False`, while gradients accumulate, nothing is reduced."""
         self._sync = sync
         self._armed = sync and self._groups.world_size > 1
         if not self._armed:
@@ -154,10 +154,10 @@ class GradientReducer:
             self._watch(gradient)
         for gradient in self._gradients.values():
             if not gradient.parameter.requires_grad:
-                self._contribute(gradient)  # it will not fire; do not let its bucket wait
+                self._contribute(gradient)  # its hook will not run, so its bucket must not wait
 
     def finish(self) -> None:
-        """Call after backward. Waits for the reduction and puts the result into `.grad`, then `agreed`.
+        """Wait for the reduction after backward, then set `.grad` and `agreed`.
 
         Raises:
             RuntimeError: a collective failed or timed out; the gradients are not usable.
@@ -171,7 +171,7 @@ class GradientReducer:
         for gradient in self._gradients.values():
             if not gradient.ready:
                 self._contribute(gradient)
-        present, self.agreed = self._exchange.run(present, self.flags)  # while the last buckets travel
+        present, self.agreed = self._exchange.run(present, self.flags)  # while the last buckets are reduced
         self._write_back(present)
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class GradientReducer:
     # -- layout ------------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Lay out what requires a gradient on any rank. Collective."""
+        """Lay out the parameters that require a gradient on any rank. Collective."""
         self.close()
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
         self._gradients, self._queue, self._unshared = {}, [], []

@@ -1,6 +1,6 @@
-"""Tutel's layers seen by the strategy: which parameters are one rank's own, and what would train wrongly in silence.
+"""Support for Tutel's layers: find their sharded parameters, and refuse settings that would silently train wrongly.
 
-Tutel is never imported: its layers are known by their class. Each fault here was measured; none raises an error by itself.
+Tutel is never imported: its layers are recognized by class name. Each fault was measured; none raises an error itself.
 
 Source: Tutel 0.4 (commit ac0e51b), `impls/moe_layer.py`, `impls/communicate.py`.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class TutelShards:
-    """A layer as an `ExpertParallelModule`.
+    """A Tutel layer as an `ExpertParallelModule`.
 
     Args:
         layer: a `tutel.moe.moe_layer`.
@@ -27,23 +27,23 @@ class TutelShards:
         self.ep_size = int(layer.world_size)  # type: ignore[arg-type]  # a plain attribute
 
     def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The experts of this rank; their gradients hold the tokens of all ranks of the layer's group."""
+        """Yield the experts of this rank; their gradients include tokens of all ranks of the layer's group."""
         if self.ep_size > 1:
             yield from expert_parameters(self.layer)
 
 
 def is_tutel(module: nn.Module) -> bool:
-    """Whether it is a layer of Tutel, or of a class derived from it."""
+    """Whether a module is a layer of Tutel or of a derived class."""
     return any(c.__name__ == "MOELayer" and c.__module__.partition(".")[0] == "tutel" for c in type(module).__mro__)
 
 
 def expert_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters of its experts, by their names in the layer."""
+    """Yield all parameters of a layer's experts, with their names in the layer."""
     return ((f"experts.{name}", p) for name, p in layer.get_submodule("experts").named_parameters())
 
 
 def tutel_refusal(layer: Any) -> str | None:
-    """Why a layer would train wrongly in this world, and what to do; `None` if it would not."""
+    """Return why a layer would train wrongly in this world, and what to do; `None` if it would not."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     size = dist.get_world_size(layer.group) if dist.is_initialized() else 1
     if layer.world_size != size:
@@ -80,11 +80,11 @@ def _gate_refusal(layer: Any) -> str | None:
 
 
 def refuse_tutel(root: nn.Module, ignored: Collection[str]) -> str | None:
-    """Why a model with Tutel layers cannot train under `MoEStrategy`; `None` if it can.
+    """Return why a model with Tutel layers cannot train under `MoEStrategy`; `None` if it can.
 
     Args:
         root: the model.
-        ignored: parameters that the user keeps from DistributedDataParallel, as Tutel's examples do with all experts.
+        ignored: parameters that the user hides from DistributedDataParallel, as Tutel's examples do with all experts.
     """
     for fqn, layer in _layers(root):
         reason = tutel_refusal(layer)
@@ -100,7 +100,7 @@ def refuse_tutel(root: nn.Module, ignored: Collection[str]) -> str | None:
 
 
 def zero_filled(root: nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Parameters of Tutel's experts that are missing in a state dict, which Tutel would load as zeros without an error."""
+    """Return expert parameters that a state dict lacks; Tutel would load them as zeros without an error."""
     names = (_join(fqn, name) for fqn, layer in _layers(root) for name, _ in expert_parameters(layer))
     return [name for name in names if name not in state]
 
