@@ -1,8 +1,8 @@
-"""Small tensors on their way from a device to the host, while the training thread goes on.
+"""Copy small tensors from a device to the host, while the training thread goes on.
 
-A read (`item`, `cpu`) waits until the device has done all that was queued before. A copy into page-locked memory, on a
-stream of its own, does not: whoever needs the values waits for the copy alone, behind work that gives the device
-something to do meanwhile.
+A read (`item`, `cpu`) waits until the device has done all queued work. A copy into page-locked memory, on a
+stream of its own, does not: a later reader waits for the copy alone, after it has queued work that keeps the device
+busy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lightning_moe_ckpt.session._codec import Unread
 _cuda: Any = torch.cuda
 """Events and streams are partly untyped in torch."""
 _ALIGNMENT = 64
-"""Bytes; enough for an element of any type."""
+"""Alignment in bytes, enough for any element type."""
 
 
 class Arrival:
-    """Values that were copied, or are being copied.
+    """Values whose copies are complete or under way.
 
     Args:
-        sources: what is copied; kept as long as this, so that nothing else gets its memory meanwhile.
-        on_host: where to; a tensor that was on the host all along is its own copy.
-        arrived: events behind the copies, one for each device.
+        sources: tensors to copy; they are kept alive, so that nothing else gets their memory meanwhile.
+        on_host: the copies; a tensor on the host is its own copy.
+        arrived: events after the copies, one for each device.
     """
 
     def __init__(self, sources: Sequence[Tensor], on_host: Sequence[Tensor], arrived: Sequence[Any]) -> None:
@@ -37,28 +37,28 @@ class Arrival:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something was on a device when this began."""
+        """Whether some source was on a device."""
         return bool(self._arrived)
 
     def wait(self) -> list[Tensor]:
-        """The values on the host, in the order in which they were given."""
+        """Wait for the copies and return the values on the host, in the order of the sources."""
         for each in self._arrived:
             each.synchronize()
         return self._on_host
 
     def by_identity(self) -> dict[int, Tensor]:
-        """What `wait` gives, by the `id` of the tensor that it was copied from."""
+        """Wait for the copies and return them by the `id` of their source."""
         return {id(source): value for source, value in zip(self._sources, self.wait(), strict=True)}
 
 
 class Arrivals:
-    """Starts copies to the host. Used by one thread."""
+    """Start copies to the host. One thread uses it."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def start(self, tensors: Sequence[Tensor]) -> Arrival:
-        """Copy what is on CUDA devices, as it is behind the work queued so far; it must not change until it has arrived.
+        """Copy tensors on CUDA devices as they are after all queued work. They must not change until the copies arrive.
 
         What is on a device is copied by a stream of that device: of another one's, torch takes the current stream instead,
         and no event here would be behind the copy.

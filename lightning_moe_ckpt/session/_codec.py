@@ -1,7 +1,7 @@
-"""The journal's codec: plain values and tensors to bytes and back, equal in type and in every bit.
+"""Encode plain values and tensors for the journal, and decode them, equal in type and in every bit.
 
 A closed list of exact types is accepted; everything else is refused by name, so that nothing comes back as something
-merely similar. There is no pickle and no import by name: bytes from a file can only build values of the list below.
+only similar. There is no pickle and no import by name: bytes from a file can only build values of the list below.
 
 Bytes, little endian::
 
@@ -30,7 +30,7 @@ keys, other spellings of a number, sets in another order and spare bytes therefo
 
 The encoder writes text as it goes: lists for a tree would, at every step, count towards the next garbage collection.
 
-Not kept: that two places hold the same object, the memory layout of arrays, the device of a tensor (it returns on CPU).
+Not kept: identity of objects, the memory layout of arrays, the device of a tensor (it returns on CPU).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ _VERSION = 1
 _LENGTHS = struct.Struct("<QQ")
 _MAX_DEPTH = 64
 _SHARED_NBYTES = 512
-"""Smallest array that is looked for among earlier ones."""
+"""Bytes of the smallest array that is stored once if it repeats."""
 _REPEATED_NBYTES, _REPEATED_FACTOR = 16 * 2**20, 16
-"""What repeated arrays may take: so many bytes, and so many times what is stored."""
+"""Limits of repeated arrays: bytes, and multiple of the stored array bytes."""
 _NATIVE_PATH = type(Path())
 _ENUMS: dict[str, type[Enum]] = {}
 
@@ -78,7 +78,7 @@ _ENUMS: dict[str, type[Enum]] = {}
 def register_enum(cls: type[Enum]) -> type[Enum]:
     """Allow members of `cls` in the journal; also usable as a class decorator.
 
-    A member travels as the qualified name of its class and its value. A file can name a registered class; it can
+    A member is stored as the qualified name of its class and its value. A file can name a registered class; it can
     never load one.
 
     Raises:
@@ -93,11 +93,11 @@ def register_enum(cls: type[Enum]) -> type[Enum]:
 
 
 def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """Bytes of `value`.
+    """Encode `value`.
 
     Args:
-        value: what to encode.
-        on_host: copies of tensors in it that are on a device, by the `id` of those. Others are read, which waits for the
+        value: the value to encode.
+        on_host: host copies of tensors on a device, by the tensor's `id`. Other tensors are read, which waits for the
             device.
 
     Raises:
@@ -107,10 +107,10 @@ def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The value that `encode` was given; tensors on the CPU, in memory of their own.
+    """Decode a value; its tensors are on the CPU, in memory of their own.
 
     Raises:
-        Corrupt: `data` is not, byte for byte, something `encode` returns.
+        Corrupt: `data` is not, byte for byte, a result of `encode`.
         CodecError: `data` holds a member of an enum that this process has not registered.
     """
     view = memoryview(data).cast("B")
@@ -128,7 +128,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def refusals(value: object) -> list[str]:
-    """What `encode` refuses in `value`, one line each with place and type; empty if `value` can be stored."""
+    """Return what `encode` refuses in `value`, one line each with place and type; empty if it can be stored."""
     encoder = _Encoder(collect=True)
     encoder.node(value)
     return encoder.refused
@@ -136,17 +136,17 @@ def refusals(value: object) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:
-    """A number in a tensor of one element, which is stored as the number: reading it now would wait for the device."""
+    """Number in a tensor of one element. It is stored as a number, but not read before: reading waits for the device."""
 
     tensor: Tensor
 
 
 class _Encoder:
-    """Builds the tree and gathers the arrays of one value.
+    """Build the tree and gather the arrays of one value.
 
     Args:
         collect: note refusals and go on, instead of raising the first.
-        devices: what to note as the devices of the tensors, in order; by default where they are.
+        devices: devices to note for the tensors, in order; by default the current ones.
         on_host: see `encode`.
     """
 
@@ -194,7 +194,7 @@ class _Encoder:
         )
 
     def key(self, value: Any) -> str:
-        """Node of a dict key or set element. Tensors are hashed by identity, so they could not be found again."""
+        """Return the node of a dict key or set element. Tensors are refused, since they are hashed by identity."""
         if type(value) is str:
             return _text_of_str(value)
         if _is_key(value):
@@ -202,7 +202,7 @@ class _Encoder:
         return self.refuse(f"{type(value).__qualname__} cannot be a key or the element of a set")
 
     def array(self, content: memoryview | bytes) -> str:
-        """Store bytes; returns the end of their node."""
+        """Store bytes and return the end of their node."""
         if len(content) >= _SHARED_NBYTES:
             position = self._stored.setdefault(bytes(content), len(self._arrays))
             if position < len(self._arrays) and self._repeats.allow(len(content)):
@@ -212,15 +212,15 @@ class _Encoder:
         return "]"
 
     def content(self, tensor: Tensor) -> str:
-        """Store the elements of a tensor; returns the end of its node."""
-        # What is only looked through is not read: that would wait for the device.
+        """Store the elements of a tensor and return the end of its node."""
+        # When only refusals are collected, tensors are not read, which would wait for the device.
         return "]" if self._collect else self.array(tensor_content(self.read(tensor)))
 
     def number(self, value: Unread) -> str:
         return "null" if self._collect else self.node(self.read(value.tensor).item())
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its copy on the host."""
+        """Return the tensor, or its copy on the host."""
         return self._on_host.get(id(tensor), tensor)
 
     def device(self, tensor: Tensor) -> str:
@@ -263,7 +263,7 @@ class _Encoder:
 
 
 class _Decoder:
-    """Rebuilds one value; raises almost anything on bytes that `encode` did not write."""
+    """Rebuild one value; may raise any error on bytes that `encode` did not write."""
 
     def __init__(self, view: memoryview) -> None:
         self.devices: list[str] = []
@@ -297,7 +297,7 @@ class _Decoder:
         return ((self.value(key), self.value(item)) for key, item in nodes)
 
     def take(self, nbytes: int, earlier: Sequence[int]) -> memoryview:
-        """The next array, or an earlier one; checked before anything of that size is allocated."""
+        """Return the next array, or an earlier one; its size is checked before memory is allocated."""
         if earlier:
             (position,) = earlier
             taken = self._taken[position]
@@ -315,17 +315,17 @@ class _Decoder:
 
 
 class _Repeats:
-    """Counts what arrays that are stored once take in memory; both directions count alike."""
+    """Count the memory of repeated arrays; encoder and decoder count alike."""
 
     def __init__(self) -> None:
         self._allowance = _REPEATED_NBYTES
 
     def stored(self, nbytes: int) -> None:
-        """An array was stored."""
+        """Count a stored array."""
         self._allowance += _REPEATED_FACTOR * nbytes
 
     def allow(self, nbytes: int) -> bool:
-        """Whether one more array may be a repetition; it is then counted."""
+        """Return whether one more array may be a repetition, and count it then."""
         if nbytes > self._allowance:
             return False
         self._allowance -= nbytes
@@ -380,7 +380,7 @@ _LEAF_TEXTS: dict[type, Callable[[Any], str]] = {
     int: _text_of_int,
     str: _text_of_str,
 }
-"""Most of a journal, so written without `json`."""
+"""Writers of the most frequent leaves, without `json`."""
 
 
 def _write_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> str:

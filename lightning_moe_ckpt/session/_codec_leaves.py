@@ -1,4 +1,4 @@
-"""Values without parts, as the journal's codec spells them: every bit kept, one spelling each.
+"""Encode and decode values without parts for the journal's codec: every bit is kept, with one spelling each.
 
 `LEAF_WRITERS` gives the node of a value by its exact type, `LEAF_READERS` the value of a node by its tag.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Node: TypeAlias = Any
-"""What the `json` module reads and writes here: None, bool, int, str and lists of nodes."""
+"""JSON value of the codec: None, bool, int, str or a list of nodes."""
 
 TORCH_DTYPES = {
     name: getattr(torch, name)
@@ -37,16 +37,16 @@ FACTORIES: dict[str | None, type | None] = {
     None: None,
     **{cls.__name__: cls for cls in (bool, int, float, str, bytes, list, tuple, set, frozenset, dict)},
 }
-"""What a `defaultdict` may make, by name."""
+"""Allowed factories of a `defaultdict`, by name."""
 
 
 def is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether the text of a numpy dtype says all of it. `longlong` has the text of `int64` and is another type."""
+    """Return whether the text of a numpy dtype is unique. `longlong` has the text of `int64` and is another type."""
     return dtype.str in NUMPY_DTYPES and NUMPY_DTYPES[dtype.str].char == dtype.char
 
 
 def tensor_refusal(value: Tensor) -> str | None:
-    """Why a tensor cannot be stored exactly, or `None`."""
+    """Return why a tensor cannot be stored exactly, or `None`."""
     if value.dtype not in TORCH_NAMES:
         return f"tensor of {value.dtype}, which is not a supported dtype"
     if value.layout is not torch.strided or value.is_nested or value.is_meta:
@@ -55,7 +55,7 @@ def tensor_refusal(value: Tensor) -> str | None:
 
 
 def tensor_content(value: Tensor) -> memoryview:
-    """The elements of a tensor in row-major order, on the host; shares its memory where it can."""
+    """Return the elements of a tensor in row-major order, on the host; shares its memory if possible."""
     host = value.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
     return memoryview(host.view(torch.uint8).numpy().data)
 

@@ -1,6 +1,6 @@
-"""What other programs need to know of the module in training, written down for exports.
+"""Describe the trained module for exports by other programs.
 
-Taken once, at the start of a life, from the module as it is: what its `state_dict` holds is asked of itself.
+The description is taken once per process, at its start, from the module's own `state_dict`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry
 log = logging.getLogger(__name__)
 
 LEFT_OUT = "left_out"
-"""Key under which `read_extra` gives what could not be stored."""
+"""Key of the names that `read_extra` returns for values that could not be stored."""
 
 
 def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]) -> ModuleEntry:
-    """The description of `module`.
+    """Return the description of `module`.
 
     Args:
-        module: with its parameters and buffers in place.
-        schema: of its optimizer.
-        extra: what the trainer adds to its own checkpoints; what the codec refuses is left out, and named.
+        module: the module, with its parameters and buffers.
+        schema: state schema of its optimizer.
+        extra: entries that the trainer adds to its own checkpoints; values that the codec refuses are left out and named.
     """
     owners = [*module.named_parameters(), *module.named_buffers()]  # under first names, as records are
     names = {id(tensor): name for name, tensor in owners}
@@ -48,11 +48,11 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
 
 
 def read_extra(entry: ModuleEntry) -> dict[str, Any]:
-    """What the trainer added, and under `left_out` the names of what could not be stored.
+    """Return the trainer's entries and, under `left_out`, the names of values that could not be stored.
 
     Raises:
-        Corrupt: it is not what was written.
-        CodecError: it holds an enum of the user's, which only the user's program knows.
+        Corrupt: the bytes are not what was written.
+        CodecError: a value is an enum of the user's, which only the user's program knows.
     """
     extra: dict[str, Any] = decode(base64.b64decode(entry.extra))
     return extra
@@ -75,7 +75,7 @@ def _encoded(extra: Mapping[str, object]) -> str:
 
 
 def _hugging_face(module: nn.Module) -> Iterator[HuggingFaceEntry]:
-    """Outermost models of Hugging Face in `module`, itself included; recognised without importing transformers."""
+    """Return the outermost Hugging Face models in `module`, itself included, without importing transformers."""
     outer: list[str] = []
     for prefix, each in module.named_modules():
         if any(_is_inside(prefix, other) for other in outer):
@@ -103,7 +103,7 @@ def _hugging_face_entry(prefix: str, model: Any, config: Any) -> HuggingFaceEntr
 
 
 def _tied(model: Any, config: Any) -> list[str]:
-    """Names that the model's class takes from other parameters when it loads a file that lacks them."""
+    """Return tied names: the model's class takes them from other parameters when a file lacks them."""
     resolved = getattr(model, "all_tied_weights_keys", None)  # transformers 5
     if resolved is not None:
         return sorted(resolved)

@@ -1,4 +1,4 @@
-"""Small exchanges between all ranks, outside the training collectives.
+"""Exchange small values between all ranks, outside the training collectives.
 
 They carry a few integers or a journal-codec value, over the `control` group (gloo, CPU tensors), in an order that is
 the same on every rank. No pickle: `torch.distributed`'s object collectives would execute what a peer sends.
@@ -18,14 +18,14 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.session._codec import decode, encode
 
 _MAX_VALUE_NBYTES = 2**30
-"""Of one value between ranks: manifests, lists of what is in memory, messages."""
+"""Most bytes of one value between ranks, such as a manifest, an inventory of memory or a message."""
 
 
 class Exchange:
     """Collectives on control values; every method must be called by all ranks.
 
     Args:
-        groups: this rank's place; needs a `control` group when there is more than one rank.
+        groups: groups of this rank; more than one rank needs a `control` group.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -39,7 +39,7 @@ class Exchange:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._groups.world_size
 
     @property
@@ -48,7 +48,7 @@ class Exchange:
         return self._groups.rank == 0
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's integers, by rank; all ranks must pass equally many."""
+        """Return every rank's integers, by rank; all ranks must pass equally many."""
         if self._group is None:
             return [list(values)]
         own = torch.tensor(list(values), dtype=torch.int64)
@@ -57,7 +57,7 @@ class Exchange:
         return [each.tolist() for each in out]
 
     def gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's CPU tensor, by rank; shapes and dtypes must agree."""
+        """Return every rank's CPU tensor, by rank; shapes and dtypes must agree."""
         if self._group is None:
             return [own]
         out = [torch.empty_like(own) for _ in range(self._groups.world_size)]
@@ -65,15 +65,15 @@ class Exchange:
         return out
 
     def all_agree(self, flag: bool) -> bool:
-        """Whether every rank says yes."""
+        """Return whether every rank passes true."""
         return all(row[0] for row in self.gather([int(flag)]))
 
     @contextmanager
     def together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
-        """Around what can fail on one rank alone: all ranks fail if one does, so that none waits for it. Collective.
+        """Raise on all ranks if the context fails on one rank, so that no rank waits for it. Collective.
 
         Args:
-            error: what is raised, on every rank, with the reasons of those that have one.
+            error: the error to raise on every rank, with the reasons of the ranks that failed.
         """
         failed: CheckpointError | None = None
         try:
@@ -86,7 +86,7 @@ class Exchange:
             raise error(str(failed) if len(reasons) == 1 else " ".join(told)) from failed
 
     def broadcast(self, value: object) -> object:
-        """The coordinator's value, on every rank."""
+        """Return the coordinator's value on every rank."""
         if self._group is None:
             return value
         payload = encode(value) if self.is_coordinator else b""
@@ -98,7 +98,7 @@ class Exchange:
         return decode(buffer.numpy().tobytes())
 
     def gather_values(self, value: object) -> list[object]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         if self._group is None:
             return [value]
         payload = encode(value)
@@ -122,12 +122,12 @@ class Exchange:
                 if work is not None:
                     work.wait()
             incoming.clear()
-            outgoing.clear()  # until here the memory had to stay
+            outgoing.clear()  # the memory had to stay until here
 
         return wait
 
     def told(self, action: Callable[[], object]) -> object:
-        """What an action of the coordinator gives, on every rank; what it raises, all ranks raise. Collective."""
+        """Run an action on the coordinator, and return its result or raise its error on every rank. Collective."""
         value: object = None
         if self.is_coordinator:
             try:
@@ -142,12 +142,12 @@ class Exchange:
 
 
 def _expected(nbytes: int) -> int:
-    """What a rank announces, before memory is made for it. Raises `CheckpointError` for what no rank of ours would."""
+    """Check the size that a rank announces, before memory is made for it. Raises `CheckpointError` if out of range."""
     if not 0 <= nbytes <= _MAX_VALUE_NBYTES:
         raise CheckpointError(f"a rank announces a value of {nbytes} bytes. Start all ranks with one release.")
     return nbytes
 
 
 def _writable(view: memoryview) -> memoryview | bytearray:
-    """The bytes in memory that torch may wrap without a warning."""
+    """Return a writable copy of the bytes, which torch wraps without a warning."""
     return bytearray(view) if view.readonly else view

@@ -1,4 +1,4 @@
-"""Forked children can write to where this package logs.
+"""Make a fork wait for log messages of this package, so that the child can log too.
 
 A loader worker is forked while threads of ours may be logging. Python makes the locks of `logging` anew in the child, but
 not that of the stream behind a handler: forked in mid-write, the child waits for ever when it writes to standard error
@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from functools import cache
 
 PATIENCE_SECONDS = 1.0
-"""How long a fork waits for one handler: it may be waiting for another one that is held already."""
+"""Seconds that a fork waits for one handler, whose thread may itself wait for a handler that the fork holds."""
 
 _held: list[logging.Handler] = []
 
 
 @cache
 def guard_forks() -> None:
-    """Let forks of this process wait for our log messages, from here on."""
+    """Make forks of this process wait for our log messages from now on."""
     os.register_at_fork(before=_quiesce, after_in_parent=_resume, after_in_child=_held.clear)
 
 
@@ -41,7 +41,7 @@ def _resume() -> None:
 
 
 def _handlers() -> Iterator[logging.Handler]:
-    """Where records of this package go, unless a logger within it has handlers of its own."""
+    """Return the handlers of this package's records, without those of loggers inside it."""
     if logging.lastResort is not None:
         yield logging.lastResort
     logger: logging.Logger | None = logging.getLogger("lightning_moe_ckpt")

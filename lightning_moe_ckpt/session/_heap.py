@@ -1,16 +1,16 @@
-"""Full garbage collections kept out of a restore, and short while training: what is alive stays out of them.
+"""Keep full garbage collections out of a restore, and short in training, by leaving living objects out of them.
 
 Python walks all containers when a quarter more of them have survived than at the last full collection. A Trainer's
 heap takes 200 to 300 ms for that (measured, 300,000 objects), on whichever thread happens to allocate, with the
 interpreter lock held. Capturing allocates little per step, but a run without checkpoints allocates next to nothing.
 
-`gc.freeze` is for the whole process. So it is done once, undone at the end of the fit, and not at all where somebody
-else has arranged collections already. What is frozen is still freed by reference counts; only cycles that become
+`gc.freeze` acts on the whole process. It is done once, undone at the end of the fit, and not done if other code
+has changed collections already. Frozen objects are still freed by reference counts; only cycles that become
 garbage later wait for the end of the fit. torchtitan and NVRx go further and collect by hand at chosen steps; that
-belongs to whoever owns the process.
+is left to the owner of the process.
 
-A restart makes much at once, which brings a full collection on just where everybody waits. There what was alive before is
-left out at once and uncollected, and collected and frozen like any other heap when training has caught up.
+A restart makes many objects at once, which triggers a full collection while training waits. There, objects alive before are
+left out at once without a collection. They are collected and frozen like any others when training has caught up.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collections_paused() -> Iterator[None]:
-    """No collection runs inside, for what makes many objects and keeps them, such as the layout of a window.
+    """Suspend collections in this context, for code that makes many objects and keeps them, such as a window's layout.
 
-    Half of the time of a restore went into looking for garbage in it, where there is none (measured).
+    Half of the time of a restore went into collections that found no garbage there (measured).
     """
     if not gc.isenabled():
         yield
@@ -37,27 +37,27 @@ def collections_paused() -> Iterator[None]:
 
 
 class _Owner:
-    """Who keeps objects of this process out of collections, as far as is known."""
+    """Whether this package or other code keeps objects of the process out of collections."""
 
     ours = False
     others = False
-    """Found once. Finding it again would hold up training: that counts what is frozen, a tenth of a second per million."""
+    """Checked once: a check counts the frozen objects, which takes a tenth of a second per million."""
 
 
 class FrozenHeap:
-    """Objects alive at `freeze` are left out of collections until `thaw`.
+    """Leave objects that are alive at `freeze` out of collections until `thaw`.
 
-    Nothing happens where collections are switched off or objects are frozen already: their owner has other plans.
+    Nothing happens if collections are switched off or objects are frozen already, since other code decided that.
 
     Args:
-        wanted: `False` makes both do nothing.
+        wanted: `False` makes all methods do nothing.
     """
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted, self._holds = wanted, False
 
     def spare(self) -> None:
-        """Leave out what is alive now, garbage too, until `unspare`, `freeze` or `thaw`; no object is looked at for it."""
+        """Leave out all objects until `unspare`, `freeze` or `thaw`, garbage included, without a collection."""
         if self._wanted:
             self._hold(collect=False)
 
@@ -73,7 +73,7 @@ class FrozenHeap:
             self._hold(collect=True)
 
     def thaw(self) -> None:
-        """Let collections see everything again, if `spare` or `freeze` took it from them. Repeating this is allowed."""
+        """Undo `spare` or `freeze`, for good. Repeating this is allowed."""
         self._wanted = False
         self._release()
 

@@ -1,7 +1,7 @@
-"""The journal record of a segment: a length, then one codec value, in a record of fixed capacity.
+"""Write and read the journal record of a segment: a length, then one codec value, in a record of fixed capacity.
 
-The capacity is fixed because a segment's header is written once per plan. A journal that outgrows it spoils one
-window, and the next plan reserves twice what was needed.
+The capacity is fixed because a segment's header is written once per plan. A larger journal makes one
+window useless, and the next plan reserves twice what was needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LENGTH = struct.Struct("<Q")
 
 
 class JournalOverflow(Exception):
-    """A journal is larger than its record; never leaves the session, which turns it into a report.
+    """A journal is larger than its record. The session catches this error and reports it.
 
     Attributes:
-        nbytes: what it needs.
+        nbytes: bytes that the journal needs.
     """
 
     def __init__(self, nbytes: int, capacity: int) -> None:
@@ -37,31 +37,31 @@ class JournalOverflow(Exception):
 
 
 class JournalCapacity:
-    """How much a journal record reserves: twice what was seen."""
+    """Capacity of journal records: twice the largest journal seen."""
 
     def __init__(self) -> None:
         self.nbytes = _PAGE
         """Bytes of the record."""
 
     def needs(self, nbytes: int) -> None:
-        """A journal of `nbytes` was seen."""
+        """Note a journal of `nbytes`."""
         self.had(2 * nbytes)
 
     def had(self, nbytes: int) -> None:
-        """A life before this one reserved `nbytes`, which were enough."""
+        """Use at least the `nbytes` that an earlier process reserved, which were enough."""
         self.nbytes = max(self.nbytes, -(-nbytes // _PAGE) * _PAGE)
 
 
 def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """The bytes to put at the start of a record.
+    """Encode a journal to bytes for the start of a record.
 
     Args:
-        journal: what to encode.
+        journal: the journal to encode.
         capacity: bytes of the record.
         on_host: see `encode`.
 
     Raises:
-        JournalOverflow: they do not fit.
+        JournalOverflow: the bytes do not fit.
         CodecError: a value in the journal cannot be stored exactly.
     """
     payload = encode(journal, on_host)
@@ -72,7 +72,7 @@ def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor
 
 
 def decode_journal(record_U8: Tensor) -> Journal:
-    """The journal in a record.
+    """Decode the journal in a record.
 
     Raises:
         Corrupt: the length or the value is not what was written.
@@ -88,5 +88,5 @@ def decode_journal(record_U8: Tensor) -> Journal:
 
 
 def differs(stored: object, found: object) -> bool:
-    """Whether a value is not, bit for bit, one that a journal has stored."""
+    """Return whether a value differs in any bit from one that a journal has stored."""
     return bool(refusals(found)) or encode(stored) != encode(found)

@@ -1,6 +1,6 @@
-"""Random state of a process: torch on CPU and on every CUDA device, Python, numpy, and generators named by the caller.
+"""Capture and restore random state: torch on CPU and every CUDA device, Python, numpy, and generators of the caller.
 
-Generators that loaders were given must be there again. Those that other objects hold may come and go with these objects.
+Generators that loaders were given must exist again at a restore. Generators of other objects may be missing.
 
 `capture_rng` gives values the journal's codec takes. `restore_rng` puts them back so that every generator continues
 with the same draws. Generators of data loader workers are not here; they follow from the state at the epoch's start.
@@ -27,11 +27,11 @@ HeldGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.Ran
 def capture_rng(
     generators: Mapping[str, torch.Generator] | None = None, held: Mapping[str, HeldGenerator] | None = None
 ) -> RngState:
-    """State of all generators of this process, as copies.
+    """Return copies of the state of all generators of this process.
 
     Args:
-        generators: those that loaders were given, by a name that is the same in every life of the run.
-        held: those that other objects hold, by such a name.
+        generators: generators of loaders, by a name that is the same in every process of the run.
+        held: generators of other objects, by such a name.
     """
     state: RngState = {
         "torch": torch.get_rng_state(),
@@ -59,9 +59,9 @@ def _held_state(generator: HeldGenerator) -> Any:
 
 @lru_cache(maxsize=4)
 def _python_state(version: int, words: tuple[int, ...], gauss: float | None) -> tuple[Any, ...]:
-    """As one array: 625 integers would cost the journal more than everything else in it.
+    """Return the state of Python's generator as one array: 625 integers would cost the journal more than all else.
 
-    Most programs draw nothing from Python's generator between two moments; the array is shared then, so nobody may write to it.
+    If nothing was drawn since the last call, which is usual, the same array is returned. Do not write to it.
     """
     array = np.array(words, dtype=np.uint32)
     array.flags.writeable = False
@@ -73,7 +73,7 @@ def restore_rng(
     generators: Mapping[str, torch.Generator] | None = None,
     held: Mapping[str, HeldGenerator] | None = None,
 ) -> list[str]:
-    """Continue every generator from where `capture_rng` saw it, or those of which `state` has a part.
+    """Restore every generator of which `state` has a part.
 
     A rank that moved to another local device takes the state of its old device along.
 
@@ -100,12 +100,12 @@ def restore_rng(
     if "cuda" in state and torch.cuda.is_available():
         _restore_cuda(state["cuda"], state["cuda_current"])
     held = held or {}
-    # Of journals before generators were looked for, there is none.
+    # Old journals do not have this entry.
     return [name for name, each in state.get("held", {}).items() if not _restore_held(held.get(name), each)]
 
 
 def _restore_held(generator: HeldGenerator | None, state: Any) -> bool:
-    """Whether it is there to be restored."""
+    """Restore a generator; return whether it was there, in the same kind."""
     if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator) and _kind(state) == type(generator.bit_generator).__name__:

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.storage import GenerationId, Pace, RankMarker, RecordEnt
 log = logging.getLogger(__name__)
 
 NBYTES_PER_SECOND = 16 * 2**20
-"""Of one rank: a hundredth of what a disk of today gives, and a TiB in less than a day."""
+"""Reading speed of one rank: a hundredth of a current disk's, and a TiB in less than a day."""
 _CHUNK_NBYTES = 2**20
 _PAUSE_SECONDS = 60.0
 """Between two rounds, which are short where little is borrowed."""
@@ -33,7 +33,7 @@ _JOIN_SECONDS = 4.0
 
 
 class Files(Protocol):
-    """What is read; `RunStore` is one."""
+    """Source of files, such as `RunStore`."""
 
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
         """Fill `out` with bytes of a segment."""
@@ -41,11 +41,11 @@ class Files(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BadCopy:
-    """A copy of an operator in storage that is not as it was written, or gone."""
+    """Copy of an operator in storage that is damaged or gone."""
 
     operator: str
     generation: GenerationId
-    """Whose file it is in."""
+    """Generation whose file has the copy."""
     spared: bool = True
     """Whether the marker names another copy."""
 
@@ -55,7 +55,7 @@ class Scrubber:
 
     Args:
         files: where from.
-        newest: this rank's newest marker in storage; from any thread.
+        newest: returns this rank's newest marker in storage; called from any thread.
         bandwidth: most bytes per second.
     """
 

@@ -1,10 +1,10 @@
-"""Counts what is not taken, and says so: generations that a tier passes over, and windows of which there is no generation.
+"""Count and log generations that a tier skips, and windows that give no generation.
 
-A tier that is free takes the newest complete generation; those completed while it was busy are never stored there.
-One line says when such a stretch begins, at its second generation since a single one is noise, and one, with the
-numbers, when it is over: when eight generations in a row were taken with none passed over in between, or at the end.
+A free tier takes the newest complete generation; generations completed while it was busy are never stored there.
+One line is logged when such a stretch begins, at its second generation since a single one is noise. Another, with the
+numbers, is logged when it is over: when eight generations in a row were taken, or at the end.
 
-A window that gives no generation is nothing to any tier. One alone is noise too; several in a row mean that a failure
+A window that gives no generation concerns no tier. One alone is noise too; several in a row mean that a failure
 now would cost everything since then, which is an error.
 """
 
@@ -18,11 +18,11 @@ from lightning_moe_ckpt.storage import GenerationId
 log = logging.getLogger(__name__)
 
 _NOISE = 1
-"""Generations passed over now and then that nobody need hear of; the metric counts them."""
+"""Skipped generations in a row that are not logged; the metric counts them."""
 
 
 _CALM = 8
-"""Generations in a row that have to be taken until a stretch is over: storage that is now and then behind is one story."""
+"""Generations in a row that have to be taken until a stretch is over, so that occasional skips are one stretch."""
 
 
 @dataclass(slots=True)
@@ -32,20 +32,20 @@ class _Stretch:
     num_skipped: int = 0
     num_taken: int = 0
     num_calm: int = 0
-    """Of those taken, how many since the last one was passed over."""
+    """Generations taken since the last skipped one."""
 
     @property
     def is_said(self) -> bool:
-        """Whether it is long enough to be worth a word."""
+        """Whether the stretch is long enough to be logged."""
         return self.num_skipped > _NOISE
 
 
 NO_NOISE = 3
-"""Windows in a row without a generation that somebody has to hear of."""
+"""Windows in a row without a generation from which on an error is logged."""
 
 
 class Misses:
-    """Windows in a row of which there is no generation; the same on all ranks."""
+    """Count of windows in a row that gave no generation; the same on all ranks."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -54,11 +54,11 @@ class Misses:
 
     @property
     def worth_a_word(self) -> int:
-        """Windows in a row, up to now, that gave no generation; 0 while that may be noise."""
+        """Newest windows in a row that gave no generation; 0 while their number may be noise."""
         return self.in_a_row if self.in_a_row >= NO_NOISE else 0
 
     def missed(self, step: int, cause: str) -> None:
-        """The window at boundary `step` gives no generation; what to do about the cause is part of it."""
+        """Count the window at boundary `step`, which gives no generation; `cause` includes the remedy."""
         self.in_a_row += 1
         if self.in_a_row == NO_NOISE:
             since = "since the start" if self._newest is None else f"since that of step {self._newest}"
@@ -72,32 +72,32 @@ class Misses:
             )
 
     def taken(self, step: int) -> None:
-        """There is a generation of boundary `step`."""
+        """Note a generation of boundary `step`."""
         self._newest = step
         self.close()
 
     def close(self) -> None:
-        """End the row, if there is one."""
+        """End the row of windows, if there is one."""
         number, self.in_a_row = self.in_a_row, 0
         if number >= NO_NOISE:
             log.warning("checkpoints are taken again: %d windows in a row gave none", number)
 
 
 class Skips:
-    """What one tier has passed over.
+    """Count of the generations that one tier has skipped.
 
     Args:
-        tier: its name, for messages.
+        tier: name of the tier, for messages.
     """
 
     def __init__(self, tier: str) -> None:
         self.total = 0
-        """Generations passed over so far."""
+        """Generations skipped so far."""
         self._tier = tier
         self._stretch: _Stretch | None = None
 
     def skipped(self, generation: GenerationId) -> None:
-        """A newer generation is complete, and this one was never taken."""
+        """Count a generation that was never taken: a newer one is complete."""
         if self._stretch is None:
             self._stretch = _Stretch(generation, generation)
         self.total += 1
@@ -112,7 +112,7 @@ class Skips:
             )
 
     def taken(self) -> None:
-        """The tier begins a generation."""
+        """Note that the tier begins a generation."""
         stretch = self._stretch
         if stretch is None:
             return

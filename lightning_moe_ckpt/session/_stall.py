@@ -1,11 +1,11 @@
-"""What checkpoints take from training: seconds blocked, by cause, and seconds spent in our hooks altogether.
+"""Measure the time that checkpoints take from training: seconds blocked, by cause, and seconds in our hooks.
 
-Waits alone would flatter: recording state, starting copies and encoding journals is time of the training thread too.
+Waits alone would be too little: recording state, starting copies and encoding journals takes the training thread's time too.
 Used from the training thread only. A measurement costs well under a microsecond, so everything is measured.
 
-With a device there are two kinds of waits. The thread runs ahead of the device, and where it waits for that, the device
-has work: nothing is lost. What is lost is the time in which the training stream stands still. Events on both sides of a
-fence say how long that was, once the device has passed them; nobody waits for them.
+With a device there are two kinds of waits. The thread runs ahead of the device. While it waits for the device, the device
+has work, and nothing is lost. Only time in which the training stream stands still is lost. Events on both sides of a
+fence measure it once the device has passed them; no thread waits for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StallMeter:
     measured wait counts in both.
 
     Args:
-        device: on which training runs; of a CUDA device, its waits are measured too.
+        device: device of training; waits of a CUDA device are measured too.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -44,15 +44,15 @@ class StallMeter:
         self._total: dict[str, float] = {}
         self._on_device: dict[str, float] = {}
         self._passing: deque[tuple[str, Any, Any]] = deque()
-        """Waits that the device may not have come to yet: cause, and the events around them."""
+        """Waits that the device may not have reached yet: cause, and the events around them."""
 
     def measure(self, cause: str) -> _Measurement:
-        """Context manager that adds the seconds spent inside to `cause`, also when the body raises."""
+        """Return a context manager that adds the seconds spent inside to `cause`, also when the body raises."""
         return _Measurement(self, cause)
 
     @contextmanager
     def measure_both(self, cause: str) -> Iterator[None]:
-        """As `measure`, where training's stream is told to wait: also how long it does."""
+        """Measure like `measure`, and also the time for which training's stream waits."""
         begin = self._mark()
         try:
             with self.measure(cause):
@@ -67,19 +67,19 @@ class StallMeter:
         self._step[cause] = self._step.get(cause, 0.0) + seconds
 
     def end_step(self) -> dict[str, float]:
-        """Seconds per cause since the last call, which starts the next step."""
+        """Return the seconds per cause since the last call, and start the next step."""
         step, self._step = self._step, {}
         for cause, seconds in step.items():
             self._total[cause] = self._total.get(cause, 0.0) + seconds
         return step
 
     def totals(self) -> dict[str, float]:
-        """Seconds per cause since the start, the step under way included."""
+        """Seconds per cause since the start, including the current step."""
         causes = [*self._total, *(cause for cause in self._step if cause not in self._total)]
         return {cause: self._total.get(cause, 0.0) + self._step.get(cause, 0.0) for cause in causes}
 
     def device_totals(self) -> dict[str, float]:
-        """Seconds per cause since the start that training's stream stood still, as far as the device has come."""
+        """Seconds per cause that training's stream stood still since the start, as far as the device has come."""
         self._collect()
         return dict(self._on_device)
 
@@ -123,7 +123,7 @@ class HookClock:
 
     @property
     def seconds(self) -> float:
-        """Up to now, a hook under way included."""
+        """Seconds up to now, including a hook under way."""
         return self._seconds + (time.perf_counter() - self._start if self._depth else 0.0)
 
     def __enter__(self) -> Self:
@@ -141,11 +141,11 @@ class HookClock:
 
 
 class Clocked(Protocol):
-    """Has hooks on a clock."""
+    """Object whose hooks are timed."""
 
     @property
     def clock(self) -> HookClock:
-        """Where their time is added up."""
+        """Clock that adds up the time of the hooks."""
 
 
 C = TypeVar("C", bound=Clocked)

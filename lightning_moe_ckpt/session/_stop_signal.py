@@ -1,12 +1,12 @@
-"""SIGTERM as a flag, and a clock that ends a process which cannot stop by itself.
+"""Turn SIGTERM into a flag, and end the process after a time if it cannot stop by itself.
 
 Python runs signal handlers between two bytecodes of the main thread. A main thread that waits inside a collective for
-a peer that is gone runs none, and would sit there until the launcher kills it. So the interpreter's own C handler also
-writes the number of the signal to a pipe (`signal.set_wakeup_fd`), and a thread that reads the pipe keeps the time:
+a peer that is gone runs none, and would wait there until the launcher kills it. The interpreter's own C handler therefore
+writes the signal's number to a pipe too (`signal.set_wakeup_fd`), and a thread that reads the pipe keeps the time:
 
     signal -> patience (2 s, and twice the longest step seen) -> `on_late` -> 2 s -> the process exits
 
-Whoever reaches a boundary in time calls `allow_grace` and has the rest of the grace period to save and leave.
+If the main thread reaches a boundary in time, it calls `allow_grace` and has the rest of the grace period to save and leave.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from contextlib import suppress
 from datetime import timedelta
 
 EXIT_STATUS = 128 + signal.SIGTERM
-"""What a shell reports of a process that SIGTERM ended; launchers restart it, unlike one that ended with 0."""
+"""Exit status of a process ended by SIGTERM, as shells report it; unlike 0 it makes launchers restart the job."""
 
 PATIENCE_SECONDS = 2.0
-"""How long agreeing with peers may take, beyond the steps under way."""
+"""Seconds that an agreement with peers may take beyond the steps under way."""
 
 REPEAT_SECONDS = 1.0
-"""A second signal within this time is the first one again: launchers of launchers deliver it several times."""
+"""Seconds within which a second signal counts as the first one: nested launchers deliver it several times."""
 
 _FORCED_SECONDS = 2.0
-"""From `on_late` to the end of the process."""
+"""Seconds from `on_late` to the end of the process."""
 
 _CLOSE, _LOOK_AGAIN = 0, 255
-"""Told to the watching thread through the pipe; no signal has these numbers."""
+"""Messages to the watching thread through the pipe; no signal has these numbers."""
 
 
 class StopSignal:
-    """Whether SIGTERM has come, and what happens if nobody can act on it.
+    """Note SIGTERM, and end the process if the main thread cannot act on it.
 
     Args:
-        grace: time from the first signal to the end of the process, at most.
+        grace: longest time from the first signal to the end of the process.
         on_late: called by the watching thread when no boundary was reached in time.
         before_exit: called by the watching thread right before it ends the process.
     """
@@ -51,12 +51,12 @@ class StopSignal:
         self._lock = threading.RLock()  # the handler may interrupt its own thread inside
         self._received_at: float | None = None
         self._requested_at: float | None = None
-        """The own signal, or the news of a peer's."""
+        """Whether this process or a peer got a signal."""
         self._deadline: float | None = None
         self._heard_at_beat = 0
         self._beats, self._last_beat, self._longest = 0, 0.0, 0.0
         self.late = False
-        """Whether to leave at once: no boundary was reached in time, or the signal was repeated."""
+        """Whether to exit at once: no boundary was reached in time, or the signal was repeated."""
         self._watching = threading.current_thread() is threading.main_thread()
         if self._watching:
             self._watch()
@@ -69,10 +69,10 @@ class StopSignal:
         return self._requested_at is not None
 
     def receive(self) -> bool:
-        """The signal handler: a signal has come.
+        """Note a signal; called by the signal handler.
 
         Returns:
-            Whether it is a repetition that means "at once".
+            Whether the signal is a repetition that means "at once".
         """
         now = time.monotonic()
         if self._received_at is None:
@@ -85,20 +85,20 @@ class StopSignal:
         return self.late
 
     def start_clock(self) -> None:
-        """This process is to stop, as it or a peer was told. Starting twice is allowed."""
+        """Start to stop, after a signal to this process or a peer. Starting twice is allowed."""
         if self._requested_at is None:
             self._requested_at = time.monotonic()
             self._tell(signal.SIGTERM)
 
     def beat(self) -> None:
-        """The main thread begins a batch."""
+        """Note that the main thread begins a batch."""
         now = time.monotonic()
         if self._beats:
             self._longest = max(self._longest, now - self._last_beat)
         self._beats, self._last_beat = self._beats + 1, now
 
     def allow_grace(self) -> float:
-        """A boundary was reached: the rest of the grace period may be used. Returns its seconds."""
+        """Allow the rest of the grace period, since a boundary was reached, and return its seconds."""
         assert self._requested_at is not None
         end = self._requested_at + self._grace
         self._set_deadline(end)
@@ -187,7 +187,7 @@ class StopSignal:
 
 
 _descriptors: set[int] = set()
-"""Wakeup descriptors of this process that are ours; an event loop's are left alone."""
+"""Wakeup descriptors of this process that belong to this module, not to an event loop."""
 
 
 def _release_descriptor(descriptor: int) -> None:
@@ -198,7 +198,7 @@ def _release_descriptor(descriptor: int) -> None:
 
 
 def _forget_in_fork() -> None:
-    """Children inherit the descriptor, and what they receive is no news for their parent."""
+    """Release the descriptors in a forked child, whose signals do not concern the parent."""
     for descriptor in list(_descriptors):
         with suppress(ValueError):  # not the main thread of the interpreter, so not a child that gets handlers
             _release_descriptor(descriptor)

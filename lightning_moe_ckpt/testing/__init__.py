@@ -1,6 +1,6 @@
-"""Contracts and failure injection, shipped so that users can test their own backends and trainings.
+"""Provide contract tests and failure injection, with which users test their own backends and trainings.
 
-Contracts need pytest and are not here without it; whoever only injects faults into a job can do so where it is not installed.
+Contracts need pytest and are missing without it; fault injection works without it.
 """
 
 from importlib.util import find_spec as _find_spec

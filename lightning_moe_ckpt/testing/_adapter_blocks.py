@@ -1,5 +1,5 @@
-"""What the contract of adapters does to a model: run a layer again, with other experts or other capacity; take and
-put back operators; recompute activations.
+"""Manipulate a model for the contract of adapters: run a layer again with other experts or capacity, take and
+restore operators, recompute activations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_moe_ckpt.session._lay_out import region_parts
 from lightning_moe_ckpt.session._layout import REGIONS, Field, StateView
 
 _TRIES = 3
-"""Other weights per expert: a unit that is off before and after would hide a token."""
+"""Numbers of other weights tried per expert: a unit that is off before and after would hide a token."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class _Call:
 
 
 class BlockCalls:
-    """Records how MoE blocks are called, until removed, and calls them again in the same way.
+    """Record how MoE blocks are called, until removed, and call them again in the same way.
 
     Args:
-        model: in training mode.
-        layers: found in it.
+        model: the model, in training mode.
+        layers: its MoE layers.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[MoELayerSpec]) -> None:
@@ -47,16 +47,16 @@ class BlockCalls:
         ]
 
     def remove(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         for handle in self._handles:
             handle.remove()
 
     def output(self, layer: MoELayerSpec) -> Tensor:
-        """Rows of the block's output over all calls, `[T, ...]`."""
+        """Return the rows of the block's output over all calls, `[T, ...]`."""
         return torch.cat([self._rows(layer, call) for call in self._calls[layer.fqn]])
 
     def processed(self, layer: MoELayerSpec) -> list[int]:
-        """Rows that depend on each expert."""
+        """Return the number of rows that depend on each expert."""
         params = dict(self._model.named_parameters(remove_duplicate=False))
         usual, found = self.output(layer), []
         for expert in range(layer.num_experts):
@@ -106,7 +106,7 @@ class OperatorCopies:
         self._extra = {each.fqn: _cloned(each.extra.get(model)) for each in self._layers if each.extra is not None}
 
     def restore(self, name: str) -> None:
-        """Put one operator back."""
+        """Restore one operator."""
         for field, value in zip(self._fields[name], self._taken[name], strict=True):
             param, live = self._view.params[field.part.piece.fqn], self._view.live(field)
             if value is None:
@@ -120,7 +120,7 @@ class OperatorCopies:
             live.copy_(value)
 
     def restore_rest(self) -> None:
-        """Put back what is in no operator: buffers, and state in plain attributes."""
+        """Restore state outside of operators: buffers and plain attributes."""
         for name, buffer in self._model.named_buffers():
             buffer.copy_(self._buffers[name])
         for layer in self._layers:
@@ -128,11 +128,11 @@ class OperatorCopies:
                 layer.extra.set(self._model, self._extra[layer.fqn])
 
     def equal(self, name: str, *, own: bool = False) -> bool:
-        """Whether one operator is what was taken, in bits.
+        """Return whether one operator is bitwise equal to its copy.
 
         Args:
-            name: of the operator.
-            own: leave out what experts in one tensor share: a step count.
+            name: name of the operator.
+            own: whether to leave out the step count that experts in one tensor share.
         """
         pairs = zip(self._fields[name], self._taken[name], strict=True)
         return all(equal(self._view.live(field), value) for field, value in pairs if field.per_element or not own)
@@ -156,7 +156,7 @@ def recomputing(model: nn.Module, layers: Sequence[MoELayerSpec], *, use_reentra
 
 
 def _recomputed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any) -> Any:
-    """Reentrant checkpointing takes no keywords, and nothing that needs no gradient."""
+    """Run `forward` under activation checkpointing; the reentrant kind takes no keywords and needs inputs with gradients."""
 
     def run(*inputs: Any) -> Any:
         # Some routers change their input in place, which checkpointing would then begin with again.
@@ -182,7 +182,7 @@ def _cloned(values: Any) -> Any:
 
 
 def equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors have the same bits, or both are missing."""
+    """Return whether two tensors have the same bits, or both are missing."""
     if a is None or b is None:
         return a is b
     return torch.equal(a, b)

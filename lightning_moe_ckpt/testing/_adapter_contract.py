@@ -1,4 +1,4 @@
-"""What every description of a MoE layer promises, as tests: inherit, give a model and a loss, and run pytest.
+"""Test what every description of a MoE layer promises: inherit, give a model and a loss, and run pytest.
 
 ```python
 class TestMyLayer(AdapterContract):
@@ -9,8 +9,8 @@ class TestMyLayer(AdapterContract):
         return model(make_batch(seed)).square().mean()
 ```
 
-Register your adapter first, for instance in a fixture. Which expert processed which token is found out by force: the
-layer is run again with other weights in one expert, and every row of its output that changes is a token of that expert.
+Register your adapter first, for instance in a fixture. To find out which expert processed which token, the contract
+runs the layer again with other weights in one expert: every row of the output that changes is a token of that expert.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, StateSchema, 
 from lightning_moe_ckpt.testing._adapter_blocks import BlockCalls, OperatorCopies, equal, recomputing
 
 _SEEDS = (1, 2)
-"""Two micro-batches of one step."""
+"""Seeds of the two micro-batches of one step."""
 
 _TERM = 100.0
-"""Beside scores from 0 to 1: whoever has it is chosen by every token."""
+"""Term beside scores from 0 to 1; every token chooses the expert that has it."""
 
 
 class AdapterContract:
-    """Tests that operators and token counts of a model pass. Models are built anew for every test, on the same seed."""
+    """Tests for the operators and token counts of a model, which is built anew for every test with the same seed."""
 
     def make_model(self) -> nn.Module:
-        """A small model with at least one MoE layer, as `discover` will find it."""
+        """Return a small model with at least one MoE layer that `discover` finds."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, seed: int) -> Tensor:
-        """A scalar with a graph: forward on a batch that depends on `seed` alone."""
+        """Return a scalar loss with a graph: forward on a batch that depends on `seed` alone."""
         raise NotImplementedError
 
     def processed(self, model: nn.Module, seeds: Sequence[int]) -> Mapping[str, Sequence[int]] | None:
-        """Tokens per expert by layer over these batches, if you know better; `None` to have them found out by force.
+        """Return the tokens per expert over these batches, by layer; `None` lets the contract find them out.
 
-        Needed where counts are those before drops, or where a layer's output does not have a row per token.
+        It is needed if counts are taken before drops, or if a layer's output does not have one row per token.
         """
         return None
 
     # -- operators
 
     def test_every_parameter_is_in_exactly_one_operator(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Element by element, and there are experts and a router."""
+        """Operators cover every element of every parameter once, and include experts and a router."""
         covered = {fqn: torch.zeros(p.numel(), dtype=torch.int64) for fqn, p in model.named_parameters()}
         for operator in operators:
             for piece in operator.slices:
@@ -63,12 +63,12 @@ class AdapterContract:
         assert {"expert", "router"} <= kinds, f"only {kinds} were found"
 
     def test_buffers_of_a_router_exist(self, model: nn.Module, operators: OperatorSet) -> None:
-        """What an operator names can be captured."""
+        """Every buffer that an operator names is there to be captured."""
         named = {name for operator in operators for name in operator.buffers}
         assert named <= {name for name, _ in model.named_buffers()}
 
     def test_every_operator_comes_back_bit_for_bit(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Weights and optimizer state; restoring one operator changes no other, and training goes on as it would have."""
+        """Restoring an operator's weights and optimizer state changes no other one, and training goes on as before."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self._train(model, optimizer, steps=2)
         taken = OperatorCopies(model, operators, StateSchema.of(optimizer))
@@ -88,7 +88,7 @@ class AdapterContract:
         assert not differ, f"training from what was restored ends with others of {differ}"
 
     def test_frozen_experts_leave_other_gradients_alone(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Replay switches experts off; nobody else may notice."""
+        """Replay freezes experts; gradients of all other operators must not change."""
         params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
         for experts in self._frozen_sets(operators):
             want, frozen = self._gradients(model), experts & params.keys()
@@ -104,7 +104,7 @@ class AdapterContract:
     # -- counts
 
     def test_counts_are_the_tokens_that_experts_process(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Over two micro-batches, against those found by force or given by `processed`."""
+        """Counts over two micro-batches equal those found by changed weights, or given by `processed`."""
         calls = BlockCalls(model, operators.layers)
         got = self._count(model, operators)
         calls.remove()
@@ -118,23 +118,23 @@ class AdapterContract:
     def test_recomputation_is_not_counted_again(
         self, model: nn.Module, operators: OperatorSet, use_reentrant: bool
     ) -> None:
-        """Activation checkpointing around the layer runs its forward twice."""
+        """Activation checkpointing runs the layer's forward twice; tokens count once."""
         want = self._count(model, operators)
         with recomputing(model, operators.layers, use_reentrant=use_reentrant):
             assert self._count(model, operators) == want
 
     def test_evaluation_is_not_counted(self, model: nn.Module, operators: OperatorSet) -> None:
-        """What validation sends to experts trains none."""
+        """Tokens of validation do not count."""
         model.eval()
         got = self._count(model, operators, backward=False)
         assert not any(sum(counts) for counts in got.values()), f"in evaluation {got} were counted"
 
     def test_one_step_proves_the_counts(self, model: nn.Module, operators: OperatorSet) -> None:
-        """As the first step of a fit does."""
+        """The check of a fit's first step accepts the counts."""
         prove_counts(model, lambda: self._backward(model), operators)
 
     def test_counting_changes_no_bit(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Neither gradients nor random numbers."""
+        """Counting changes neither gradients nor random numbers."""
         want, state = self._gradients(model), torch.get_rng_state()
         counter = LoadCounter(operators, model)
         counter.install()
@@ -147,7 +147,7 @@ class AdapterContract:
     # -- capacity
 
     def test_a_capacity_view_changes_the_live_capacity(self, model: nn.Module, operators: OperatorSet) -> None:
-        """Set to little, the layer's output is another; set back, it is the same again."""
+        """A small capacity changes the layer's output; the old capacity gives the old output."""
         layers = [layer for layer in operators.layers if layer.live_capacity is not None]
         layers = [layer for layer in layers if layer.live_capacity is not None and layer.live_capacity.limited(model)]
         if not layers:
@@ -170,7 +170,7 @@ class AdapterContract:
     def test_a_bias_view_moves_choices_and_leaves_the_trained_bias_alone(
         self, model: nn.Module, operators: OperatorSet
     ) -> None:
-        """With a large term more tokens choose an expert; with the term removed, the counts are the same again."""
+        """A large term makes more tokens choose an expert; without it the counts are as before."""
         biased = [(layer.fqn, layer.bias) for layer in operators.layers if layer.bias is not None]
         if not biased:
             pytest.skip("no layer has a selection-only bias")
@@ -192,13 +192,13 @@ class AdapterContract:
 
     @pytest.fixture
     def model(self) -> nn.Module:
-        """The model under test, in training mode."""
+        """Return the model under test, in training mode."""
         torch.manual_seed(0)
         return self.make_model().train()
 
     @pytest.fixture
     def operators(self, model: nn.Module) -> OperatorSet:
-        """What is found in it."""
+        """Return the operators found in the model."""
         return discover(model)
 
     def _count(self, model: nn.Module, operators: OperatorSet, *, backward: bool = True) -> dict[str, list[int]]:
@@ -231,7 +231,7 @@ class AdapterContract:
             optimizer.step()
 
     def _frozen_sets(self, operators: OperatorSet) -> Iterator[set[str]]:
-        """All experts; and every other expert, where experts do not share tensors."""
+        """Yield the set of all experts and, if experts do not share tensors, the set of every other expert."""
         for step in (1, 2):
             frozen = [op for op in operators if op.expert_idx is not None and op.expert_idx % step == 0]
             active = {piece.fqn for op in operators if op not in frozen for piece in op.slices}

@@ -1,4 +1,4 @@
-"""What every storage backend promises, as tests: inherit, say how to make one, and run pytest.
+"""Test what every storage backend promises: inherit, say how to make a backend, and run pytest.
 
 ```python
 class TestMyBackend(BackendContract):
@@ -23,25 +23,25 @@ from lightning_moe_ckpt.storage import Backend, Entry
 
 
 class BackendContract:
-    """Tests a backend passes. Every test gets an empty store."""
+    """Tests that every backend passes. Every test gets an empty store."""
 
     def make_backend(self, tmp_path: Path) -> Backend:
-        """A backend over an empty store that is this test's own."""
+        """Return a backend over an empty store that no other test uses."""
         raise NotImplementedError
 
     def make_paced_backend(self, tmp_path: Path, bandwidth: int) -> Backend:
-        """The same, with writes capped at `bandwidth` bytes per second; without it the tests of the cap are skipped."""
+        """Return one whose writes are limited to `bandwidth` bytes per second. Unless overridden, tests of the limit are skipped."""
         pytest.skip("no backend with a cap on its bandwidth")
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
-        """The backend under test, closed afterwards."""
+        """Yield the backend under test, and close it afterwards."""
         backend = self.make_backend(tmp_path)
         yield backend
         backend.close()
 
     def test_an_object_is_read_back_whole(self, backend: Backend) -> None:
-        """What `put` took, `get` and `get_into` give."""
+        """`get` and `get_into` return the bytes that `put` took."""
         written = bytes(range(256)) * 37
         backend.put("snap/1/a.safetensors", written)
         out = bytearray(len(written))
@@ -51,7 +51,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 4 * 2**20 + 1, 40 * 2**20 + 7])
     def test_any_size_is_kept(self, backend: Backend, nbytes: int) -> None:
-        """Sizes around the chunks an implementation may use, and nothing at all."""
+        """Sizes around the chunks that an implementation may use are kept, and empty objects too."""
         written = (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
         backend.put("a", memoryview(written))
         out = bytearray(nbytes)
@@ -60,7 +60,7 @@ class BackendContract:
         assert backend.list("") == [Entry("a", nbytes)]
 
     def test_views_are_concatenated(self, backend: Backend) -> None:
-        """Several views, of several shapes, make one object."""
+        """Several views of different shapes make one object."""
         grid = memoryview(bytearray(b"....cdef")).cast("B", (2, 4))
         backend.put("a", b"ab", grid, b"", memoryview(b"gh"))
         assert backend.get("a") == b"ab....cdefgh"
@@ -88,7 +88,7 @@ class BackendContract:
 
     @pytest.mark.parametrize(("start", "nbytes"), [(0, 0), (0, 1), (4095, 2), (0, 2**21), (2**20, 2**20), (2**21, 0)])
     def test_any_range_is_read(self, backend: Backend, start: int, nbytes: int) -> None:
-        """Ranges at the ends of an object, across pages, and the whole of it."""
+        """Ranges at the ends of an object, across pages and of the whole object are read."""
         written = (bytes(range(251)) * (2**21 // 251 + 1))[: 2**21]
         backend.put("a", written)
         out = bytearray(nbytes)
@@ -103,7 +103,7 @@ class BackendContract:
                 backend.get_range("a", start, memoryview(bytearray(nbytes)))
 
     def test_missing_keys_are_named(self, backend: Backend) -> None:
-        """Reading what is not there says which key, whether or not its directory is there."""
+        """Reading a missing object names its key, whether or not its directory exists."""
         backend.put("dir/present", b"x")
         for key in ("dir/absent", "absent/dir"):
             with pytest.raises(KeyMissing, match=key):
@@ -130,7 +130,7 @@ class BackendContract:
         assert backend.get("a/b") == b"second"
 
     def test_of_many_creators_one_wins(self, backend: Backend) -> None:
-        """Threads that create one key at once: exactly one succeeds, and its object is there."""
+        """If threads create one key at once, exactly one succeeds, and its object is stored."""
         if not backend.creates_exclusively:
             pytest.skip("the store cannot create exclusively")
         with ThreadPoolExecutor(8) as pool:
@@ -140,7 +140,7 @@ class BackendContract:
                 assert backend.get(f"_log/{turn}") == b"%d" % won.index(True)
 
     def test_probing_leaves_nothing(self, backend: Backend) -> None:
-        """Finding out about create-exclusive costs no objects."""
+        """Finding out whether `create` is exclusive leaves no objects."""
         assert backend.creates_exclusively in {True, False}
         assert backend.list("") == []
 
@@ -171,7 +171,7 @@ class BackendContract:
         assert backend.list("") == []
 
     def test_sweeping_touches_no_object(self, backend: Backend) -> None:
-        """Only what interrupted writes left may go."""
+        """`sweep` removes only leftovers of interrupted writes."""
         backend.put("snap/1/a", b"x")
         backend.create("_log/0", b"y")
         assert not backend.leftovers(""), "what is whole is no leftover"
@@ -179,7 +179,7 @@ class BackendContract:
         assert [entry.key for entry in backend.list("")] == ["_log/0", "snap/1/a"]
 
     def test_threads_do_not_disturb_each_other(self, backend: Backend) -> None:
-        """Writers, readers and a lister at once, each on keys of its own."""
+        """Writers, readers and a lister may work at once, each on keys of its own."""
 
         def work(worker: int) -> None:
             for turn in range(10):
@@ -194,7 +194,7 @@ class BackendContract:
         assert backend.list("") == []
 
     def test_writes_stay_below_the_bandwidth(self, tmp_path: Path) -> None:
-        """Over several objects and threads; what is written is what was given."""
+        """The limit holds over several objects and threads, and objects have the bytes that were given."""
         bandwidth, sizes = 16 * 2**20, (6 * 2**20, 5 * 2**20 + 1, 3, 4 * 2**20)
         with closing(self.make_paced_backend(tmp_path, bandwidth)) as backend:
             bodies = {f"dir/{number}": os.urandom(nbytes) for number, nbytes in enumerate(sizes)}
@@ -207,7 +207,7 @@ class BackendContract:
         assert seconds >= (sum(sizes) - max(sizes)) / bandwidth
 
     def test_a_write_that_waits_for_bandwidth_holds_up_nobody(self, tmp_path: Path) -> None:
-        """Others read and list meanwhile; closing ends it at once, and nothing of it is visible."""
+        """Other threads read and list meanwhile. Closing ends the write at once, and none of its bytes are visible."""
         backend = self.make_paced_backend(tmp_path, 1)
         backend.create("small", b"x")
         backend.put("first", b"takes the place of the next hour" * 200)
@@ -224,7 +224,7 @@ class BackendContract:
 
 
 def _creator(backend: Backend, key: str) -> Callable[[int], bool]:
-    """Create `key` with the caller's number as its object; returns whether that worked."""
+    """Return a function that creates `key` with a number as its object, and returns whether that worked."""
 
     def create(number: int) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A backend whose process dies at a chosen call, for tests of crash points."""
+"""Simulate a process that dies at a chosen call of its backend, for tests of crash points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Crashed(BaseException):
 
 
 class CrashingBackend(WatchedBackend):
-    """Passes calls on until the chosen one, and dies before or after it; every later call finds a dead process."""
+    """Pass calls on until the chosen one, and raise `Crashed` before or after it, and at every later call."""
 
     def __init__(
         self, backend: Backend, *, crash_at: int | None = None, when: Literal["before", "after"] = "before"

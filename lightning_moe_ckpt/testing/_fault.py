@@ -1,4 +1,4 @@
-"""What can go wrong, where, and how badly: the vocabulary of fault injection, as values that a YAML file can hold."""
+"""Describe faults to inject: kind, place and extent, as values that a YAML file can hold."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ FaultPhase = Literal[
 CopyAtRest = Literal["storage", "ring", "replica"]
 
 STORAGE_PHASES = frozenset({"persist", "marker", "commit", "reclaim"})
-"""Reached by the threads that store, at a call of the backend."""
+"""Phases that storing threads reach, at a call of the backend."""
 FATAL = frozenset({"sigkill", "node_loss", "rack_loss"})
 """Kinds after which the job has to start again."""
 OF_STORAGE = frozenset({"slow_storage", "storage_errors", "full_disk"})
-"""Kinds that last and act on calls of the backend."""
+"""Kinds that last for a time and act on calls of the backend."""
 LASTING = OF_STORAGE | {"full_shared_memory"}
 _COORDINATOR_ONLY = frozenset({"commit", "reclaim"})
 _OPTIONS = {
@@ -60,32 +60,32 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One failure, and where it strikes: once, at the first matching place at or after `step`.
+    """Fault that strikes once, at the first matching place at or after `step`.
 
     Args:
         kind: `sigkill`: the process dies. `sigstop`: it stands still. `node_loss`, `rack_loss`: all processes of the
-            rank's node or rack die, and what its run keeps in their shared memory is gone. `slow_storage`,
-            `storage_errors`, `full_disk`: of this rank's storage. `full_shared_memory`: the rest of it is taken.
-            `bit_flip`: one bit of a stored copy turns.
-        rank: where it strikes; `all`: on every rank, each when it gets to the place.
-        step: value of `trainer.global_step` from which on it strikes: before the optimizer step in phases up to
+            rank's node or rack die, and the run's files in their shared memory are removed. `slow_storage`,
+            `storage_errors`, `full_disk`: this rank's storage is impaired. `full_shared_memory`: its free part is filled.
+            `bit_flip`: one bit of a stored copy flips.
+        rank: rank on which it strikes; `all`: every rank, each when it reaches the place.
+        step: value of `trainer.global_step` from which on it strikes. The value counts before the optimizer step in phases up to
             `before_optimizer_step`, after it in the later ones. In the phases of storage, the step of the generation.
         phase: hooks: `batch_start`, `forward` (before backward), `after_backward`, `before_optimizer_step`, `batch_end`
             and `after_batch_end` (before and after other callbacks), `validation`, `epoch_start`, `epoch_end`. Inside
             checkpoints: `capture` (copies of a step are under way), `seal` (the segment is about to be complete).
             Before calls of storage: `persist` (a segment), `marker` (a rank is done), `commit` (rank 0 makes a
             generation visible), `reclaim` (rank 0 deletes).
-        settle: seconds to wait at most, before it strikes, until checkpoints under way are stored.
-        seconds: how long it lasts, also over restarts; `None`: until `steps` are over. For `sigstop`: after how long the
-            process goes on; `None`: never.
-        steps: how many optimizer steps it lasts, within this life, since a job that cannot start makes none; `None`: until
-            `seconds` are over. With neither it lasts until the end of this life.
-        latency: of `slow_storage`: seconds added to each call.
-        bandwidth: of `slow_storage`: bytes per second of each call that writes or reads; `None` leaves it.
-        probability: of `storage_errors`: share of the calls that fail; the same ones in every run that makes the same
+        settle: most seconds to wait, before it strikes, until checkpoints under way are stored.
+        seconds: seconds that it lasts, also over restarts; `None`: until `steps` are over. For `sigstop`: seconds after which the
+            process continues; `None`: never.
+        steps: optimizer steps that it lasts, within this process, since a job that cannot start makes none; `None`: until
+            `seconds` are over. With neither it lasts until the end of this process.
+        latency: for `slow_storage`: seconds added to each call.
+        bandwidth: for `slow_storage`: bytes per second of each call that writes or reads; `None` for no limit.
+        probability: for `storage_errors`: share of the calls that fail; the same ones in every run that makes the same
             calls.
-        nbytes: of `full_shared_memory`: bytes taken at most, whatever is free.
-        at_rest: of `bit_flip`: in the newest generation that is stored, in the rank's own ring, or in a replica that
+        nbytes: for `full_shared_memory`: most bytes to take, whatever is free.
+        at_rest: for `bit_flip`: where the bit is: the newest generation in storage, the rank's own ring, or a replica that
             its node keeps for another rank.
     """
 
@@ -141,7 +141,7 @@ class Fault:
             raise ConfigurationError(f"{self} needs `nbytes`: the most it may take from everybody on this machine.")
 
     def given(self) -> dict[str, Any]:
-        """The fields that are not at their defaults."""
+        """Return the fields that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
         return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
 
@@ -161,13 +161,13 @@ def fail_at(
     kind: FaultKind = "sigkill",
     **options: Any,
 ) -> Fault:
-    """A fault at one place of training.
+    """Return a fault at one place of training.
 
     Args:
-        rank: where it strikes.
+        rank: rank on which it strikes.
         step: value of `trainer.global_step` from which on it strikes.
         phase: the hook or moment, see `Fault.phase`.
-        kind: what happens.
+        kind: kind of the fault, see `Fault.kind`.
         options: other fields of `Fault`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each kind of fault does to this process, its node, its memory and its storage."""
+"""Apply each kind of fault to this process, its node, its memory and its storage."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class Effects:
-    """Carries faults out and ends those that last."""
+    """Carry out faults, and end those that last for a time."""
 
     def __init__(self, record: FaultRecord, checkpoints: CheckpointCallback | None) -> None:
         """Do nothing yet.
 
         Args:
-            record: of this rank.
-            checkpoints: whose storage and memory is damaged.
+            record: record of this rank's faults.
+            checkpoints: callback whose storage and memory are damaged.
         """
         self._record, self._checkpoints = record, checkpoints
         self._lasting: list[LastingFault] = []
@@ -41,7 +41,7 @@ class Effects:
     # -- who is here
 
     def join(self) -> Line:
-        """What other ranks have to know to end this process and its node."""
+        """Return the line by which other ranks can end this process and its node."""
         domain, own = this_domain(), os.getpid()
         return {
             "pid": own,
@@ -52,7 +52,7 @@ class Effects:
         }
 
     def _own_files(self) -> list[str]:
-        """Patterns of what the run keeps in this node's shared memory: this rank's rings, and replicas for others."""
+        """Return patterns of the run's files in this node's shared memory: this rank's rings, and replicas for others."""
         tag = None if self._checkpoints is None else self._checkpoints.memory_tag
         if tag is None:
             return []
@@ -64,7 +64,7 @@ class Effects:
     # -- striking
 
     def concerns(self, fault: Fault) -> bool:
-        """Whether this process carries the fault out. For nodes and racks, one rank of each lost node does."""
+        """Return whether this process carries out the fault. For nodes and racks, one rank of each lost node does."""
         if fault.kind not in {"node_loss", "rack_loss"}:
             return True
         lost = self._lost(fault)
@@ -72,10 +72,10 @@ class Effects:
         return own is not None and leader_of(lost, own) == self._record.rank
 
     def strike(self, name: str, fault: Fault, step: int) -> str:
-        """Carry the fault out. Does not return if it ends this process.
+        """Carry out the fault. Does not return if the fault ends this process.
 
         Returns:
-            What it came to; empty if its kind says it all.
+            Its outcome as text; empty if the kind says everything.
         """
         if fault.kind in LASTING:
             self._begin(LastingFault(name=name, fault=fault, step=step, since=time.time()))
@@ -122,7 +122,7 @@ class Effects:
             self._lasting.append(lasting)
 
     def go_on(self, lines: Sequence[Line]) -> None:
-        """Take up what began in an earlier life of this rank and has not ended."""
+        """Continue faults that began in an earlier process of this rank and have not ended."""
         over = {line["name"] for line in lines if line["event"] == "over"}
         for line in lines:
             if line["event"] == "fault" and line["kind"] in LASTING and line["name"] not in over:
@@ -133,7 +133,7 @@ class Effects:
                     self._begin(lasting)
 
     def expire(self, step: int) -> None:
-        """End what is over now that training is at `step`."""
+        """End the faults whose time is over when training is at `step`."""
         with self._lock:
             over = [each for each in self._lasting if each.over(step)]
             for each in over:
@@ -145,12 +145,12 @@ class Effects:
             self._record.write("over", name=each.name, step=step, calls=each.calls)
 
     def of_storage(self) -> list[LastingFault]:
-        """Faults of storage that go on now."""
+        """Return the faults of storage that are active now."""
         with self._lock:
             return [each for each in self._lasting if each.fault.kind in OF_STORAGE and not each.over(-1)]
 
     def close(self) -> None:
-        """End what lasts."""
+        """End all active faults."""
         with self._lock:
             for each in self._lasting:
                 self._record.write("struck", name=each.name, outcome=f"it hit {each.calls} calls", calls=each.calls)

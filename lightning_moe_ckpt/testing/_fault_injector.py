@@ -1,7 +1,7 @@
-"""A callback that breaks the training it is in, as a script or a random campaign says.
+"""Inject faults into the training that the callback is part of, by a script or at random.
 
-What strikes is decided from the arguments and from the record of earlier lives alone, never from random state of the
-process, so that training with faults differs from training without in nothing but the faults.
+The arguments and the record of earlier processes alone decide which faults strike, never random state of the
+process, so that training with faults differs from training without them only by the faults.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _CAPTURE = "lightning_moe_ckpt.session._capture"
 
 
 class FaultInjector(PhaseCallback):
-    """Breaks the training it is part of, to show what survives. Put it first among the callbacks.
+    """Inject faults into training, to show what survives. Put it first among the callbacks.
 
-    Every fault is logged and written to `folder` before it happens, and does not happen again when the job starts anew.
-    `python -m lightning_moe_ckpt.testing FOLDER` shows what a campaign came to.
+    Every fault is logged and recorded in `folder` before it happens, and does not happen again when the job restarts.
+    `python -m lightning_moe_ckpt.testing FOLDER` shows the results of a campaign.
 
     Args:
-        faults: script of faults, each at a place of training.
-        random: faults at random, with a mean time between them.
-        folder: where each rank keeps its record, the same in every start of the job; on a file system that all nodes
-            see if nodes or racks are to be lost. By default what `MOE_CKPT_FAULTS` in the environment names, else
-            `moe-ckpt-faults` in the Trainer's `default_root_dir`. Remove it to have everything happen again.
+        faults: faults that each strike at a given place of training; `None` for none.
+        random: faults at random times, with a mean time between them; `None` for none.
+        folder: folder of the ranks' records, the same in every start of the job, on a file system that all nodes
+            share if nodes or racks are to be lost. The default is the environment variable `MOE_CKPT_FAULTS`, else
+            `moe-ckpt-faults` in the Trainer's `default_root_dir`. Remove the folder to have all faults happen again.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FaultInjector(PhaseCallback):
 
 
 class _Campaign:
-    """One life of a campaign, on one rank."""
+    """Faults of one process of a campaign, on one rank."""
 
     def __init__(self, injector: FaultInjector, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -173,18 +173,18 @@ class _Campaign:
         self._undo.callback(Seam(module=_CAPTURE, attribute=attribute, replacement=told).apply())
 
     def join(self) -> None:
-        """The run is open: say who this is, for whoever ends a node."""
+        """Record this process when the run is open, so that other ranks can end its node."""
         self._record.write("join", **self._effects.join())
 
     def train(self) -> None:
-        """Training begins."""
+        """Start the faults at random when training begins."""
         self._step = self._trainer.global_step
         self._record.write("train", step=self._step)
         self._thread = threading.Thread(target=self._tick, name="moe-ckpt-faults", daemon=True)
         self._thread.start()
 
     def reached(self, phase: FaultPhase) -> None:
-        """Training is at a phase of its step."""
+        """Strike the faults that are due at a phase of training."""
         step = self._trainer.global_step
         if phase == "batch_end" and step != self._step:
             self._step = step
@@ -193,14 +193,14 @@ class _Campaign:
         self._strike_due(phase, step)
 
     def end(self) -> None:
-        """The fit has ended by itself."""
+        """Note that the fit has ended by itself."""
         self._record.write("end", sync=True, step=self._trainer.global_step)
         for each in self._schedule.waiting:
             if self._effects.concerns(each.fault):
                 log.warning("%s never struck: training did not get there", each.fault)
 
     def close(self) -> None:
-        """Take everything out again."""
+        """Undo all changes to the training."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

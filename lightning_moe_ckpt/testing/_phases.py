@@ -1,4 +1,4 @@
-"""Where in training a process is: the hooks of Lightning, named, at which a kill or a fault can strike.
+"""Name the hooks of Lightning at which a kill or a fault can strike.
 
 One callback turns hooks into phases; a second one, which Lightning runs after all others, adds the moment after their
 `on_train_batch_end`.
@@ -30,22 +30,22 @@ HookPhase = Literal[
 
 
 class PhaseCallback(Callback):
-    """Calls `reached` wherever training gets to a phase. Put it first: hooks run in the order of the callbacks."""
+    """Call `reached` at every phase of training. Put it first: hooks run in the order of the callbacks."""
 
     def __init__(self) -> None:
         self.batches = 0
-        """Training batches that were begun in this life."""
+        """Number of training batches that were begun in this process."""
         self.micro = -1
-        """Which micro-batch of an accumulated step this is, counted from 0."""
+        """Index of the micro-batch in an accumulated step, from 0."""
         self._micro_step = -1
         self._forward: tuple[LightningModule, Callable[..., Any] | None] | None = None
 
     def reached(self, trainer: Trainer, phase: HookPhase) -> None:
-        """Training got to `phase`; `trainer.global_step` still counts as it does in that hook."""
+        """Act on a phase that training has reached; `trainer.global_step` has its value of that hook."""
         raise NotImplementedError
 
     def watch_forward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have `forward` reached too, for which the module's `training_step` is wrapped until `unwatch_forward`."""
+        """Report the phase `forward` too, by wrapping the module's `training_step` until `unwatch_forward`."""
         training_step = pl_module.training_step
 
         def step_then_tell(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ class PhaseCallback(Callback):
         pl_module.training_step = step_then_tell  # type: ignore[method-assign]
 
     def unwatch_forward(self) -> None:
-        """Give the module its `training_step` back."""
+        """Restore the module's `training_step`."""
         if self._forward is None:
             return
         (module, own), self._forward = self._forward, None
@@ -67,11 +67,11 @@ class PhaseCallback(Callback):
             module.training_step = own  # type: ignore[method-assign]
 
     def late(self) -> LatePhase:
-        """The callback for after all others; it goes into the same Trainer."""
+        """Return the callback that runs after all others; add it to the same Trainer."""
         return LatePhase(self)
 
     def is_late(self, callback: Callback) -> bool:
-        """Whether `callback` came from `late`."""
+        """Return whether `callback` came from `late`."""
         return isinstance(callback, LatePhase) and callback.phases is self
 
     @override

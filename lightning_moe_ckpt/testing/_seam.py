@@ -1,4 +1,4 @@
-"""A replacement put into a process, to show what breaks without the original, or to be told when it is called."""
+"""Replace attributes in a process, to show what breaks without the original, or to observe calls."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Seam:
     replacement: Any
 
     def apply(self) -> Callable[[], None]:
-        """Replace, until what is returned is called.
+        """Replace the attribute and return a function that undoes it.
 
         Raises:
-            AttributeError: there is nothing to replace.
+            AttributeError: the attribute does not exist.
         """
         *path, name = self.attribute.split(".")
         owner = reduce(getattr, path, importlib.import_module(self.module))

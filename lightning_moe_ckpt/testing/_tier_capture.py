@@ -1,6 +1,6 @@
-"""What `TierContract` does around a tier: it fills memory with random bytes, hands it over, and checks what is read.
+"""Play the part of training for `TierContract`: fill memory with random bytes, hand it over, and check what is read.
 
-Memory that a tier gives back is overwritten at once, so a tier that reads it later, or keeps a view of it, is found out by
+Memory that a tier releases is overwritten at once. A tier that reads it later, or keeps a view of it, is found out by
 the bytes that its readers see.
 """
 
@@ -36,15 +36,15 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
 
 TIMEOUT = 30.0
-"""Seconds for everything that a test waits for."""
+"""Most seconds that a test waits for anything."""
 PLAN_HASH, PLAN = "plan", '{"of": "the contract"}'
-"""What tests announce."""
+"""Plan of all generations in tests."""
 _LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (1000,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
-"""Of every file."""
+"""Layout of every file."""
 SLOT_NBYTES = len(AUDIENCES) * _LAYOUT.nbytes
-"""Of a segment."""
+"""Bytes of a segment."""
 _GARBAGE = 0xEE
-"""What memory is filled with once it may be used again."""
+"""Byte that released memory is filled with."""
 
 
 def _generation(step: int) -> GenerationId:
@@ -53,39 +53,39 @@ def _generation(step: int) -> GenerationId:
 
 @dataclass(frozen=True, kw_only=True)
 class TierHalves:
-    """An empty tier of rank 0, as its contract is tested."""
+    """Both halves of an empty tier of rank 0."""
 
     worker: TierWorker
-    """Writes; closed by the test."""
+    """Writing half; the test closes it."""
     make_reader: Callable[[], Tier]
-    """Makes another reader of what `worker` has written so far, as a later process would."""
+    """Returns a new reader of everything that `worker` has written so far, as a later process makes it."""
     lose: Callable[[], None]
-    """Everything in the tier goes, behind the back of both halves."""
+    """Removes everything in the tier without telling either half."""
     name: Callable[[int], GenerationId] = _generation
-    """The generation of this life at a step."""
+    """Returns the generation of this process at a step."""
     ring: SegmentRing | None = None
     """Memory for segments, where the tier keeps them in place; has room for `TierContract.num_slots` of `slot_nbytes`."""
 
 
 class HeldCopy(Ticket):
-    """A copy to a segment, which arrives when the test says so."""
+    """Copy to a segment that arrives when the test calls `arrive`."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
         self.write: Callable[[], object] = lambda: None
-        """What arriving does."""
+        """Function that writes the bytes on arrival."""
 
     @classmethod
     def failed(cls) -> HeldCopy:
-        """One that does not arrive."""
+        """Return a copy that fails."""
         copy = cls()
         copy._error = CheckpointError("the copy failed")
         copy._ended.set()
         return copy
 
     def arrive(self) -> None:
-        """All bytes are there; once."""
+        """Let all bytes arrive; may be called once."""
         if not self.done:
             self.write()
             self._ended.set()
@@ -104,13 +104,13 @@ class HeldCopy(Ticket):
 
 
 class TierCapture:
-    """A session's part: it fills memory with random bytes, hands it over, and overwrites it when it comes back."""
+    """Act as a session: fill memory with random bytes, hand it over, and overwrite it when it is released."""
 
     def __init__(self, tier: TierHalves) -> None:
         self.tier, self.worker = tier, tier.worker
         self.released: list[GenerationId] = []
         self.files: dict[GenerationId, dict[str, bytes]] = {}
-        """Those of the tier's audiences, by key, in order."""
+        """Files of the tier's audiences, by key, in order."""
         self._segments: dict[GenerationId, list[SealedSegment]] = {}
         self._memory: dict[GenerationId, list[Tensor]] = {}
         self._copies: list[HeldCopy] = []
@@ -122,7 +122,7 @@ class TierCapture:
     # -- writing
 
     def begin(self, step: int, *, num_segments: int) -> GenerationId:
-        """A window begins."""
+        """Begin a window of `num_segments` segments."""
         name = self._open = self.tier.name(step)
         self.files[name], self._segments[name] = {}, []
         if self.tier.ring is not None:
@@ -140,11 +140,11 @@ class TierCapture:
         return name
 
     def add(self, name: GenerationId, step: int, *, copy: HeldCopy | None = None) -> None:
-        """`seal` a segment and hand it over."""
+        """Seal a segment and hand it over."""
         self.worker.add(name, self.seal(name, step, copy=copy))
 
     def seal(self, name: GenerationId, step: int, *, copy: HeldCopy | None = None) -> SealedSegment:
-        """The next segment of the window, with a file per audience; its bytes are there, or come with `copy`."""
+        """Return the window's next segment, with a file per audience. Its bytes are there, or arrive with `copy`."""
         memory_U8, bytes_U8 = self._take(name, step), self._draw()
         if copy is None:
             memory_U8.copy_(bytes_U8)
@@ -162,13 +162,13 @@ class TierCapture:
         return segment
 
     def finish(self, name: GenerationId) -> None:
-        """All segments of the window are sealed."""
+        """Finish the window, all of whose segments are sealed."""
         self._open = None
         if self.tier.ring is not None:
             self.tier.ring.finish_window(name)
 
     def abandon(self, name: GenerationId) -> None:
-        """The window will not be whole."""
+        """Abandon the window."""
         self._open = None
         self.worker.abandon(name)
         if self.tier.ring is not None:
@@ -177,7 +177,7 @@ class TierCapture:
     def whole(
         self, step: int, *, num_segments: int = 1, copy: HeldCopy | None = None, wait: bool = True
     ) -> GenerationId:
-        """A generation from its first segment to its last, at `step`; complete in the tier if it is waited for."""
+        """Hand over a whole generation at `step`; with `wait`, return when the tier has completed it."""
         name = self.begin(step, num_segments=num_segments)
         for each in range(step - num_segments + 1, step + 1):
             self.add(name, each, copy=copy)
@@ -188,18 +188,18 @@ class TierCapture:
         return name
 
     def two(self) -> tuple[GenerationId, GenerationId]:
-        """Generations that are in the tier, the older one complete everywhere."""
+        """Store two generations, of which the older one is complete everywhere."""
         older = self.whole(1)
         self.worker.complete_everywhere(older)
         return older, self.whole(3, num_segments=2)
 
     def wait_released(self, name: GenerationId) -> None:
-        """Until its memory has come back."""
+        """Wait until the generation's memory is released."""
         with self._changed:
             assert self._changed.wait_for(lambda: name in self.released, TIMEOUT)
 
     def end(self) -> None:
-        """Nothing is under way any more."""
+        """Check that nothing is under way any more."""
         for copy in self._copies:
             copy.arrive()
         self.worker.close()
@@ -207,7 +207,7 @@ class TierCapture:
     # -- reading
 
     def readable(self) -> list[GenerationId]:
-        """What a new reader lists, newest first, once every byte of it was found to be as it was sealed."""
+        """Check every byte that a new reader lists, and return the listed generations, newest first."""
         self._overwrite_free()
         with closing(self.tier.make_reader()) as reader:
             found = reader.holdings()
@@ -216,7 +216,7 @@ class TierCapture:
         return [holding.generation for holding in found]
 
     def check(self, reader: Tier, holding: Holding) -> None:
-        """All files of a copy are there as they were sealed, and nothing else is."""
+        """Check that a copy has all files as sealed, and no others."""
         marker, wanted = reader.read_marker(holding), self.files[holding.generation]
         assert [entry.key for entry in marker.segments] == list(wanted)
         for entry in marker.segments:
@@ -226,16 +226,16 @@ class TierCapture:
             assert digest_of(memoryview(out)) == entry.digest
 
     def entries(self, name: GenerationId) -> list[SegmentEntry]:
-        """What a marker has to say of the files."""
+        """Return the marker's entries for the files."""
         segments = [segment.of(self.worker.audiences) for segment in self._segments[name]]
         return [entry for segment in segments for entry in segment.digested()]
 
     def nbytes(self, name: GenerationId) -> int:
-        """Of the files."""
+        """Return the bytes of the files."""
         return sum(map(len, self.files[name].values()))
 
     def ranges(self, found: list[Holding], seed: int) -> Iterator[tuple[Holding, SegmentEntry, int, int]]:
-        """Ranges of all files, those at the ends among them: first byte, and the one behind the last."""
+        """Yield ranges of all files, including those at the ends: first byte, and the byte after the last."""
         draw = random.Random(seed)
         for holding in found:
             for entry in self.entries(holding.generation):

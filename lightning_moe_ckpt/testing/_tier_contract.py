@@ -1,4 +1,4 @@
-"""What both halves of every tier promise, as tests: inherit, say how to make one, and run pytest.
+"""Test what both halves of every tier promise: inherit, say how to make a tier, and run pytest.
 
 ```python
 class TestMyTier(TierContract):
@@ -11,16 +11,16 @@ Writing (`TierWorker`). The training thread calls `begin`, `add` in the order of
 `complete_everywhere`, and none of them waits for the medium. One thread of the tier does the work, one generation after the
 other.
 
-Memory. It is the caller's. From `add` on the tier may read a segment, once the segment's copy has arrived, and nobody may
+Memory. It belongs to the caller. From `add` on the tier may read a segment, once its copy has arrived, and nothing may
 write to it; `on_released` ends that, once per generation and from any thread: when the generation failed or was abandoned,
-when the tier has its bytes, or, where a complete generation is to stay in the caller's memory too, when a newer one is
-complete on all ranks. What is still held when the worker is closed is not released. A tier that keeps segments where they
+when the tier has its bytes, or, if a complete generation has to stay in the caller's memory too, when a newer one is
+complete on all ranks. Memory that is still held when the worker is closed is not released. A tier that keeps segments where they
 are publishes them in the caller's ring, which knows when a slot may be filled again.
 
 Completion. A generation is complete when every segment that was announced has been added and is in the tier. Until then,
 and when it failed, was abandoned or was cut off by `close`, no reader lists it. A failure is reported, never raised.
 
-Reading (`Tier`). `holdings` lists what is whole, newest first. `read_marker` returns what the writer said. `read_into` may be
+Reading (`Tier`). `holdings` lists complete copies, newest first. `read_marker` returns the writer's marker. `read_into` may be
 called from any thread; it fills all of its memory with the bytes as they were sealed, or raises `StorageError`,
 `KeyMissing` or `Corrupt`. Nothing that a reader does changes what the tier holds.
 """
@@ -50,24 +50,24 @@ from lightning_moe_ckpt.testing._tier_capture import (
 from lightning_moe_ckpt.tiers import Holding
 
 _CLOSE_SECONDS = 10.0
-"""Within which `close` has to return."""
+"""Seconds within which `close` has to return."""
 
 
 class TierContract:
-    """Tests that a tier passes, see the module. Every test gets an empty one."""
+    """Tests that every tier passes; the module's docstring has the contract. Every test gets an empty tier."""
 
     slot_nbytes = SLOT_NBYTES
-    """Of the largest segment."""
+    """Bytes of the largest segment."""
     num_slots = 16
-    """Segments that are in memory at once."""
+    """Number of segments that are in memory at once."""
 
     def make_tier(self, tmp_path: Path) -> AbstractContextManager[TierHalves]:
-        """An empty tier; leaving the context removes all there is of it, after the worker was closed."""
+        """Return a context with an empty tier. On exit, after the worker was closed, all of the tier is removed."""
         raise NotImplementedError
 
     @pytest.fixture
     def capture(self, tmp_path: Path) -> Iterator[TierCapture]:
-        """The tier under test, and a training that writes to it."""
+        """Yield the tier under test, with a simulated training that writes to it."""
         with self.make_tier(tmp_path) as tier:
             capture = TierCapture(tier)
             yield capture
@@ -76,7 +76,7 @@ class TierContract:
     # -- writing: completion
 
     def test_a_generation_is_complete_when_every_segment_was_added(self, capture: TierCapture) -> None:
-        """Not before: `drain` does not wait for what only training could bring, and no reader lists it."""
+        """Before that, `drain` does not wait for missing segments, and no reader lists the generation."""
         worker, name = capture.worker, capture.begin(4, num_segments=2)
         capture.add(name, 3)
         assert worker.drain(TIMEOUT)
@@ -91,13 +91,13 @@ class TierContract:
 
     @pytest.mark.parametrize("num_segments", [1, 3])
     def test_files_of_its_audiences_come_as_they_were_sealed(self, capture: TierCapture, num_segments: int) -> None:
-        """Every segment has one file per audience; others than the tier's do not reach it."""
+        """Every segment has one file per audience, and the tier gets only files of its audiences."""
         name = capture.whole(5, num_segments=num_segments)
         assert len(capture.files[name]) == num_segments * len(capture.worker.audiences)
         assert capture.readable() == [name]
 
     def test_generations_are_complete_in_the_order_in_which_they_began(self, capture: TierCapture) -> None:
-        """A newer one waits behind an older one whose bytes have not arrived."""
+        """A newer generation waits for an older one whose bytes have not arrived."""
         worker, copy = capture.worker, HeldCopy()
         older = capture.whole(1, copy=copy, wait=False)
         newer = capture.whole(2, wait=False)
@@ -111,7 +111,7 @@ class TierContract:
     # -- writing: memory
 
     def test_memory_is_given_back_once_and_is_not_read_afterwards(self, capture: TierCapture) -> None:
-        """At the latest when a newer generation is complete everywhere; the test overwrites what is given back."""
+        """Memory is released at the latest when a newer generation is complete everywhere; the test then overwrites it."""
         names = []
         for step in (1, 2, 3, 4):
             names.append(capture.whole(step))
@@ -131,7 +131,7 @@ class TierContract:
         assert capture.readable() == [name]
 
     def test_memory_that_a_copy_writes_to_is_not_given_back(self, capture: TierCapture) -> None:
-        """Though nobody wants the generation any more; nor is it complete when its last copy arrives."""
+        """This holds for an abandoned generation too, which is not complete when its last copy arrives."""
         copy, name = HeldCopy(), capture.begin(1, num_segments=1)
         capture.add(name, 1, copy=copy)
         capture.abandon(name)
@@ -145,7 +145,7 @@ class TierContract:
 
     @pytest.mark.parametrize("withdrawn", [False, True], ids=["abandoned", "given-up"])
     def test_what_is_not_wanted_any_more_leaves_nothing(self, capture: TierCapture, *, withdrawn: bool) -> None:
-        """Segments that come later are ignored, it is no failure, and the next generation is taken."""
+        """Later segments of the generation are ignored, no failure is reported, and the next generation is taken."""
         worker, name = capture.worker, capture.begin(3, num_segments=3)
         capture.add(name, 1)
         late = capture.seal(name, 2)
@@ -161,7 +161,7 @@ class TierContract:
         assert capture.readable() == [after]
 
     def test_what_another_rank_has_given_up_is_whole_or_not_there(self, capture: TierCapture) -> None:
-        """A tier may end it at once, or go on: copies of what that rank lacks make it whole."""
+        """A tier may end the generation or complete it: replicas of the other rank's part can make it useful."""
         worker, name = capture.worker, capture.begin(2, num_segments=2)
         capture.add(name, 1)
         worker.give_up(name)
@@ -175,7 +175,7 @@ class TierContract:
 
     @pytest.mark.parametrize("failing", [1, 2])
     def test_a_copy_that_fails_costs_one_generation(self, capture: TierCapture, failing: int) -> None:
-        """It is reported once with its reason, later segments are ignored, and the next generation is taken."""
+        """The failure is reported once with its reason, later segments are ignored, and the next generation is taken."""
         worker, name = capture.worker, capture.begin(3, num_segments=3)
         for step in (1, 2):
             capture.add(name, step, copy=HeldCopy.failed() if step == failing else None)
@@ -196,7 +196,7 @@ class TierContract:
     # -- writing: the end
 
     def test_closing_abandons_what_is_open_and_keeps_what_is_complete(self, capture: TierCapture) -> None:
-        """In bounded time; its thread has ended, and closing again changes nothing."""
+        """Closing takes bounded time and ends the tier's thread, and closing again changes nothing."""
         worker, complete = capture.worker, capture.whole(1)
         worker.complete_everywhere(complete)
         name = capture.begin(3, num_segments=2)
@@ -211,7 +211,7 @@ class TierContract:
         assert capture.readable() == [complete]
 
     def test_closing_waits_for_a_copy_under_way(self, capture: TierCapture) -> None:
-        """It may end the generation, or complete it first; its memory is given back when nothing writes to it."""
+        """The tier may abandon the generation or complete it first; memory is released when nothing writes to it."""
         worker, copy = capture.worker, HeldCopy()
         name = capture.whole(1, copy=copy, wait=False)
         late = threading.Timer(0.05, copy.arrive)
@@ -223,7 +223,7 @@ class TierContract:
         assert capture.readable() == ([name] if worker.holds(name) else [])
 
     def test_closing_before_anything_began_is_allowed(self, capture: TierCapture) -> None:
-        """Also twice, and there was nothing to wait for."""
+        """Closing twice is allowed too, and neither call waits."""
         assert capture.worker.idle
         assert capture.worker.drain(0.0)
         capture.worker.close()
@@ -234,7 +234,7 @@ class TierContract:
     # -- reading
 
     def test_what_is_whole_is_listed_newest_first(self, capture: TierCapture) -> None:
-        """With its owner, its plan and its size."""
+        """Complete copies are listed newest first, with owner, plan and size."""
         older, newer = capture.two()
         with closing(capture.tier.make_reader()) as reader:
             found = reader.holdings()
@@ -244,7 +244,7 @@ class TierContract:
         ]
 
     def test_the_marker_is_what_the_writer_said(self, capture: TierCapture) -> None:
-        """Of each generation: identity, plan, and every file with its digests."""
+        """The marker of each generation has identity, plan, and every file with its digests."""
         capture.two()
         with closing(capture.tier.make_reader()) as reader:
             for holding in reader.holdings():
@@ -254,7 +254,7 @@ class TierContract:
                 assert list(marker.segments) == capture.entries(holding.generation)
 
     def test_any_range_is_read_from_any_thread(self, capture: TierCapture) -> None:
-        """Bytes are those that were sealed, whoever else reads at the same time."""
+        """Reads return the sealed bytes, also while other threads read."""
         capture.two()
         with closing(capture.tier.make_reader()) as reader, ThreadPoolExecutor(4) as pool:
             found = reader.holdings()
@@ -268,7 +268,7 @@ class TierContract:
             list(pool.map(read, range(8)))
 
     def test_what_is_not_there_is_an_error(self, capture: TierCapture) -> None:
-        """Ranges past the end of a file, files and generations that there are not: another copy may have them."""
+        """Ranges past the end, missing files and missing generations raise, since another copy may have them."""
         capture.two()
         with closing(capture.tier.make_reader()) as reader:
             holding = reader.holdings()[0]
@@ -282,7 +282,7 @@ class TierContract:
                 reader.read_marker(replace(holding, generation=capture.tier.name(1000)))
 
     def test_what_went_meanwhile_is_an_error(self, capture: TierCapture) -> None:
-        """Never bytes of something else; and a later reader does not list it."""
+        """A read of a lost copy never returns other bytes, and a later reader does not list the copy."""
         capture.two()
         with closing(capture.tier.make_reader()) as reader:
             holding = reader.holdings()[0]
@@ -295,7 +295,7 @@ class TierContract:
         assert capture.readable() == []
 
     def test_closing_a_reader_deletes_nothing(self, capture: TierCapture) -> None:
-        """It may be closed twice; others, made before and after, read the same."""
+        """A reader may be closed twice; readers made before and after read the same."""
         older, newer = capture.two()
         other = capture.tier.make_reader()
         found = other.holdings()

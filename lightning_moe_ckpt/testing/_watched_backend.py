@@ -1,4 +1,4 @@
-"""A backend whose calls pass through a function: where crashes, delays and failures of storage are put in."""
+"""Pass the calls of a backend through a function, which can add crashes, delays and failures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class StorageCall:
 
     verb: Verb
     key: str
-    """For `list` and `sweep` a prefix."""
+    """Key of the object; a prefix for `list` and `sweep`."""
     nbytes: int = 0
-    """Bytes written or to be filled; 0 where only the answer shows them."""
+    """Bytes written or to be filled; 0 if only the answer shows them."""
 
     @property
     def writes(self) -> bool:
-        """Whether it needs room in the store."""
+        """Whether the call needs room in the store."""
         return self.verb in {"put", "create"}
 
     def __str__(self) -> str:
@@ -32,21 +32,21 @@ class StorageCall:
 
 
 class Around(Protocol):
-    """What stands between the caller and a backend. Called from any thread, by several at once."""
+    """Function around the calls of a backend. Several threads may call it at once."""
 
     def __call__(self, call: StorageCall, operation: Callable[[], T]) -> T:
-        """Run `operation`, or raise what the caller is to see in its place."""
+        """Run `operation` and return its result, or raise an error in its place."""
 
 
 class WatchedBackend:
-    """Passes every call, and its result, through `around`."""
+    """Pass every call, and its result, through `around`."""
 
     def __init__(self, backend: Backend, around: Around) -> None:
         """Wrap `backend`.
 
         Args:
             backend: the store.
-            around: decides about each call.
+            around: called with each call.
         """
         self._backend, self._around = backend, around
 
