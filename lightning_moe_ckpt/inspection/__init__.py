@@ -1,6 +1,6 @@
-"""A stored run from outside: list, inspect, verify, export, which write nothing to it, and garbage collection.
+"""Examine a stored run from outside: list, inspect, verify and export, which write nothing to it, and collect garbage.
 
-Needs neither the model nor Lightning nor the ranks that wrote it: coordinates in storage are global.
+This needs neither the model nor Lightning nor the ranks that wrote the run: coordinates in storage are global.
 """
 
 from lightning_moe_ckpt.inspection._export import Export as Export

@@ -1,8 +1,8 @@
-"""Whether what markers say of tensors adds up: every digest can be right, and still no state come of it.
+"""Check that the markers' statements on tensors fit together: all digests can be right, and still no state result.
 
 Records of one tensor must agree on its shape and type, hold every element of it, and on one rank none twice. What the
-module's description names must be stored. (That a record lies in its file as the header has it, with as many bytes as its
-elements take, is checked where files are read.)
+module's description names must be stored. (Readers of files check that a record's place and size agree with the file's
+header.)
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM
 from lightning_moe_ckpt.storage import RankMarker, RecordEntry
 
 _SHOWN = 5
-"""Disagreements of a kind that are named one by one."""
+"""Most disagreements of a kind that are named one by one."""
 
 _Key = tuple[str, str, str]
-"""Kind, parameter, and what of it."""
+"""Kind, parameter, and part of it."""
 _Piece = tuple[int, int, int]
-"""Rank, first element, and the one behind the last."""
+"""Rank, first element, and the element after the last."""
 
 
 def disagreements(markers: Sequence[RankMarker]) -> list[str]:
-    """What does not fit together in the markers of all ranks of a generation, by name; nothing if all does."""
+    """Return what does not fit together in the markers of a generation's ranks, by name; empty if all does."""
     found: dict[_Key, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
     pieces: dict[str, list[_Piece]] = defaultdict(list)
     stored: set[str] = set()
@@ -63,7 +63,7 @@ def _unequal(found: dict[_Key, set[tuple[str, tuple[int, ...]]]]) -> Iterator[st
 def _other_shapes(
     found: dict[_Key, set[tuple[str, tuple[int, ...]]]], shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[str]:
-    """State is one value per element of its parameter, or one for all."""
+    """Report state whose shape is neither its parameter's nor a scalar's."""
     for (kind, fqn, key), said in found.items():
         for _, shape in said:
             if shape and shape != shapes.get(fqn, shape):
@@ -71,7 +71,7 @@ def _other_shapes(
 
 
 def _gaps(fqn: str, pieces: Sequence[_Piece], numel: int) -> Iterator[str]:
-    """Elements that nobody wrote, or one rank twice. Ranks that number their own experts write the same names."""
+    """Report elements that no rank wrote, or one rank twice. Ranks that number their own experts write the same names."""
     end = 0
     for _, start, stop in sorted(pieces, key=lambda piece: piece[1:]):
         if start > end:
@@ -85,7 +85,7 @@ def _gaps(fqn: str, pieces: Sequence[_Piece], numel: int) -> Iterator[str]:
 
 
 def _not_stored(marker: RankMarker, stored: set[str]) -> Iterator[str]:
-    """Names that the module's description has and no record."""
+    """Report names of the module's description that no record has."""
     if marker.module is None:
         return
     module = marker.module.read()

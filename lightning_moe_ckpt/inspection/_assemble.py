@@ -1,4 +1,4 @@
-"""Whole tensors from the parts that ranks wrote.
+"""Assemble whole tensors from the parts that ranks wrote.
 
 A record is an interval of a flattened global tensor, so parts of all ranks are put together by their coordinates
 alone. Every element must come from exactly one record, or the tensor is refused.
@@ -40,13 +40,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """Where the parts of one global tensor are."""
+    """Places of the parts of one global tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,9 +65,9 @@ class Assembler:
         self._backend, self._generation = backend, markers[0].generation
         self._indexes = [stored_index(marker) for marker in markers]
         self._lost = ""
-        """The operator of which something could not be read last."""
+        """Operator of which the last failed read was."""
         self.notes: list[str] = []
-        """What a user should know about the result."""
+        """Remarks on the result for the user."""
         # Ranks keep their own buffers; an export has room for one.
         first = self._indexes[0].step(Version(self._generation, ""), self._generation.step)
         self._local = {name: each for name, each in first.items() if each.record.kind in {BUFFER, JOURNAL}}
@@ -106,7 +106,7 @@ class Assembler:
         return True
 
     def _choose(self) -> None:
-        """Take every operator from the newest generation that has it."""
+        """Choose the newest generation for every operator."""
         offered = [index.offered(index.operators) for index in self._indexes]
         self._sources = {}
         for name, source in ((name, each) for found in offered for name, row in found.items() for each, _ in row):
@@ -124,27 +124,27 @@ class Assembler:
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
-        """Parameters, then buffers, by name; nothing is read."""
+        """Return parameters, then buffers, by name; no bytes are read."""
         found = {name: StoredTensor(each.dtype, each.shape) for name, each in self._parameters.items()}
         buffers = {name: each.record for name, each in self._buffers.items()}
         return found | {name: StoredTensor(each.dtype, each.global_shape) for name, each in buffers.items()}
 
     def read(self, name: str) -> Tensor:
-        """One of `stored`, whole, in its stored precision."""
+        """Read one of `stored`, whole, in its stored precision."""
         if name in self._parameters:
             return self._whole(name, self._parameters[name])
         buffer = self._buffers[name]
         return self._part(buffer).view(buffer.record.global_shape)
 
     def journal(self) -> Tensor:
-        """Rank 0's journal record."""
+        """Read rank 0's journal record."""
         found = next((each for each in self._local.values() if each.record.kind == JOURNAL), None)
         if found is None:
             raise Corrupt(f"{self._generation}: rank 0 has no journal.")
         return self._part(found)
 
     def optimizer(self, shared: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """Optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter.
+        """Read the optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter.
 
         Args:
             shared: scalars by parameter and key that the journal has, as they are of several experts at once.
@@ -214,10 +214,10 @@ class Assembler:
         return part
 
     def _fill(self, out: Tensor, parts: Iterable[tuple[int, Replicas]]) -> None:
-        """Read records straight to their places, given by the first element of each.
+        """Read records directly to their places, which the first element of each gives.
 
         Raises:
-            Corrupt: one of them is nowhere as it was written; `take_older` may help.
+            Corrupt: one of them has no good copy; `take_older` may help.
         """
         wanted: dict[str, list[Wanted]] = {}
         for start, each in parts:
@@ -236,7 +236,7 @@ class Assembler:
 
 
 def _zeros(name: str, numel: int, code: str) -> Tensor:
-    """Memory for a tensor, if there is so much."""
+    """Return zeroed memory for a tensor, or raise if there is not enough."""
     dtype = dtype_of(code)
     if (reason := lacking_memory(numel * dtype.itemsize)) is not None:
         raise ConfigurationError(f"`{name}` {reason}. If its shape is right, export on a machine that has them.")

@@ -1,6 +1,6 @@
-"""A dense generation as Lightning's own checkpoint, for `load_from_checkpoint` and `Trainer.fit(ckpt_path=...)`.
+"""Build Lightning's own checkpoint from a dense generation, for `load_from_checkpoint` and `Trainer.fit(ckpt_path=...)`.
 
-Everything in it passes `torch.load(weights_only=True)`: what does not is left out and named.
+Everything in it passes `torch.load(weights_only=True)`; values that do not are left out and named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_moe_ckpt.session import decode_journal, read_extra
 from lightning_moe_ckpt.storage import Commit, ModuleEntry
 
 VERSIONS = "lightning_moe_ckpt_versions"
-"""Key under which an export says which operators are of an older step, by name."""
+"""Key of an export's operators that have an older step, by name."""
 
 
 def shared_scalars(journal: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
@@ -29,25 +29,25 @@ def shared_scalars(journal: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tens
 
 
 class LightningCheckpoint:
-    """Builds the content of a `.ckpt` file.
+    """Build the content of a `.ckpt` file.
 
     Args:
-        commit: the generation.
+        commit: commit of the generation.
         parts: its tensors.
-        module: what was trained.
+        module: description of the trained module.
     """
 
     def __init__(self, commit: Commit, parts: Assembler, module: ModuleEntry) -> None:
         self._commit, self._parts, self._module = commit, parts, module
         self.notes: list[str] = []
-        """What a user should know about the result."""
+        """Remarks on the result for the user."""
 
     def content(self, tensors: Mapping[str, Tensor], *, weights_only: bool) -> dict[str, Any]:
-        """What Lightning would have saved.
+        """Return the content that Lightning would have saved.
 
         Args:
             tensors: the `state_dict`.
-            weights_only: without what only training needs: optimizer, schedulers, callbacks.
+            weights_only: whether to leave out optimizer, schedulers and callbacks, which only training needs.
         """
         extra, journal = self._extra(), self._journal()
         start = journal.get("start", {})
@@ -84,7 +84,7 @@ class LightningCheckpoint:
         }
 
     def _optimizer(self, start: Mapping[str, Any], shared: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-        """The optimizer's `state_dict`: parameters by number, in the order of its groups."""
+        """Return the optimizer's `state_dict`: parameters by number, in the order of its groups."""
         groups: list[dict[str, Any]] = start["param_groups"]
         ordered = [*self._module.param_groups, *start["trained"]["added"]]
         numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}
@@ -147,7 +147,7 @@ class LightningCheckpoint:
             return {}
 
     def _plain(self, owner: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The values that `torch.load(weights_only=True)` accepts."""
+        """Return the values that `torch.load(weights_only=True)` accepts."""
         unsafe = [key for key, value in values.items() if not _is_plain(value)]
         if unsafe:
             named = ", ".join(map(str, unsafe))
@@ -156,13 +156,13 @@ class LightningCheckpoint:
 
 
 def _epoch(start: Mapping[str, Any]) -> int:
-    """The epoch under way, by the progress of the loops."""
+    """Return the current epoch, from the progress of the loops."""
     epoch: int = start["loops"]["epoch_progress"]["current"]["processed"] if start else 0
     return epoch
 
 
 def _is_plain(value: object) -> bool:
-    """Whether `torch.load(weights_only=True)` accepts a value; by exact type, as a subclass could be anything."""
+    """Return whether `torch.load(weights_only=True)` accepts a value, by exact type: a subclass could be anything."""
     if type(value) in {list, tuple, set}:
         return all(_is_plain(each) for each in value)  # type: ignore[attr-defined]  # checked by type
     if type(value) in {dict, OrderedDict}:

@@ -1,7 +1,7 @@
-"""What a place for checkpoints keeps of the promises that the commit protocol builds on, found out by trying.
+"""Test whether a place for checkpoints keeps the promises that the commit protocol needs.
 
-Documentation of a store says what it should do; proxies, gateways and mount options decide what it does. Everything is
-tried under `_doctor/` below the URL, through the same code that training writes with, and is removed afterwards.
+Documentation of a store says what it should do; proxies, gateways and mount options decide what it does. All tests
+run under `_doctor/` below the URL, through the same code that training writes with, and remove their objects.
 
 Source: the storage study, Sec. 1.2 and 4.
 """
@@ -33,26 +33,26 @@ _STALE_SECONDS = 3600
 _ROUNDS = 20
 _RACES, _RACERS = 5, 16
 _PAGE = 1100
-"""More keys than any store lists at once."""
+"""Number of keys, more than any store lists at once."""
 _PART_NBYTES = 5 * 2**20
 _BIG_NBYTES = 2 * 16 * 2**20 + 7
-"""Three parts of an upload."""
+"""Bytes of an object that is uploaded in three parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One promise."""
+    """Result for one promise."""
 
     name: str
     state: State
-    """`good`; `weaker`: works with less protection; `broken`: checkpoints there are not safe; `unknown`: not to be
+    """`good`; `weaker`: works with less protection; `broken`: checkpoints there are not safe; `unknown`: cannot be
     found out from here."""
     found: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conformance:
-    """What was found under one URL."""
+    """Results for one URL."""
 
     url: str
     checks: tuple[Check, ...]
@@ -68,14 +68,14 @@ class Conformance:
 
     @property
     def meaning(self) -> str:
-        """The verdict in words."""
+        """Meaning of the verdict, as text."""
         return _MEANINGS[self.verdict]
 
 
 _CREATE, _RACE = "create-exclusive", "race of creators"
 _SMALL_PARTS, _CHECKSUMS, _NESTED, _CLOCK = "small parts", "wrong checksums", "keys a and a/b", "clock"
 _NOT_NEEDED = {_SMALL_PARTS, _CHECKSUMS, _NESTED, _CLOCK}
-"""Worth knowing of a store; checkpoints do not build on them."""
+"""Checks of properties that checkpoints do not need."""
 _MEANINGS: dict[Verdict, str] = {
     "fenced": "Fenced: checkpoints are safe here. A job that is started twice, or wakes up after its successor began, "
     "finds that out before it writes anything that counts.",
@@ -89,10 +89,10 @@ _MEANINGS: dict[Verdict, str] = {
 def examine_url(
     url: str, *, storage_options: StorageOptions | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Conformance:
-    """Try everything under `url`; takes some seconds, and a minute where every request takes long.
+    """Run all checks under `url`; takes some seconds, or a minute if requests are slow.
 
     Args:
-        url: a path or URL that may hold a run already, which is not touched.
+        url: a path or URL. A run that it holds already is not changed.
         storage_options: as for the callback.
         progress: called with the name of each check before it begins.
 
@@ -105,7 +105,7 @@ def examine_url(
         place = _Place(backend, raw, f"{PREFIX}{int(time.time())}-{uuid.uuid4().hex}/", url, storage_options)
         try:
             place.remove_stale()
-            backend.put(f"{place.prefix}first", b"x")  # what fails here fails for good: no check would say more
+            backend.put(f"{place.prefix}first", b"x")  # if this fails, every check would fail
             return Conformance(url=url, checks=tuple(_run(place, progress)))
         finally:
             place.clean_up()
@@ -113,11 +113,11 @@ def examine_url(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where things are tried."""
+    """Place below the URL in which checks run."""
 
     backend: Backend
     raw: Backend
-    """The same without retries."""
+    """Backend without retries."""
     prefix: str
     url: str
     storage_options: StorageOptions | None
@@ -130,7 +130,7 @@ class _Place:
         return [entry.key.removeprefix(self.prefix) for entry in self.backend.list(prefix)]
 
     def remove_stale(self) -> None:
-        """What a doctor that was killed left; one that works now is younger."""
+        """Remove objects of a killed examination; those of a current one are younger."""
         stale = [entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS]
         self._remove(stale)
 
@@ -338,7 +338,7 @@ def _clock(place: _Place) -> Tried:
 
 
 def _skew(place: _Place) -> float | None:
-    """Seconds by which the store's clock is ahead."""
+    """Return the seconds by which the store's clock is ahead."""
     before = time.time()
     place.backend.put(place.key("clock"), b"x")
     if isinstance(place.raw, ObjectBackend | PosixBackend):

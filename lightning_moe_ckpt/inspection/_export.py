@@ -1,6 +1,6 @@
-"""A generation as files that others read: safetensors, a Lightning checkpoint, or a Hugging Face folder.
+"""Export a generation for other programs: as safetensors, a Lightning checkpoint, or a Hugging Face folder.
 
-None of them has what an exact restart needs (random state, data position): that stays with the run.
+An export does not have all that an exact restart needs: random state and data position stay with the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_SHARD_NBYTES = 5 * 10**9
 
 @dataclass(kw_only=True, slots=True)
 class Export:
-    """What `export` wrote."""
+    """Result of `export`."""
 
     step: int
     epoch: int
@@ -41,21 +41,21 @@ class Export:
     """Bytes by path."""
     num_tensors: int = 0
     notes: list[str] = field(default_factory=list)
-    """What a user should know about the result."""
+    """Remarks on the result for the user."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """What `export` writes of a generation, and how."""
+    """Options of `export`."""
 
     format: ExportFormat | None = None
-    """By default what the ending of `out` says; a folder if it has none."""
+    """Format; `None` decides by the ending of `out`, a folder if it has none."""
     optimizer: bool = False
     """Beside a `.safetensors` file, also write the optimizer's state to `*.optimizer.safetensors`."""
     weights_only: bool = False
-    """In a `.ckpt`, leave out what only training needs."""
+    """In a `.ckpt`, leave out optimizer, schedulers and callbacks, which only training needs."""
     module: str | None = None
-    """Which Hugging Face model, where the trained module holds several: its name in that module."""
+    """Name of the Hugging Face model in the trained module, if that holds several."""
     leave_out: Sequence[str] = ()
     """Patterns of names to leave out."""
     ties: Mapping[str, str] = field(default_factory=dict)
@@ -69,18 +69,18 @@ class ExportOptions:
 def export(backend: Backend, out: Path, options: ExportOptions | None = None, *, step: int | None = None) -> Export:
     """Write a generation to `out`, with operators that it borrows as they were when they were stored last.
 
-    An operator whose copy is bad is as it was when it was stored before that, where there is such a copy: a warning says so.
+    If the newest copy of an operator is bad, its previous stored copy is used, if there is one, and a warning names it.
 
     Args:
-        backend: from `open_backend`.
+        backend: backend that `open_backend` returned.
         out: `*.safetensors`, `*.ckpt`, or a folder.
-        options: what to write; by default all that the ending of `out` asks for.
-        step: which generation; by default the newest that a restart would try.
+        options: what to write; `None` for the defaults of `ExportOptions`.
+        step: step of the generation; `None` for the newest that a restart would try.
 
     Raises:
         ConfigurationError: `out` cannot be written, or parts of ranks do not add up to whole tensors.
         NoUsableGeneration: there is no such generation, or it is sparse.
-        Corrupt: bytes are not what was written.
+        Corrupt: stored bytes are damaged.
     """
     options = options or ExportOptions()
     chosen = _format(out, options)
@@ -99,7 +99,7 @@ def export(backend: Backend, out: Path, options: ExportOptions | None = None, *,
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One export: its methods write one format each and return the files."""
+    """One export. Each method writes one format and returns the files."""
 
     out: Path
     options: ExportOptions
@@ -109,12 +109,12 @@ class _Job:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names of the module's `state_dict`, each with the name under which it is stored."""
+        """Return the names of the module's `state_dict`, each with its stored name."""
         options = self.options
         return state_dict_names(self.parts.stored, self.module, leave_out=options.leave_out, ties=options.ties)
 
     def write(self, chosen: ExportFormat) -> Export:
-        """Raises `Corrupt` if something of what was chosen is bad."""
+        """Write the chosen format. Raises `Corrupt` if bytes that it needs are damaged."""
         done = Export(step=self.commit.generation.step, epoch=self.commit.generation.epoch, format=chosen)
         files = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "huggingface": self.folder}[chosen](done)
         done.files = {str(path): path.stat().st_size for path in files}
@@ -179,7 +179,7 @@ class _Job:
 
 
 def _format(out: Path, options: ExportOptions) -> ExportFormat:
-    """What to write, by the ending of the name unless told."""
+    """Return the format: the given one, or that of the ending of `out`."""
     if options.format is not None:
         return options.format
     endings: dict[str, ExportFormat] = {".safetensors": "safetensors", ".ckpt": "ckpt", "": "huggingface"}
@@ -194,7 +194,7 @@ def _format(out: Path, options: ExportOptions) -> ExportFormat:
 
 
 def _check_target(out: Path, chosen: ExportFormat, options: ExportOptions) -> None:
-    """Refuse before anything is read what could not be written."""
+    """Raise, before anything is read, if `out` cannot be written."""
     if options.optimizer and chosen != "safetensors":
         raise ConfigurationError(
             "`--optimizer` writes a file beside a .safetensors file. A .ckpt holds the optimizer's state in any case, a "
@@ -221,7 +221,7 @@ def _optimizer_file(out: Path) -> Path:
 
 
 def _module_of(markers: Sequence[RankMarker]) -> ModuleEntry:
-    """What rank 0 says of the module."""
+    """Return the module's description from rank 0's marker."""
     if (module := markers[0].module) is not None:
         return module.read()
     raise ConfigurationError(
@@ -231,7 +231,7 @@ def _module_of(markers: Sequence[RankMarker]) -> ModuleEntry:
 
 
 def _dense_commit(view: RunView, step: int | None) -> Commit:
-    """The manifest of the generation that is meant, if every operator in it is of one step."""
+    """Return the commit of the chosen generation, or raise if it is sparse."""
     commit = select(view, step).commit
     assert commit is not None, "`select` chooses among those with a manifest"
     if _is_dense(commit):
@@ -270,7 +270,7 @@ def _age_note(commit: Commit, parts: Assembler) -> list[str]:
 
 
 def _write(path: Path, save: Callable[[Path], None]) -> None:
-    """Write beside the place and rename, so that a file under its name is whole."""
+    """Write to a temporary name and rename, so that a file under its own name is complete."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         save(temporary)

@@ -1,4 +1,4 @@
-"""The subcommand `gc`: what of a run goes, what stays, and why."""
+"""Run the subcommand `gc`: say which generations go, which stay, and why."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def garbage(
     verify_first: bool,
     dry_run: bool,
 ) -> Garbage:
-    """Collect what no rule keeps; without rules, what the run itself has given up.
+    """Delete generations that no rule keeps; without rules, those that the run itself has given up.
 
     Raises:
-        ConfigurationError: nothing is to be kept, so there is nothing to verify first.
+        ConfigurationError: no generation would be kept, so there is none to verify first.
     """
     retention = None
     if (keep_last, keep_every, keep_days) != (None, None, None):
@@ -43,13 +43,13 @@ def garbage(
 
 
 def _what_is_wrong(backend: Backend, generation: GenerationId) -> str | None:
-    """With the files of a generation, or with what it borrows."""
+    """Return what is wrong with a generation's files, own or borrowed; `None` if nothing is."""
     problems = verify(backend, step=generation.step).problems
     return next((each.reason for each in problems if each.generation == str(generation)), None)
 
 
 def document(found: Garbage) -> dict[str, Any]:
-    """As JSON values."""
+    """Return the result as JSON values."""
     return {
         "url": found.url,
         "run_id": found.run_id,
@@ -73,7 +73,7 @@ def _row(each: JudgedGeneration) -> dict[str, Any]:
 
 
 def tables(found: Garbage) -> list[RenderableType]:
-    """Newest first, as `ls` has them, and the sum."""
+    """Return a table of generations, newest first as in `ls`, and the sum."""
     goes = "deleted" if found.deleted else "would go"
     table = Table("step", "epoch", "objects", "size", "", "why")
     for column in table.columns[:4]:

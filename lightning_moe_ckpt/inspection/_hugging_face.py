@@ -1,7 +1,7 @@
-"""A dense generation as a folder that `from_pretrained` of transformers reads; transformers is not needed to write it.
+"""Write a dense generation as a folder for `from_pretrained` of transformers, without importing transformers.
 
-Names are those of the model in memory, which `from_pretrained` of the version that trained it accepts beside those that
-its own `save_pretrained` would use.
+Names are those of the model in memory. `from_pretrained` of the version that trained it accepts them, beside the names
+that its own `save_pretrained` uses.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Write = Callable[[Path, Callable[[Path], None]], None]
-"""Gives a file its name once it is whole."""
+"""Function that gives a file its name once it is complete."""
 
 
 def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
-    """The Hugging Face model in a module.
+    """Return the Hugging Face model in a module.
 
     Args:
-        module: what was trained.
-        prefix: its place, where there are several.
+        module: description of the trained module.
+        prefix: name of the model in the module; needed if there are several.
 
     Raises:
-        ConfigurationError: there is none, or it is not clear which.
+        ConfigurationError: there is no model, or `prefix` does not choose one.
     """
     models = {each.prefix: each for each in module.hugging_face}
     if not models:
@@ -52,7 +52,7 @@ def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
 
 
 def model_names(names: Mapping[str, str], model: HuggingFaceEntry) -> dict[str, str]:
-    """Names inside the model, each with the name under which it is stored.
+    """Return the names inside the model, each with its stored name.
 
     Tied names are left out where the model's class finds the other one; those it would not find are kept as copies.
     """
@@ -64,11 +64,11 @@ def model_names(names: Mapping[str, str], model: HuggingFaceEntry) -> dict[str, 
 
 
 def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str]]:
-    """Names by file, filled in order; a tensor larger than `max_nbytes` has a file of its own.
+    """Return the names by file, filled in order; a tensor larger than `max_nbytes` has a file of its own.
 
     Args:
         sizes: bytes by name.
-        max_nbytes: of a file.
+        max_nbytes: most bytes per file.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -96,16 +96,16 @@ def write_folder(
     """Write weights, their index if there are several files, and configurations; one file's tensors at a time.
 
     Args:
-        out: a folder that is there.
-        model: what the folder shall hold.
-        names: from `model_names`.
+        out: an existing folder.
+        model: the model to write.
+        names: the result of `model_names`.
         stored: shapes and types by stored name.
-        read: a stored tensor.
+        read: returns a stored tensor by its stored name.
         max_shard_nbytes: bytes per file of weights.
-        write: gives a file its name once it is whole.
+        write: gives a file its name once it is complete.
 
     Returns:
-        The files. The configuration comes last: a folder with it is whole.
+        The files. The configuration comes last: a folder that has it is complete.
     """
     sizes = {name: stored[names[name]].nbytes for name in names}
     shards = plan_shards(sizes, max_shard_nbytes)
@@ -126,7 +126,7 @@ def write_folder(
 
 
 def _weights(out: Path) -> Iterator[Path]:
-    """Weights of an earlier export, which `from_pretrained` could take for part of this one."""
+    """Yield weight files of an earlier export, which `from_pretrained` could take for part of this one."""
     yield from (path for path in (out / "model.safetensors", out / _INDEX) if path.exists())
     yield from out.glob("model-[0-9]*-of-[0-9]*.safetensors")
 

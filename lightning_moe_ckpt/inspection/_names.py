@@ -1,4 +1,4 @@
-"""Which tensors a file gets, and under which names: those of the module's own `state_dict`."""
+"""Choose the tensors of an exported file and their names: those of the module's own `state_dict`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_moe_ckpt.storage import ModuleEntry
 def state_dict_names(
     stored: Iterable[str], module: ModuleEntry, *, leave_out: Sequence[str], ties: Mapping[str, str]
 ) -> dict[str, str]:
-    """Names in the file, each with the name under which it is stored.
+    """Return the names in the file, each with its stored name.
 
     Args:
-        stored: parameters and buffers.
-        module: what was trained.
-        leave_out: patterns of names that the file shall not have.
-        ties: names it shall have beyond those of the module.
+        stored: stored names of parameters and buffers.
+        module: description of the trained module.
+        leave_out: patterns of names to leave out.
+        ties: further names, each with the stored name that it stands for.
 
     Raises:
-        ConfigurationError: a name in `ties` is taken, or what it stands for is not stored.
+        ConfigurationError: a name in `ties` is taken, or its stored name does not exist.
     """
     known = set(stored)
     unsaved = set(module.unsaved)

@@ -1,4 +1,4 @@
-"""The subcommand `placement`: who would keep whose copies on a cluster, and which losses that survives."""
+"""Run the subcommand `placement`: compute the holders of replicas on a cluster, and the losses that they survive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_moe_ckpt.tiers import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Which cluster, and how many losses at once to look at."""
+    """Shape of a cluster, and the number of simultaneous losses to consider."""
 
     nodes: int
     ranks_per_node: int
@@ -35,10 +35,10 @@ class Cluster:
 
 
 def answer(cluster: Cluster) -> Answer:
-    """Place copies as a run on such a cluster does, and say what that survives.
+    """Place replicas as a run on such a cluster does, and return the losses that they survive.
 
     Raises:
-        ConfigurationError: there can be no such placement.
+        ConfigurationError: no such placement is possible.
     """
     placed, groups = _place(cluster)
     survivals, facts = _survivals(placed, cluster.most), _facts(placed, groups)

@@ -1,4 +1,4 @@
-"""What `ls`, `inspect` and `repair` say, as JSON values, and the tables made from them."""
+"""Make the JSON values of `ls`, `inspect` and `repair`, and tables from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def generation_rows(view: RunView) -> list[Row]:
-    """One row per generation, newest first."""
+    """Return one row per generation, newest first."""
     return [_generation_row(stored) for stored in view.generations()]
 
 
@@ -56,7 +56,7 @@ def _place(generation: GenerationId) -> Row:
 
 
 def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
-    """The rows as a table, with what is said once above it."""
+    """Return the rows as a table, with facts of the whole run above it."""
     borrow = any(row["needs"] for row in rows)
     titles = ("step", "epoch", "kind", "window", "steps", "ranks", "size", "committed", "usable")
     table = Table(*titles, *(["needs"] if borrow else []))
@@ -84,7 +84,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def describe(view: RunView, stored: StoredGeneration) -> Row:
-    """All that manifest and markers say of one generation, but for single records.
+    """Return all facts of one generation in manifest and markers, except single records.
 
     Raises:
         Corrupt: a marker is not the committed one, or the plan cannot be read.
@@ -110,7 +110,7 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
 
 
 def _plan(text: object, where: str) -> Row:
-    """The facts of the stored plan that fit into a line."""
+    """Return the facts of the stored plan that fit into a line."""
     plan = json.loads(str(text)) if text is not None else {}
     config, dtypes = plan.get("config", {}), plan.get("compute_dtypes", {})
     if not isinstance(config, dict) or not isinstance(dtypes, dict):
@@ -122,7 +122,7 @@ def _plan(text: object, where: str) -> Row:
 
 
 def _kinds(markers: Iterable[RankMarker]) -> Row:
-    """Records and bytes by kind, over all ranks."""
+    """Return records and bytes by kind, over all ranks."""
     kinds: dict[str, dict[str, int]] = defaultdict(lambda: {"records": 0, "nbytes": 0})
     for _, _, record in _records(markers):
         kinds[record.kind]["records"] += 1
@@ -131,7 +131,7 @@ def _kinds(markers: Iterable[RankMarker]) -> Row:
 
 
 def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[Row]:
-    """What is stored of each operator and where, in the order of the segments."""
+    """Return the records of each operator and their places, in the order of the segments."""
     rows: dict[str, Row] = {}
     own = ((generation, *each) for each in _records(markers))
     for supplier, rank, step, record in chain(own, _borrowed_records(markers)):
@@ -198,7 +198,7 @@ def _segment_row(marker: RankMarker, segment: SegmentEntry) -> Row:
 
 
 def inspect_tables(document: Row) -> list[RenderableType]:
-    """One generation for people."""
+    """Return the description of one generation as tables."""
     return [_heading(document), _kind_table(document), _operator_table(document), _segment_table(document)]
 
 
@@ -247,7 +247,7 @@ def _kind_cells(kind: Row | None) -> tuple[str, str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 7` for 0, 1, 2, 3, 7."""
+    """Format numbers as ranges, such as `0-3, 7` for 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -266,7 +266,7 @@ def _segment_table(document: Row) -> Table:
 
 
 def repair_document(found: RepairedLog) -> dict[str, Any]:
-    """As JSON values."""
+    """Return the repaired log as JSON values."""
     return {
         "url": found.url,
         "run_id": found.run_id,
@@ -278,7 +278,7 @@ def repair_document(found: RepairedLog) -> dict[str, Any]:
 
 
 def repair_tables(found: RepairedLog) -> list[RenderableType]:
-    """What a restart would try, and what not."""
+    """Return tables of the generations that a restart would try, and of the others."""
     table = Table("step", "epoch", "", "why")
     mended = "its manifest cannot be read; markers of all ranks say the same"
     rows = [(each, "usable", mended if each in found.mended else "") for each in found.usable]

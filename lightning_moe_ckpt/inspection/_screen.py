@@ -1,4 +1,4 @@
-"""What a command answers, and standard output as commands write to it."""
+"""Define the answer of a command, and the console that it is printed on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.console import Console, RenderableType
 from typing_extensions import override
 
 _PIPE_WIDTH = 150
-"""A file or a pipe has no width: enough for the widest table."""
+"""Width for a file or a pipe, enough for the widest table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command found, for programs and for people."""
+    """Result of a command, as JSON values and as tables."""
 
     document: Mapping[str, Any]
     """JSON values."""
@@ -26,12 +26,12 @@ class Answer:
 
 
 class Screen(Console):
-    """A console on standard output."""
+    """Console on standard output."""
 
     def __init__(self) -> None:
         super().__init__(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
 
     @override
     def on_broken_pipe(self) -> None:
-        """Leave it to the program, whose exit status says more than the 1 of the base class."""
+        """Leave a broken pipe to the program, whose exit status says more than the base class's 1."""
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""Which generation a command means."""
+"""Choose the generation of a command."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from lightning_moe_ckpt.storage import Commit, RunView, StoredGeneration
 
 
 def kind_of(commit: Commit) -> str:
-    """`dense` if one segment per rank holds everything, whatever the callback; `partial` if it borrows; else `sparse`."""
+    """Return `dense` if one segment per rank holds everything, whatever the callback; `partial` if it borrows; else `sparse`."""
     if commit.needs:
         return "partial"
     return "dense" if len(commit.steps) == 1 else "sparse"
 
 
 def select(view: RunView, step: int | None) -> StoredGeneration:
-    """The generation with this step, or the newest one a restart would try.
+    """Return the generation with this step, or the newest one that a restart would try.
 
-    Of several with one step the usable one, then the one of the newest life.
+    Of several with one step, usable ones come first, then those of newer incarnations.
 
     Raises:
-        NoUsableGeneration: there is none with a readable manifest.
+        NoUsableGeneration: there is no such generation with a readable manifest.
     """
     stored = view.generations()
     known = sorted({each.generation.step for each in stored if each.commit is not None})

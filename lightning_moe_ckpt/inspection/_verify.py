@@ -1,11 +1,11 @@
-"""Reading every byte of a stored run and comparing it with what was written.
+"""Verify a stored run: read every byte and compare its digest with the written one.
 
 Each digest is in the document above it: records and files in a rank's marker, markers in the manifest; markers,
-manifests and log entries carry their own. So a flipped bit or a missing end anywhere is found, and named. What was
-written must also fit together: see `_agreement`.
+manifests and log entries carry their own. A flipped bit or a missing end anywhere is therefore found, and named. The
+documents must also fit together: see `_agreement`.
 
 Files that a generation borrows from are read too, whether or not their own generation could be restored, and each once.
-So are those with the second copy of an operator, as long as the log lets them stay: what has no good copy left is named.
+So are files with the second copy of an operator, as long as the log keeps them. Operators without a good copy are named.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ Show = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class FileProblem:
-    """Something that is not as it was written."""
+    """Damage of one file."""
 
     generation: str
-    """Empty for the log."""
+    """Name of the generation; empty for the log."""
     reason: str
 
 
 @dataclass(kw_only=True, slots=True)
 class Verdict:
-    """What `verify` found."""
+    """Result of `verify`."""
 
     generations: list[str] = field(default_factory=list)
-    """Those that were read, newest first."""
+    """Generations that were read, newest first."""
     skipped: int = 0
-    """Generations that were not: not committed, or not to be restored any more."""
+    """Number of generations that were not read: not committed, or not restored any more."""
     num_files: int = 0
-    """Segments read whole."""
+    """Number of segments that were read whole."""
     nbytes: int = 0
-    """Their size."""
+    """Bytes of these segments."""
     seconds: float = 0.0
     problems: list[FileProblem] = field(default_factory=list)
     num_single: int = 0
-    """Operators that the newest generation borrows, or names older copies of, and that have one good copy only."""
+    """Number of operators in older files named by the newest generation that have one good copy only."""
 
     @property
     def sound(self) -> bool:
-        """Whether there is at least one generation and nothing wrong."""
+        """Whether there is at least one generation and no damage."""
         return bool(self.generations) and not self.problems
 
     @property
@@ -76,14 +76,14 @@ def verify(backend: Backend, *, step: int | None = None, everything: bool = Fals
     """Read all files of committed generations, and the log.
 
     Args:
-        backend: from `open_backend`.
+        backend: backend that `open_backend` returned.
         step: only generations of this step.
-        everything: also committed generations that the log rules out (of earlier runs, lives started over).
-        show: progress.
+        everything: whether to read committed generations that the log rules out too (of earlier runs or lineages).
+        show: called with the bytes of each file that was read.
 
     Raises:
         NoUsableGeneration: there is no run.
-        StorageError: the medium failed where that says nothing about the bytes.
+        StorageError: the medium failed, which says nothing about the bytes.
     """
     view, verdict, started = RunView.open(backend), Verdict(), time.perf_counter()
     verdict.problems = [FileProblem("", reason) for reason in view.log_damage()]
@@ -112,15 +112,15 @@ def _is_chosen(stored: StoredGeneration, view: RunView, *, everything: bool) -> 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """One generation while it is read."""
+    """State of one generation while it is read."""
 
     stored: StoredGeneration
     markers: list[RankMarker] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    """What is wrong with it."""
+    """Faults that were found in it."""
 
     def own_files(self, view: RunView, files: _Files) -> None:
-        """Read the markers and whatever the generation wrote itself."""
+        """Read the generation's markers and its own files."""
         if self.stored.damage is not None:
             self.reasons.append(self.stored.damage)
         commit = self.stored.commit
@@ -136,7 +136,7 @@ class _Reading:
             self.reasons += self._disagreements()
 
     def count_copies(self, files: _Files, view: RunView) -> int:
-        """Note operators without a good copy; how many have one only, of those that have copies in older files."""
+        """Note operators without a good copy; return the number of those with copies in older files that have only one."""
         older = [[each for _, each in _named(marker, view)] for marker in self.markers]
         names = {record.operator for entries in older for each in entries for record in each.segment.records}
         copies: dict[str, dict[Version, bool]] = {name: {} for name in names}
@@ -174,14 +174,14 @@ def _read_borrowed(readings: Sequence[_Reading], files: _Files, view: RunView) -
 
 
 def _named(marker: RankMarker, view: RunView) -> list[tuple[str, BorrowedEntry]]:
-    """What a marker names in older files that have to be there, and why."""
+    """Return the entries of a marker in older files that must exist, each with the reason."""
     spares = [each for each in marker.spares if view.history is None or view.history.why_dead(each.generation) is None]
     return [*(("needs", each) for each in marker.borrowed), *(("has older copies in", each) for each in spares)]
 
 
 @dataclass(slots=True)
 class _Files:
-    """Reads files, and remembers what was good in them."""
+    """Read files, and remember which of their records are good."""
 
     backend: Backend
     sizes: Mapping[str, int]
@@ -190,10 +190,10 @@ class _Files:
     show: Show | None
     good: dict[str, SegmentEntry] = field(default_factory=dict)
     bad: dict[str, set[str]] = field(default_factory=dict)
-    """By key of a file that is not as it was written: operators of which a record is bad."""
+    """Operators with a bad record, by key of a damaged file."""
 
     def read(self, entry: SegmentEntry) -> str | None:
-        """Read a file whole; what is wrong with it."""
+        """Read a file whole; return what is wrong with it, or `None`."""
         self.verdict.num_files += 1
         self.verdict.nbytes += entry.nbytes
         if self.show is not None:
@@ -209,14 +209,14 @@ class _Files:
         return None
 
     def has_good(self, replicas: Replicas) -> bool:
-        """Whether a record is good somewhere."""
+        """Return whether a record has a good copy."""
         name = replicas.record.operator
         return any(name not in self.bad.get(place.entry.key, ()) for place in replicas.places)
 
     def _bad_operators(self, entry: SegmentEntry) -> Iterator[str]:
-        """Those that a restore could not take from a file, of which it checks single records.
+        """Yield the operators that a restore, which checks single records, could not take from a file.
 
-        All, if the file cannot be what is said of it: what is said of its records' sizes is then not believed either.
+        If the file's header contradicts its entry, all operators are bad: the sizes of records are not trusted then.
         """
         try:
             check_header(self.backend, entry)
@@ -230,7 +230,7 @@ class _Files:
                 yield record.operator
 
     def read_again(self, entry: SegmentEntry) -> str | None:
-        """As `read`, unless all that is asked for was read and found good."""
+        """Read a file unless all its requested records were read and found good; return what is wrong with it, or `None`."""
         known = self.good.get(entry.key)
         if known is not None and known.digest == entry.digest and set(entry.records) <= set(known.records):
             return None
@@ -238,7 +238,7 @@ class _Files:
 
 
 def _was_retired(view: RunView, stored: StoredGeneration) -> bool:
-    """Whether the run, going on meanwhile, deleted the generation; it begins with the manifest."""
+    """Return whether the run, which may go on meanwhile, deleted the generation; it deletes the manifest first."""
     return not any(each.committed for each in view.generations() if each.generation == stored.generation)
 
 

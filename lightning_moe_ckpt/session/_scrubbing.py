@@ -1,10 +1,10 @@
-"""Reading what generations borrow again while training goes on: a bit that turns in a file is found while there is a second copy.
+"""Read borrowed files again while training goes on, to find a flipped bit while there is a second copy.
 
-Each rank reads what its own newest marker names of older files, borrowed records and spares, so every file has one
-reader. It reads slowly, on a thread of its own, round after round. What is bad is told to all ranks at the next
-window: its experts are taken again, and not borrowed from there any more.
+Each rank reads the records in older files that its own newest marker names, borrowed ones and spares, so every file has one
+reader. It reads slowly, on a thread of its own, round after round. All ranks learn of bad copies at the next
+window: the experts are taken again, and not borrowed from there any more.
 
-Invariant: only what the newest marker still names is called bad. What it names no more may be deleted at any time.
+Invariant: only records that the newest marker still names are called bad. Others may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NBYTES_PER_SECOND = 16 * 2**20
 """Reading speed of one rank: a hundredth of a current disk's, and a TiB in less than a day."""
 _CHUNK_NBYTES = 2**20
 _PAUSE_SECONDS = 60.0
-"""Between two rounds, which are short where little is borrowed."""
+"""Pause between two rounds, which are short if little is borrowed."""
 _JOIN_SECONDS = 4.0
 
 
@@ -47,14 +47,14 @@ class BadCopy:
     generation: GenerationId
     """Generation whose file has the copy."""
     spared: bool = True
-    """Whether the marker names another copy."""
+    """Whether the marker names another copy of the operator."""
 
 
 class Scrubber:
-    """Reads one rank's share.
+    """Read one rank's share of older files.
 
     Args:
-        files: where from.
+        files: source of the files.
         newest: returns this rank's newest marker in storage; called from any thread.
         bandwidth: most bytes per second.
     """

@@ -15,7 +15,7 @@ from lightning_moe_ckpt.testing._fault_summary import summarize_faults
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table, or JSON; returns the exit status, 2 if there is no record."""
+    """Print a table or JSON, and return the exit status: 2 if there is no record."""
     parser = argparse.ArgumentParser(prog="python -m lightning_moe_ckpt.testing", description=__doc__)
     parser.add_argument("folder", help="of the FaultInjector")
     parser.add_argument("--json", action="store_true", help="write figures as JSON")

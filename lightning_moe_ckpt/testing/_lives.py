@@ -56,18 +56,18 @@ DETECTION_DELAY = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """What a user's fit function knows about the life it runs in."""
+    """Facts that a user's fit function gets about the life it runs in."""
 
     index: int
     rank: int
     world_size: int
     seed: int
-    """Different in each life."""
+    """Seed, which differs in each life."""
     url: str
-    """Where checkpoints go: the same in each life."""
+    """URL of the checkpoints, the same in each life."""
     workdir: Path
     kill: Kill | None
-    """The kill this rank is going to suffer, if any."""
+    """Kill that is scripted for this rank, if any."""
 
     @property
     def records(self) -> Path:
@@ -98,7 +98,7 @@ Outcome = Literal["finished", "killed", "stopped"]
 
 @dataclass(frozen=True, kw_only=True)
 class LifeResult:
-    """How one life went. The state of its ranks stays in files until it is asked for."""
+    """Result of one life. The state of its ranks stays in files until it is read."""
 
     index: int
     outcome: Outcome
@@ -106,7 +106,7 @@ class LifeResult:
     world_size: int
     workdir: Path
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    """By rank; negative for a signal."""
+    """Exit codes by rank; negative for a signal."""
 
     def records(self, rank: int = 0, kind: str | None = None) -> list[Record]:
         """The lines of one rank in the order they were written; of one `kind` only, if given."""
@@ -118,17 +118,17 @@ class LifeResult:
         return [line["step"] for line in self.records(rank, "train")]
 
     def end(self, rank: int = 0) -> dict[str, Any]:
-        """State of one rank at the end of training; only a finished life has one."""
+        """Return the state of one rank at the end of training; only a finished life has one."""
         path = self.workdir / f"life{self.index}.rank{rank}.end"
         return dict(torch.load(path, weights_only=True))
 
     def returned(self, rank: int = 0) -> dict[str, Any]:
-        """What the fit function returned on one rank."""
+        """Return the result of the fit function on one rank."""
         path = self.workdir / f"life{self.index}.rank{rank}.returned"
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
     def log(self, rank: int = 0) -> str:
-        """Standard output and error of one rank."""
+        """Return standard output and error of one rank."""
         return _log_path(self.workdir, self.index, rank).read_text(encoding="utf-8", errors="replace")
 
 
@@ -168,7 +168,7 @@ def run_lives(
         world_size: processes per life. More than one get the environment torchrun would set.
         kills: the scripted end of each life; `None` scripts none, so that life must finish.
         timeout: seconds per life, after which its threads are dumped to its log and it is killed.
-        seams: replacements put into every process.
+        seams: replacements that every process applies.
         must_strike: whether outliving a scripted kill is a failure; else the campaign ends there.
         first_index: number of the first life, which decides about its seed.
         faults: folder of the `FaultInjector` that ends lives.
@@ -204,7 +204,7 @@ def _run_until_finished(script: _Script, first_index: int, most_lives: int) -> l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Script:
-    """What the lives of one campaign have in common."""
+    """Arguments that the lives of one campaign share."""
 
     fit: Fit
     url: str
@@ -237,7 +237,7 @@ class _OneLife:
         self._faults_before = self._fatal_faults()
 
     def run(self) -> LifeResult:
-        """Start the ranks, wait for the end of all, judge."""
+        """Start the ranks, wait for the end of all, and judge the outcome."""
         started = time.monotonic()
         port = _free_port()
         try:
@@ -416,7 +416,7 @@ def _read_records(path: Path) -> list[Record]:
 def assert_same_end(
     reference: Sequence[LifeResult], results: Sequence[LifeResult], *, repeats_may_differ: Collection[str] = ()
 ) -> None:
-    """The last life of `results` ended as the last of `reference` did, bit for bit, and no life trained on anything else.
+    """Raise unless the last life of `results` ended bitwise like that of `reference`, and all lives trained on the same.
 
     Compares, on every rank: parameters, buffers, optimizer state and groups, schedulers, precision plugin, RNG, progress,
     what fit returned; and for every batch of every life its loss, data and learning rates. A step's batches must all
@@ -424,7 +424,7 @@ def assert_same_end(
 
     Args:
         reference: the fault-free run.
-        results: lives of another.
+        results: the lives to compare.
         repeats_may_differ: kinds of lines that only the first life to see them has to see right.
 
     Raises:
@@ -455,7 +455,7 @@ def record_differences(
     known: Sequence[Record] | None = None,
     repeats_may_differ: Collection[str] = (),
 ) -> list[str]:
-    """One line per batch that some life saw differently, and per line of `reference` that no life saw.
+    """Return a line per batch that some life saw differently, and per line of `reference` that no life saw.
 
     Args:
         reference: what the fault-free run saw.

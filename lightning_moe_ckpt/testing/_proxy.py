@@ -1,4 +1,4 @@
-"""A proxy between a client and an object store that goes wrong on the wire, as networks and overloaded stores do.
+"""Run a proxy between a client and an object store that fails as networks and overloaded stores do.
 
 It stands on loopback, understands as much of HTTP/1.1 as it takes to tell requests apart, and hands them on byte for
 byte, so that signatures stay good. What happens to a request is drawn before it is handed on, from a seed.
@@ -74,29 +74,29 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What the network is like at a moment."""
+    """State of the network at a moment."""
 
     latency: timedelta = timedelta()
-    """From a request to its being handed on."""
+    """Time from a request until it is passed on."""
     failing: float = 0.0
     """Probability that a request fails: answered "slow down", lost before the store sees it, or done without a reply."""
 
 
 class FaultyProxy:
-    """Listens on a port of its own and hands requests on to a store; a context manager.
+    """Listen on a port and pass requests on to a store; a context manager.
 
     Args:
-        port: of the store, on this machine.
-        seed: of what fails.
+        port: port of the store, on this machine.
+        seed: seed of the failures.
     """
 
     def __init__(self, port: int, *, seed: int = 0) -> None:
         self.weather = Weather()
-        """May be replaced at any time; holds for requests that come from then on."""
+        """State of the network for requests from now on; may be replaced at any time."""
         self.num_requests = 0
-        """Requests that came."""
+        """Number of requests."""
         self.num_failed = 0
-        """Of these, how many were made to fail."""
+        """Number of requests that were made to fail."""
         self._target, self._random = port, random.Random(seed)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._open: set[socket.socket] = set()
@@ -105,7 +105,7 @@ class FaultyProxy:
 
     @property
     def endpoint(self) -> str:
-        """Where clients find it."""
+        """URL of the proxy for clients."""
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> Self:
