@@ -1,7 +1,7 @@
 """Define the base class of all checkpoint callbacks, which captures state and inserts the callback that replays.
 
 The user adds one `CheckpointCallback`. It runs last, so that it captures the state that all other callbacks have left.
-It inserts a `Replay` callback, which runs first. Replay repairs the state before any other callback (a
+It inserts a `ReplayHooks` callback, which runs first. Replay repairs the state before any other callback (a
 ModelCheckpoint, a validation) sees it.
 """
 
@@ -18,14 +18,16 @@ from typing_extensions import Unpack, override
 from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
 from lightning_moe_ckpt._lightning_tuners import tries_only
-from lightning_moe_ckpt.callbacks._replay import Replay
-from lightning_moe_ckpt.callbacks._run import FitRun
+from lightning_moe_ckpt.callbacks._replay import ReplayHooks
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
+from lightning_moe_ckpt.fit import FitSession
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
-from lightning_moe_ckpt.session import EXIT_STATUS, LifeConfig, Report
+from lightning_moe_ckpt.process import EXIT_STATUS
+from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import Retention, checked_url
+from lightning_moe_ckpt.tiers import SessionConfig
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class CheckpointCallback(Checkpoint):
         self.replicas, self.max_chunk = whole["replicas"], whole["max_chunk"]
         self.failure_domains = whole["failure_domains"]
         self.deterministic_dataset = whole["deterministic_dataset"]
-        self._run: FitRun | None = None
+        self._run: FitSession | None = None
         self._report: Report | None = None
         self._lightning_resume: LightningResume | None = None
 
@@ -142,9 +144,9 @@ class CheckpointCallback(Checkpoint):
             return  # the fit that trains comes later
         if stage == "fit":
             self._lightning_resume = LightningResume(trainer)
-        if stage == "fit" and not any(isinstance(c, Replay) for c in callbacks):
+        if stage == "fit" and not any(isinstance(c, ReplayHooks) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
-            trainer.callbacks = [Replay(self._begin), *callbacks]  # type: ignore[attr-defined]
+            trainer.callbacks = [ReplayHooks(self._begin), *callbacks]  # type: ignore[attr-defined]
 
     @override
     def on_before_zero_grad(
@@ -182,8 +184,8 @@ class CheckpointCallback(Checkpoint):
 
     # -- private
 
-    def _begin(self, trainer: Trainer, module: LightningModule) -> FitRun:
-        config = LifeConfig(
+    def _begin(self, trainer: Trainer, module: LightningModule) -> FitSession:
+        config = SessionConfig(
             url=self.url,
             retention=self.retention,
             resume=self.resume,
@@ -194,8 +196,8 @@ class CheckpointCallback(Checkpoint):
             failure_domains=self.failure_domains,
             freeze_heap=self.freeze_heap,
         )
-        own = (CheckpointCallback, Replay)
-        self._run = FitRun(
+        own = (CheckpointCallback, ReplayHooks)
+        self._run = FitSession(
             config,
             self._policy(),
             trainer,
@@ -217,4 +219,4 @@ class CheckpointCallback(Checkpoint):
             self._report = run.life.report()
             run.close(keep_memory=keep_memory)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        trainer.callbacks = [c for c in callbacks if not isinstance(c, Replay)]  # type: ignore[attr-defined]
+        trainer.callbacks = [c for c in callbacks if not isinstance(c, ReplayHooks)]  # type: ignore[attr-defined]

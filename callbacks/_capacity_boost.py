@@ -22,10 +22,8 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, find_bias, find_router, meter_of
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.callbacks._boost_bias import BiasRoute, find_bias
-from lightning_moe_ckpt.callbacks._boost_meters import Measured, Meter, meter_of
-from lightning_moe_ckpt.callbacks._boost_routes import MarginRoute, find_router
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
 from lightning_moe_ckpt.parallel import ParallelGroups

@@ -14,7 +14,8 @@ from lightning_moe_ckpt.metrics import (
     StallShare,
     WindowPosition,
 )
-from lightning_moe_ckpt.session import LossFigures, Report
+from lightning_moe_ckpt.planning import LossFigures
+from lightning_moe_ckpt.session import Report
 
 # Shape suffixes: R ranks, 4 the numbers of `own`.
 

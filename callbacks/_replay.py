@@ -9,19 +9,19 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks._run import FitRun
+from lightning_moe_ckpt.fit import FitSession
 
 
-class Replay(Callback):
+class ReplayHooks(Callback):
     """Restore random state and drop gradients of frozen parameters, before any other callback sees the model.
 
     Args:
         begin: opens the run and loads the generation to resume from; called in `on_fit_start`.
     """
 
-    def __init__(self, begin: Callable[[Trainer, LightningModule], FitRun]) -> None:
+    def __init__(self, begin: Callable[[Trainer, LightningModule], FitSession]) -> None:
         self._begin = begin
-        self._run: FitRun | None = None
+        self._run: FitSession | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
-from lightning_moe_ckpt.callbacks._batches import Batches
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit import Batches
 from lightning_moe_ckpt.storage import Resume, Retention
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, FailureDomain
 

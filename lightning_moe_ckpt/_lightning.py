@@ -26,7 +26,7 @@ from lightning.pytorch.loops.loop import _Loop
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 
-from lightning_moe_ckpt.session import Unread
+from lightning_moe_ckpt.journal import Unread
 
 LoopState = dict[str, Any]
 

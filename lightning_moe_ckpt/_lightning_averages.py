@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_moe_ckpt.session import Averages
+from lightning_moe_ckpt.snapshot import Averages
 
 
 def averages_of(trainer: Trainer) -> Averages:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_moe_ckpt import _lightning, _lightning_data
-from lightning_moe_ckpt.session import HeldGenerator
+from lightning_moe_ckpt.journal import HeldGenerator
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6

@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 log = logging.getLogger(__name__)
 
-Counts: TypeAlias = "Counter[tuple[int, str]]"
+LineCounts: TypeAlias = "Counter[tuple[int, str]]"
 """Number of times that a key was logged under a step."""
 
 KEPT = "metrics.kept.csv"
@@ -79,7 +79,7 @@ class _Log:
 
     def __init__(self, logger: CSVLogger | TensorBoardLogger, *, owner: bool) -> None:
         self._logger, self._owner = logger, owner
-        self._there: Counts = Counter()
+        self._there: LineCounts = Counter()
         """Rows in the folder that will be logged again."""
         self._newest: dict[str, Any] = {"step": -1, "keys": {}}
         self._unsaved = False
@@ -168,7 +168,7 @@ def _keep(folder: Path) -> None:
         log.warning("rows in %s will be lost when this run resumes in the same folder: %s", folder, error)
 
 
-def _go_on_csv(logger: CSVLogger, folder: Path) -> Counts:
+def _go_on_csv(logger: CSVLogger, folder: Path) -> LineCounts:
     """Let the logger append to the rows of earlier processes, and return their counts."""
     path, kept = folder / "metrics.csv", folder / KEPT
     if path.is_file():
@@ -219,7 +219,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         return list(table.fieldnames or []), list(table)
 
 
-def _events_in(folder: Path) -> Counts:
+def _events_in(folder: Path) -> LineCounts:
     """Count the scalars in the event files of a folder, which may end anywhere."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_moe_ckpt.session import differs
+from lightning_moe_ckpt.journal import differs
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.utils.data._utils.worker import _generate_state
 
 from lightning_moe_ckpt._lightning_data import loaders_of
 from lightning_moe_ckpt._lightning_held import held_by
-from lightning_moe_ckpt.session import capture_rng, decode, encode, restore_rng
+from lightning_moe_ckpt.journal import capture_rng, decode, encode, restore_rng
 
 log = logging.getLogger(__name__)
 

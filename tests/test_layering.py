@@ -17,23 +17,26 @@ PACKAGE = "lightning_moe_ckpt"
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
     {"errors"},
-    {"native", "metrics", "data"},
-    {"storage"},
-    {"tiers"},
+    {"native", "metrics", "data", "process"},
+    {"storage", "journal"},
     {"parallel"},
-    {"moe"},
+    {"coordination", "moe"},
     {"operators"},
-    {"policies"},
+    {"policies", "boosting"},
+    {"tiers"},
+    {"snapshot"},
     {"recovery"},
+    {"planning"},
     {"session"},
     {"inspection"},
     {"_lightning"},
+    {"fit"},
     {"callbacks", "strategy", "cli"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 # These may import every part, and no part imports them.
 TOOLS = {"testing", "benchmarks"}
-LIGHTNING_PARTS = {"_lightning", "callbacks", "strategy", "cli", *TOOLS}
+LIGHTNING_PARTS = {"_lightning", "fit", "callbacks", "strategy", "cli", *TOOLS}
 OWNED_BY_LIGHTNING = {
     "trainer", "fit_loop", "epoch_loop", "val_loop", "batch_progress", "epoch_progress", "automatic_optimization",
     "pl_module", "lightning_module", "precision_plugin", "strategy", "scaler", "loop", "loops", "fetcher",

@@ -73,8 +73,8 @@ PUBLIC: dict[str, str] = {
         explain measure_bandwidth replay_adam
     """,
     "lightning_moe_ckpt.testing": """
-        AdapterContract BackendContract Crashed CrashingBackend Fault FaultInjector FaultSummary FaultTally FaultyProxy Kill Life
-        LifeFailed LifeResult RandomFaults Seam TierContract TierHalves Weather assert_same_end capture_end differences fail_at run_lives summarize_faults
+        AdapterContract BackendContract Crashed CrashingBackend Fault FaultInjector FaultSummary FaultTally FaultyProxy Kill Attempt
+        AttemptFailed AttemptResult RandomFaults Seam TierContract TierHalves Weather assert_same_end capture_end differences fail_at run_lives summarize_faults
     """,
     "lightning_moe_ckpt.errors": """
         CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing

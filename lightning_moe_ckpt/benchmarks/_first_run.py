@@ -34,14 +34,14 @@ from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Machine, Progress, accelerator_for, write_document
 from lightning_moe_ckpt.benchmarks._fits import bench_folders, one_thread
 from lightning_moe_ckpt.benchmarks._model import ModelSize
-from lightning_moe_ckpt.benchmarks._native_copies import DeviceCopies, Scale
+from lightning_moe_ckpt.benchmarks._native_copies import CopyScale, DeviceCopies
 from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure, judge
 from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
-from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System
+from lightning_moe_ckpt.benchmarks._recovery_life import RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _device_check, _library, examine
-from lightning_moe_ckpt.testing import Kill, LifeResult, differences, run_lives
+from lightning_moe_ckpt.testing import AttemptResult, Kill, differences, run_lives
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the checkout, if this is one."""
@@ -76,7 +76,7 @@ class _Lacking(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class SectionOutcome:
     """How a section ended."""
 
     outcome: str
@@ -91,7 +91,7 @@ class Outcome:
 
 Keep = Callable[[Any], None]
 """Writes down what a section has found so far: values of JSON and dataclasses."""
-Work = Callable[[Accelerator, Keep], None]
+SectionWork = Callable[[Accelerator, Keep], None]
 """Gets `cpu` or `gpu` for trainings; raises if something is not as it should be."""
 
 
@@ -99,7 +99,7 @@ Work = Callable[[Accelerator, Keep], None]
 class Section:
     """One part of a first run."""
 
-    work: Work
+    work: SectionWork
     limit: timedelta
     needs_device: bool = True
 
@@ -131,7 +131,9 @@ def _command(name: str, accelerator: Accelerator) -> list[str]:
     return [sys.executable, "-c", entry, name, accelerator]
 
 
-def run_apart(commands: Mapping[str, Sequence[str] | None], path: Path, progress: Progress) -> dict[str, Outcome]:
+def run_apart(
+    commands: Mapping[str, Sequence[str] | None], path: Path, progress: Progress
+) -> dict[str, SectionOutcome]:
     """Run sections one after another and put the document into `path` after each.
 
     Args:
@@ -140,12 +142,14 @@ def run_apart(commands: Mapping[str, Sequence[str] | None], path: Path, progress
         progress: told of each section.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    outcomes = dict[str, Outcome]()
+    outcomes = dict[str, SectionOutcome]()
     for done, (name, command) in enumerate(commands.items()):
         progress(f"first run: {name}", done, len(commands))
         limit = SECTIONS[name].limit
         if command is None:
-            outcomes[name] = Outcome(outcome=f"not run: {NO_DEVICE}", seconds=0, limit_seconds=limit.total_seconds())
+            outcomes[name] = SectionOutcome(
+                outcome=f"not run: {NO_DEVICE}", seconds=0, limit_seconds=limit.total_seconds()
+            )
         else:
             outcomes[name] = run_section(command, limit)
         document = {"machine": Machine.read(), "sections": outcomes}
@@ -153,7 +157,7 @@ def run_apart(commands: Mapping[str, Sequence[str] | None], path: Path, progress
     return outcomes
 
 
-def run_section(command: Sequence[str], limit: timedelta) -> Outcome:
+def run_section(command: Sequence[str], limit: timedelta) -> SectionOutcome:
     """Run a process, and kill it with all that it started once `limit` is over or it has ended."""
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-first-run-") as folder:
         found, log = Path(folder) / "found.json", Path(folder) / "log"
@@ -179,7 +183,7 @@ def run_section(command: Sequence[str], limit: timedelta) -> Outcome:
             process.wait()
         said = log.read_text(encoding="utf-8", errors="replace")[-_SAID:]
         written = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
-        return Outcome(
+        return SectionOutcome(
             outcome=_outcome(status, limit, written, said),
             seconds=time.perf_counter() - start,
             limit_seconds=limit.total_seconds(),
@@ -321,7 +325,7 @@ def _resume(accelerator: Accelerator, keep: Keep) -> None:
     # Comparing on several threads would leave some that the next life's fork has not, and waits for.
     with one_thread(), bench_folders() as (folder, memory):
 
-        def run(name: str, system: System, loss: Loss, *kills: Kill) -> list[LifeResult]:
+        def run(name: str, system: RecoverySystem, loss: RecoveryLoss, *kills: Kill) -> list[AttemptResult]:
             fit = RecoveryFit(
                 system=system, loss=loss, size=_SIZE, every=4, max_steps=_STEPS, memory=str(memory / name),
                 accelerator=accelerator, deterministic=True,
@@ -330,7 +334,7 @@ def _resume(accelerator: Accelerator, keep: Keep) -> None:
             return run_lives(fit, url=url, workdir=folder / f"{name}-lives", kills=kills, timeout=_LIFE_SECONDS)
 
         (peace,), (again,) = run("peace", "none", "process"), run("again", "none", "process")
-        losses: tuple[tuple[System, Loss], ...] = (("sparse", "process"), ("dense", "cluster"))
+        losses: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (("sparse", "process"), ("dense", "cluster"))
         for policy, loss in losses:
             killed, last = run(policy, policy, loss, Kill(phase="forward", step=_STEPS * 5 // 8, settle=20.0))
             returned, end = last.returned(), last.end()
@@ -350,22 +354,22 @@ def _resume(accelerator: Accelerator, keep: Keep) -> None:
         raise CheckpointError(f"Other bits after a resume: {', '.join(other)}.")
 
 
-def _other(peace: LifeResult, other: LifeResult) -> list[str]:
+def _other(peace: AttemptResult, other: AttemptResult) -> list[str]:
     """What has other bits than in the run left in peace."""
     return [*differences(peace.end(), other.end()), *_other_losses(peace, other)]
 
 
-def _other_losses(peace: LifeResult, other: LifeResult) -> list[str]:
+def _other_losses(peace: AttemptResult, other: AttemptResult) -> list[str]:
     wanted, found = ({line["step"]: line["loss"] for line in each.records(kind="train")} for each in (peace, other))
     return [f"loss of step {step}: {found[step]}, not {wanted[step]}" for step in found if found[step] != wanted[step]]
 
 
 def _copies(accelerator: Accelerator, keep: Keep) -> None:
-    _measured(DeviceCopies(_device(), Scale()), keep)
+    _measured(DeviceCopies(_device(), CopyScale()), keep)
 
 
 def _kernels(accelerator: Accelerator, keep: Keep) -> None:
-    _measured(Kernels(_device(), 10**9, Scale().repeats), keep)
+    _measured(Kernels(_device(), 10**9, CopyScale().repeats), keep)
 
 
 def _device() -> torch.device:
@@ -392,7 +396,7 @@ def _note(what: str, done: int, total: int) -> None:
     sys.stdout.write(f"{what}, {done} of {total} are done\n")
 
 
-def _sanitized(tool: str) -> Work:
+def _sanitized(tool: str) -> SectionWork:
     def work(accelerator: Accelerator, keep: Keep) -> None:
         program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
         if program is None:

@@ -17,8 +17,7 @@ import torch
 
 from lightning_moe_ckpt.benchmarks._benchmark import Goal
 from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnTaker, bench_folders
-from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._sealed import Markers, SealedFile
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RecordEntry,
@@ -30,6 +29,7 @@ from lightning_moe_ckpt.storage import (
     dtype_code,
 )
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
 _NUM_RECORDS = 64
 """Enough that digests of records are not for free."""

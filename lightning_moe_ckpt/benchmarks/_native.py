@@ -20,8 +20,8 @@ from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, table_of, write_document
 from lightning_moe_ckpt.benchmarks._first_run import first_run
-from lightning_moe_ckpt.benchmarks._native_copies import MIB, DeviceCopies, Scale
-from lightning_moe_ckpt.benchmarks._native_goals import Action, Measurement, NativeFigure, in_turns, judge, median
+from lightning_moe_ckpt.benchmarks._native_copies import MIB, CopyScale, DeviceCopies
+from lightning_moe_ckpt.benchmarks._native_goals import Action, GoalMeasurement, NativeFigure, in_turns, judge, median
 from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
 from lightning_moe_ckpt.native import Copy, CpuCopyEngine, create_engine, explain
 
@@ -127,14 +127,14 @@ def _goals(options: SimpleNamespace) -> Iterator[NativeFigure]:
         yield from judge(on_host, reason)
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    copies = DeviceCopies(device, Scale(megabytes=options.megabytes, repeats=options.repeats))
+    copies = DeviceCopies(device, CopyScale(megabytes=options.megabytes, repeats=options.repeats))
     kernels = Kernels(device, options.device_elements, options.repeats)
     yield from judge({**copies.goals(), **kernels.goals(), **on_host}, "")
     yield from copies.rates()
     yield from kernels.rates()
 
 
-def _host_goals(megabytes: int, repeats: int) -> dict[str, Measurement]:
+def _host_goals(megabytes: int, repeats: int) -> dict[str, GoalMeasurement]:
     """Those goals that need no device."""
     return {"G11": lambda: _checksum_rate(megabytes, repeats), "G13": lambda: _load_milliseconds(repeats)}
 

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.benchmarks._native_goals import Action, Measurement, NativeFigure, attempt, median, seconds_of
+from lightning_moe_ckpt.benchmarks._native_goals import (
+    Action,
+    GoalMeasurement,
+    NativeFigure,
+    attempt,
+    median,
+    seconds_of,
+)
 from lightning_moe_ckpt.native import (
     CompiledCpuEngine,
     CompiledCudaEngine,
@@ -45,7 +52,7 @@ _NUM_DELAYS = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
+class CopyScale:
     """How much is measured."""
 
     megabytes: int = 256
@@ -65,7 +72,7 @@ class DeviceCopies:
         scale: how much.
     """
 
-    def __init__(self, device: torch.device, scale: Scale) -> None:
+    def __init__(self, device: torch.device, scale: CopyScale) -> None:
         self._device, self._scale, self._module = device, scale, torch.get_device_module(device)
         self._cuda = TorchDevice(device) if device.type == "cuda" else None
         self._of_tensors = self._cuda.device if self._cuda is not None else device
@@ -77,7 +84,7 @@ class DeviceCopies:
         self._ring = torch.frombuffer(mmap.mmap(-1, room), dtype=torch.uint8)
         self._pinned = self._page_locked(self._nbytes)
 
-    def goals(self) -> dict[str, Measurement]:
+    def goals(self) -> dict[str, GoalMeasurement]:
         """By name of the goal."""
         return {
             "G1": lambda: 100 * self._rate() / self._baseline(),

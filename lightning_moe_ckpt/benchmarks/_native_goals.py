@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal
 
 Action = Callable[[], object]
-Measurement = Callable[[], float]
+GoalMeasurement = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ GOALS = (
 )
 
 
-def judge(measurements: Mapping[str, Measurement], reason: str) -> list[NativeFigure]:
+def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[NativeFigure]:
     """A row per goal.
 
     Args:
@@ -57,7 +57,7 @@ def judge(measurements: Mapping[str, Measurement], reason: str) -> list[NativeFi
     return [_judge_one(goal, measurements.get(goal.name), reason) for goal in GOALS]
 
 
-def _judge_one(goal: Goal, measure: Measurement | None, reason: str) -> NativeFigure:
+def _judge_one(goal: Goal, measure: GoalMeasurement | None, reason: str) -> NativeFigure:
     what, note = f"{goal.name} {goal.what}", f"goal {goal}"
     if measure is None:
         note = f"{note}: not run on a GPU: {reason}"
@@ -66,7 +66,7 @@ def _judge_one(goal: Goal, measure: Measurement | None, reason: str) -> NativeFi
     return figure if figure.value is None else replace(figure, note=f"{note}: {goal.outcome(figure.value)}")
 
 
-def attempt(what: str, how: str, measure: Measurement, *, unit: str, note: str = "") -> NativeFigure:
+def attempt(what: str, how: str, measure: GoalMeasurement, *, unit: str, note: str = "") -> NativeFigure:
     """A row with what `measure` returns; one that fails must not cost the others, and says where it did."""
     try:
         return NativeFigure(what=what, how=how, value=measure(), unit=unit, note=note)

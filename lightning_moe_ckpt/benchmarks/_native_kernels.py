@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.benchmarks._benchmark import Cost
-from lightning_moe_ckpt.benchmarks._native_goals import Action, Measurement, NativeFigure, attempt, in_turns
+from lightning_moe_ckpt.benchmarks._native_goals import Action, GoalMeasurement, NativeFigure, attempt, in_turns
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,
@@ -46,7 +46,7 @@ class Kernels:
         self._numel = numel if self._on_cpu else min(numel, torch.cuda.mem_get_info(device)[0] // 32)
         self._replayed = numel if self._on_cpu else self._numel // 5
 
-    def goals(self) -> dict[str, Measurement]:
+    def goals(self) -> dict[str, GoalMeasurement]:
         """By name of the goal."""
         return {
             "G9": lambda: self._gain(self._compressions(self._numel, torch.float32), _SAMPLED),

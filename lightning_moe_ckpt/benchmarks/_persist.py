@@ -54,13 +54,13 @@ from lightning_moe_ckpt.benchmarks._host_restore import made_up_layout, made_up_
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.session._skips import Skips
-from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
 from lightning_moe_ckpt.storage._object_options import split_url, translate
 from lightning_moe_ckpt.testing._watched_backend import StorageCall, WatchedBackend
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
+from lightning_moe_ckpt.tiers._skips import SkipCounter
+from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
+from lightning_moe_ckpt.tiers._writer import Announced
 
 T = TypeVar("T")
 StorageOptions = Mapping[str, Any]
@@ -262,7 +262,7 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
     held = _HeldWrites(warm_up, num_steps)
     watched = wrapping_backends(lambda backend: WatchedBackend(backend, held))
     # That storage is slower than training, and memory full, is our own doing here.
-    with watched, one_thread(), quiet_lightning(), at_level(Skips.__module__, logging.CRITICAL):
+    with watched, one_thread(), quiet_lightning(), at_level(SkipCounter.__module__, logging.CRITICAL):
         trainer = bench_trainer(
             accelerator=accelerator,
             strategy="auto",

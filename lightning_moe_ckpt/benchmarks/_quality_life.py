@@ -21,21 +21,21 @@ from lightning_moe_ckpt.callbacks import (
     SelectiveExpertCheckpoint,
     SparseCheckpoint,
 )
-from lightning_moe_ckpt.testing import Life
+from lightning_moe_ckpt.testing import Attempt
 
 System = Literal["none", "control", "sparse", "partial", "dynamic", "selective", "ablation"]
 """`control` is `none` with weights that differ by a rounding at the start: what chaos alone does to the loss."""
 Loss = Literal["nothing", "process", "node"]
 """What a fault takes: the process; with it the memory of its node, so that storage is all there is."""
-CheckpointCallback = PartialExpertCheckpoint | SelectiveExpertCheckpoint | SparseCheckpoint
-Line = dict[str, Any]
+QualityCheckpoint = PartialExpertCheckpoint | SelectiveExpertCheckpoint | SparseCheckpoint
+RecordLine = dict[str, Any]
 
 _STATE_NBYTES = 12
 """Per parameter: fp32 weights with both moments."""
 _WINDOW = 6
 """Of sparse checkpoints."""
 _SNAPSHOT_K = 2
-"""Experts per layer that lossy generations take to memory, where storage gets one; or the bytes of so many."""
+"""Experts per layer that partial generations take to memory, where storage gets one; or the bytes of so many."""
 _PLT_BUDGET = 0.05
 """Of Dynamic-K, as PEC has it."""
 _NUDGE = 1e-6
@@ -53,7 +53,7 @@ class Case:
     """With `CapacityBoost`."""
 
     @property
-    def lossy(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether restarts are not exact."""
         return self.system in ("partial", "dynamic", "selective", "ablation")
 
@@ -85,7 +85,7 @@ class Scale:
     """Steps between two points of the curve."""
     val_crops: int = 128
     every: int = 1
-    """Steps between two lossy generations."""
+    """Steps between two partial generations."""
     keep: int = 2
     """Generations that storage keeps, besides what they borrow from."""
     size: ModelSize = field(
@@ -148,7 +148,7 @@ class QualityFit:
     """File to which every life appends."""
     accelerator: Accelerator
 
-    def __call__(self, life: Life) -> Line:
+    def __call__(self, life: Attempt) -> RecordLine:
         """Run a life. Returns nothing: what was seen is in the record, beside that of lives that were killed."""
         own_memory(self.memory, lost=life.index > 0 and self.case.loss == "node")
         # Another seed in every life but the first: what is not restored shows.
@@ -168,7 +168,7 @@ class QualityFit:
             trainer.fit(model, training_text(self.scale.size, self.scale.steps + 1, self.seed))
         return {}
 
-    def _checkpoint(self, url: str) -> CheckpointCallback | None:
+    def _checkpoint(self, url: str) -> QualityCheckpoint | None:
         scale, keep, system = self.scale, self.scale.keep, self.case.system
         if system == "sparse":
             return SparseCheckpoint(url, window=_WINDOW, keep=keep)
@@ -177,7 +177,7 @@ class QualityFit:
             return SelectiveExpertCheckpoint(
                 url, every_n_steps=every, local_budget=local, remote_budget=remote, keep=keep
             )
-        if self.case.lossy:
+        if self.case.is_partial:
             every = scale.ablation_every if system == "ablation" else scale.every
             limit = _PLT_BUDGET if system == "dynamic" else None
             return PartialExpertCheckpoint(
@@ -200,15 +200,15 @@ class QualityRecord(Callback):
     """
 
     def __init__(
-        self, fit: QualityFit, checkpoint: CheckpointCallback | None, boost: CapacityBoost | None, *, resumed: bool
+        self, fit: QualityFit, checkpoint: QualityCheckpoint | None, boost: CapacityBoost | None, *, resumed: bool
     ) -> None:
-        self._scale, self._lossy = fit.scale, fit.case.lossy
+        self._scale, self._is_partial = fit.scale, fit.case.is_partial
         self._checkpoint, self._boost = checkpoint, boost
         # A replayed step has weights that are not all there yet, and was validated by the life that took it.
-        self._done = {line["step"] for line in Lines.read(fit.record, "validation")} if not self._lossy else set()
+        self._done = {line["step"] for line in Lines.read(fit.record, "validation")} if not self._is_partial else set()
         self._lines = Lines(fit.record)
         self._crops_NT = validation_text(fit.scale.size, fit.scale.val_crops)
-        self._look_at_once = resumed and self._lossy
+        self._look_at_once = resumed and self._is_partial
         # What others have right after a recovery is held against what the fault-free run has at that step.
         self._beside = set(fit.scale.kill_steps(fit.seed)) if fit.case.system == "none" else set()
 
@@ -220,7 +220,7 @@ class QualityRecord(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, *args: object) -> None:
-        if self._lossy and self._checkpoint is not None and not self._checkpoint.wait_committed(_PATIENCE):
+        if self._is_partial and self._checkpoint is not None and not self._checkpoint.wait_committed(_PATIENCE):
             raise TimeoutError(f"No generation became durable in {_PATIENCE:g} s.")
 
     @override
@@ -247,7 +247,7 @@ class QualityRecord(Callback):
         self._lines.write(what, step=trainer.global_step, bits=module.bits_per_byte(self._crops_NT))
 
 
-def _figures(checkpoint: CheckpointCallback | None) -> Line:
+def _figures(checkpoint: QualityCheckpoint | None) -> RecordLine:
     """Of the life that ends; the accounting is that of the whole run."""
     if checkpoint is None:
         return {}

@@ -2,7 +2,7 @@
 
 Margins:
 * Exact policies: none. Every bit of the end state and of every loss is that of the fault-free run.
-* Lossy policies: the median over seeds of the final validation loss, relative to the fault-free run of the same seed, is
+* Partial policies: the median over seeds of the final validation loss, relative to the fault-free run of the same seed, is
   no more than `TOLERANCE` higher. That is what MOETION (2024), Table 1, calls minimal impact: 2.8861 without losses, below
   2.9 with up to 3 % of tokens lost. PEC (2024), Fig. 2, has 4.8854 at most against 4.8851 while PLT is below 7.5 %.
 * Where runs are short, chaos alone may exceed that: two fault-free runs whose first weights differ by a rounding end apart.
@@ -25,14 +25,14 @@ import torch
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress
 from lightning_moe_ckpt.benchmarks._fits import Lines, bench_folders
-from lightning_moe_ckpt.benchmarks._quality_life import Case, Line, Loss, QualityFit, Scale, System
+from lightning_moe_ckpt.benchmarks._quality_life import Case, Loss, QualityFit, RecordLine, Scale, System
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.metrics import load_skew
-from lightning_moe_ckpt.testing import Kill, LifeFailed, LifeResult, assert_same_end, run_lives
+from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, assert_same_end, run_lives
 
 TOLERANCE = 2.9 / 2.8861 - 1
 """0.48 %."""
-Verdict = Literal["reference", "pass", "FAIL", "fails, as it should", "PASSES, but should not"]
+QualityVerdict = Literal["reference", "pass", "FAIL", "fails, as it should", "PASSES, but should not"]
 _SETTLE = 60.0
 """Seconds: a fault strikes when what was complete is durable, so that it takes the same wherever the benchmark runs."""
 _TIMEOUT = 1800.0
@@ -108,7 +108,7 @@ class QualityFigure:
     """By seed: final validation loss against that of the fault-free run, relative."""
     margin: float
     """That the median difference may have; 0 stands for equal bits."""
-    verdict: Verdict
+    verdict: QualityVerdict
 
     @property
     def name(self) -> str:
@@ -135,10 +135,10 @@ def judge(runs: Sequence[QualityRun]) -> list[QualityFigure]:
     return [_figure(sorted(group, key=lambda run: run.seed), clean, max(TOLERANCE, chaos)) for group in groups.values()]
 
 
-def _figure(runs: list[QualityRun], clean: dict[int, float], lossy_margin: float) -> QualityFigure:
+def _figure(runs: list[QualityRun], clean: dict[int, float], partial_margin: float) -> QualityFigure:
     first = runs[0]
     difference = [run.final / clean[run.seed] - 1 for run in runs]
-    margin = 0.0 if first.system == "sparse" else lossy_margin
+    margin = 0.0 if first.system == "sparse" else partial_margin
     return QualityFigure(
         system=first.system,
         loss=first.loss,
@@ -150,7 +150,7 @@ def _figure(runs: list[QualityRun], clean: dict[int, float], lossy_margin: float
     )
 
 
-def _verdict(runs: Sequence[QualityRun], difference: float, margin: float) -> Verdict:
+def _verdict(runs: Sequence[QualityRun], difference: float, margin: float) -> QualityVerdict:
     system = runs[0].system
     if system in ("none", "control"):
         return "reference"
@@ -174,7 +174,7 @@ class _Task:
     def run(self) -> list[QualityRun]:
         """In a process of its own."""
         torch.set_num_threads(1)
-        runs, reference = list[QualityRun](), list[LifeResult]()
+        runs, reference = list[QualityRun](), list[AttemptResult]()
         with bench_folders(self.folder) as (folder, memory):
             for case in self.cases:
                 started, name = time.monotonic(), case.system
@@ -232,12 +232,12 @@ def run_all(
     return sorted(runs, key=lambda run: order.index((run.system, run.loss, run.boosted)))
 
 
-def _live(fit: QualityFit, workdir: Path) -> list[LifeResult]:
+def _live(fit: QualityFit, workdir: Path) -> list[AttemptResult]:
     kills = [Kill(phase="after_backward", step=step, settle=_SETTLE) for step in _kill_steps(fit)]
     (workdir / "run").mkdir(parents=True)
     try:
         return run_lives(fit, url=(workdir / "run").as_uri(), workdir=workdir, kills=kills, timeout=_TIMEOUT)
-    except LifeFailed as failed:
+    except AttemptFailed as failed:
         raise CheckpointError(f"{fit.case}, seed {fit.seed}: {failed}") from failed
 
 
@@ -245,7 +245,7 @@ def _kill_steps(fit: QualityFit) -> list[int]:
     return fit.scale.kill_steps(fit.seed) if fit.case.loss != "nothing" else []
 
 
-def _is_same(reference: Sequence[LifeResult], lives: Sequence[LifeResult]) -> bool:
+def _is_same(reference: Sequence[AttemptResult], lives: Sequence[AttemptResult]) -> bool:
     try:
         assert_same_end(reference, lives)
     except AssertionError:
@@ -277,7 +277,7 @@ def _read(fit: QualityFit, same: bool | None, seconds: float) -> QualityRun:
     )
 
 
-def _spread(end: Line) -> tuple[float, float]:
+def _spread(end: RecordLine) -> tuple[float, float]:
     """Skew and dropped part, of a run with one life."""
     skews = [float(load_skew(torch.tensor(tokens))) for tokens in end["tokens"]]
     kept, dropped = (sum(sum(row) for row in end[name]) for name in ("tokens", "drops"))

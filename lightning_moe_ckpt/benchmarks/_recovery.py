@@ -32,11 +32,11 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
 from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure, host_restore_seconds
 from lightning_moe_ckpt.benchmarks._model import ModelSize
-from lightning_moe_ckpt.benchmarks._recovery_life import Loss, RecoveryFit, System, read_times
+from lightning_moe_ckpt.benchmarks._recovery_life import RecoveryFit, RecoveryLoss, RecoverySystem, read_times
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.testing import Kill, LifeFailed, LifeResult, run_lives
+from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, run_lives
 
-CASES: tuple[tuple[System, Loss], ...] = (
+CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
     *(("dense", loss) for loss in ("process", "node", "cluster")),
     ("dcp", "cluster"),
@@ -97,8 +97,8 @@ class Recovery:
 class RecoveryFigure(Recovery):
     """One system and one kind of failure; medians over the rounds, and `restored_from` as of the last one."""
 
-    system: System
-    loss: Loss
+    system: RecoverySystem
+    loss: RecoveryLoss
     num_params: int
     num_ranks: int
     every: int
@@ -114,7 +114,7 @@ _MEDIANS = [name for name in Recovery.__annotations__ if name != "restored_from"
 def measure(options: SimpleNamespace, progress: Progress) -> list[RecoveryFigure | HostRestoreFigure]:
     """Run the benchmark."""
     cases = [case for case in CASES if case[0] in options.systems]
-    found: dict[tuple[System, Loss], list[Recovery]] = {case: [] for case in cases}
+    found: dict[tuple[RecoverySystem, RecoveryLoss], list[Recovery]] = {case: [] for case in cases}
     for done, (turn, case) in enumerate(rounds_of(options.kills, cases)):
         progress(f"killed and resumed: {case[0]}, {case[1]}", done, options.kills * len(cases))
         step = _CYCLES * options.every + 1 + turn * options.every // options.kills
@@ -136,7 +136,7 @@ def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> Table:
     return table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
 
 
-def _recover(case: tuple[System, Loss], step: int, options: SimpleNamespace) -> Recovery:
+def _recover(case: tuple[RecoverySystem, RecoveryLoss], step: int, options: SimpleNamespace) -> Recovery:
     system, loss = case
     with bench_folders(options.folder) as (folder, memory):
         fit = RecoveryFit(
@@ -153,7 +153,7 @@ def _recover(case: tuple[System, Loss], step: int, options: SimpleNamespace) -> 
         (folder / "run").mkdir()
         try:
             lives = run_lives(fit, url=url, workdir=folder, world_size=options.nodes, kills=[kill], timeout=300)
-        except LifeFailed as failed:
+        except AttemptFailed as failed:
             raise CheckpointError(f"{_SYSTEMS[system]}, {loss} lost: {failed}") from failed
         return _read(lives, step, (_CYCLES - 1) * options.every)
 
@@ -163,7 +163,7 @@ def _size(options: SimpleNamespace) -> ModelSize:
     return ModelSize(num_blocks=options.recovery_blocks, model_dim=dim, expert_dim=2 * dim, batch_size=4)
 
 
-def _read(lives: Sequence[LifeResult], step: int, num_steps: int) -> Recovery:
+def _read(lives: Sequence[AttemptResult], step: int, num_steps: int) -> Recovery:
     """Times of the rank that was killed last time; every rank waits for the slowest in each step.
 
     Args:
@@ -198,7 +198,9 @@ def _read(lives: Sequence[LifeResult], step: int, num_steps: int) -> Recovery:
     )
 
 
-def _figure(case: tuple[System, Loss], options: SimpleNamespace, rounds: list[Recovery]) -> RecoveryFigure:
+def _figure(
+    case: tuple[RecoverySystem, RecoveryLoss], options: SimpleNamespace, rounds: list[Recovery]
+) -> RecoveryFigure:
     totals = [each.total_seconds for each in rounds]
     return RecoveryFigure(
         **medians(rounds, *_MEDIANS),

@@ -26,10 +26,10 @@ from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
 from lightning_moe_ckpt.benchmarks._fits import Lines, bench_trainer, own_memory, quiet_lightning
 from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.testing import Life
+from lightning_moe_ckpt.testing import Attempt
 
-System = Literal["none", "sparse", "dense", "dcp", "lightning"]
-Loss = Literal["process", "node", "cluster"]
+RecoverySystem = Literal["none", "sparse", "dense", "dcp", "lightning"]
+RecoveryLoss = Literal["process", "node", "cluster"]
 """What dies: one process; with it the memory of its node; the memory of every node."""
 
 
@@ -37,8 +37,8 @@ Loss = Literal["process", "node", "cluster"]
 class RecoveryFit:
     """A run that is killed and resumed; picklable. Each rank is on a node of its own."""
 
-    system: System
-    loss: Loss
+    system: RecoverySystem
+    loss: RecoveryLoss
     size: ModelSize
     every: int
     """Steps between two checkpoints; the window of sparse ones."""
@@ -49,7 +49,7 @@ class RecoveryFit:
     deterministic: bool = False
     """Of the Trainer, which warns of kernels that are not."""
 
-    def __call__(self, life: Life) -> dict[str, Any]:
+    def __call__(self, life: Attempt) -> dict[str, Any]:
         """Run a life; gives the times of steps on this rank, and what the callback says about its restore."""
         begun = time.monotonic()
         own_memory(f"{self.memory}/node{life.rank}", lost=life.index > 0 and self._loses_memory(life))
@@ -73,10 +73,10 @@ class RecoveryFit:
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
         return {"begun": begun, **read_times(path), **_report(checkpoint)}
 
-    def _loses_memory(self, life: Life) -> bool:
+    def _loses_memory(self, life: Attempt) -> bool:
         return self.loss == "cluster" or (self.loss == "node" and life.rank == life.world_size - 1)
 
-    def _checkpoint(self, life: Life, folder: Path, first: int) -> Callback | None:
+    def _checkpoint(self, life: Attempt, folder: Path, first: int) -> Callback | None:
         if self.system == "sparse":
             return SparseCheckpoint(life.url, window=self.every)
         if self.system == "dense":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
-from lightning_moe_ckpt.session import is_average
+from lightning_moe_ckpt.snapshot import is_average
 from lightning_moe_ckpt.storage import Backend, GenerationId, RankMarker, RecordEntry, dtype_of, lacking_memory
 
 log = logging.getLogger(__name__)

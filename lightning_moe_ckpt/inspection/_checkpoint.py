@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import CodecError, Corrupt
 from lightning_moe_ckpt.inspection._assemble import Assembler
-from lightning_moe_ckpt.session import decode_journal, read_extra
+from lightning_moe_ckpt.journal import decode_journal
+from lightning_moe_ckpt.snapshot import read_extra
 from lightning_moe_ckpt.storage import Commit, ModuleEntry
 
 VERSIONS = "lightning_moe_ckpt_versions"

@@ -24,8 +24,8 @@ from lightning_moe_ckpt.storage._backend import StorageOptions
 from lightning_moe_ckpt.storage._open import open_without_retries
 from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
-State = Literal["good", "weaker", "broken", "unknown"]
-Verdict = Literal["fenced", "unfenced", "unsafe"]
+Observation = Literal["good", "weaker", "broken", "unknown"]
+FencingVerdict = Literal["fenced", "unfenced", "unsafe"]
 
 PREFIX = "_doctor/"
 _PATIENCE = timedelta(seconds=5)
@@ -44,7 +44,7 @@ class Check:
     """Result for one promise."""
 
     name: str
-    state: State
+    state: Observation
     """`good`; `weaker`: works with less protection; `broken`: checkpoints there are not safe; `unknown`: cannot be
     found out from here."""
     found: str
@@ -58,7 +58,7 @@ class Conformance:
     checks: tuple[Check, ...]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> FencingVerdict:
         """`fenced`: safe whatever happens; `unfenced`: safe while only one job at a time runs; `unsafe`."""
         states = {check.state for check in self.checks}
         if "broken" in states:
@@ -76,7 +76,7 @@ _CREATE, _RACE = "create-exclusive", "race of creators"
 _SMALL_PARTS, _CHECKSUMS, _NESTED, _CLOCK = "small parts", "wrong checksums", "keys a and a/b", "clock"
 _NOT_NEEDED = {_SMALL_PARTS, _CHECKSUMS, _NESTED, _CLOCK}
 """Checks of properties that checkpoints do not need."""
-_MEANINGS: dict[Verdict, str] = {
+_MEANINGS: dict[FencingVerdict, str] = {
     "fenced": "Fenced: checkpoints are safe here. A job that is started twice, or wakes up after its successor began, "
     "finds that out before it writes anything that counts.",
     "unfenced": "Unfenced: checkpoints are safe here as long as one job at a time uses this URL. Nothing half written is "
@@ -148,7 +148,7 @@ def _age(key: str) -> float:
     return time.time() - int(second) if second.isdigit() else 0.0
 
 
-Tried = tuple[State, str]
+Tried = tuple[Observation, str]
 _Try = Callable[[_Place], Tried]
 
 

@@ -23,7 +23,7 @@ from lightning_moe_ckpt.inspection._checkpoint import VERSIONS, LightningCheckpo
 from lightning_moe_ckpt.inspection._hugging_face import CONFIG, choose_model, model_names, write_folder
 from lightning_moe_ckpt.inspection._names import state_dict_names
 from lightning_moe_ckpt.inspection._select import kind_of, select
-from lightning_moe_ckpt.session import decode_journal
+from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
 
 ExportFormat = Literal["safetensors", "ckpt", "huggingface"]

@@ -14,7 +14,7 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.inspection._screen import Answer
 from lightning_moe_ckpt.tiers import (
     FailureDomain,
-    Placement,
+    ReplicaPlacement,
     Survival,
     percent,
     place_replicas,
@@ -58,7 +58,7 @@ def answer(cluster: Cluster) -> Answer:
     return Answer(document, lambda: [heading, _table(survivals), closing])
 
 
-def _place(cluster: Cluster) -> tuple[Placement, list[range]]:
+def _place(cluster: Cluster) -> tuple[ReplicaPlacement, list[range]]:
     world_size = cluster.nodes * cluster.ranks_per_node
     if world_size % cluster.expert_parallel:
         raise ConfigurationError(
@@ -74,7 +74,7 @@ def _place(cluster: Cluster) -> tuple[Placement, list[range]]:
     return place_replicas(domains, groups, [1] * world_size, cluster.replicas), groups
 
 
-def _survivals(placement: Placement, most: int) -> list[Survival]:
+def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:
     found = [survival_probability(placement, k) for k in range(1, min(most, placement.num_nodes) + 1)]
     if placement.num_racks > 1:
         racks = range(1, min(most, placement.num_racks) + 1)
@@ -82,7 +82,7 @@ def _survivals(placement: Placement, most: int) -> list[Survival]:
     return found
 
 
-def _facts(placement: Placement, groups: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _facts(placement: ReplicaPlacement, groups: Sequence[Sequence[int]]) -> dict[str, Any]:
     group_of = {rank: index for index, group in enumerate(groups) for rank in group}
     pairs = [(owner, holder) for owner, holders in enumerate(placement.holders) for holder in holders]
     ranks = range(len(placement.domains))

@@ -12,9 +12,9 @@ from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 
+from lightning_moe_ckpt.coordination import VERSIONS, in_words
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.inspection._select import kind_of
-from lightning_moe_ckpt.session import VERSIONS, in_words
 from lightning_moe_ckpt.storage import (
     BorrowedEntry,
     GenerationId,

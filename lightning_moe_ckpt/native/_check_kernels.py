@@ -26,7 +26,7 @@ from lightning_moe_ckpt.native._gradient import (
 )
 
 Compress: TypeAlias = Callable[[Sequence[Tensor], GradientCompression], list[CompressedGradient]]
-Replay: TypeAlias = Callable[[AdamState, Sequence[AdamStep]], None]
+KernelReplay: TypeAlias = Callable[[AdamState, Sequence[AdamStep]], None]
 Settle: TypeAlias = Callable[[timedelta], None]
 """Waits for the work queued on a device, up to a limit."""
 
@@ -84,7 +84,7 @@ def _same(one: CompressedGradient, other: CompressedGradient) -> bool:
     return all(torch.equal(left.cpu().view(torch.uint8), right.cpu().view(torch.uint8)) for left, right in pairs)
 
 
-def check_replay(replay: Replay, device: torch.device, settle: Settle = lambda _: None) -> None:
+def check_replay(replay: KernelReplay, device: torch.device, settle: Settle = lambda _: None) -> None:
     """Check that steps of Adam and AdamW from gradients of every form give the same bits as on the CPU.
 
     Args:

@@ -18,7 +18,7 @@ from lightning_moe_ckpt.native._cpu import CpuCopyEngine
 from lightning_moe_ckpt.native._engine import Ticket
 from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._memory import Preparation
-from lightning_moe_ckpt.native._plan import Arrangement, Plan, PlannedCopies, slices_of
+from lightning_moe_ckpt.native._plan import Arrangement, CopyPlan, PlannedCopies, slices_of
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
 _DEPTH = 2
@@ -58,7 +58,7 @@ class CompiledCpuEngine(CompiledEngine):
         slices = slices_of(planned)
         if slices is not None:
             planned.keep()
-            planned.plan = Plan(self._library, slices, self._arrangement)
+            planned.plan = CopyPlan(self._library, slices, self._arrangement)
         return planned
 
     @override

@@ -30,7 +30,7 @@ from lightning_moe_ckpt.native._cuda import CudaCopyEngine
 from lightning_moe_ckpt.native._engine import Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._memory import PageLocks, Preparation, node_of_pci_device
-from lightning_moe_ckpt.native._plan import Arrangement, Cast, Plan, PlannedCopies, Space, slices_of
+from lightning_moe_ckpt.native._plan import Arrangement, Cast, CopyPlan, PlannedCopies, Space, slices_of
 from lightning_moe_ckpt.native._prototypes import Slice
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
@@ -120,7 +120,7 @@ class CompiledCudaEngine(CompiledEngine):
         planned.keep()
         planned.reads_host = bool((to_device & ~from_device).any())
         pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
-        plan = Plan(self._library, slices, replace(self._arrangement, pieces=pieces))
+        plan = CopyPlan(self._library, slices, replace(self._arrangement, pieces=pieces))
         try:
             self._attach(planned, plan)
         except RuntimeError as error:  # torch has no other one for memory that is not there
@@ -161,7 +161,7 @@ class CompiledCudaEngine(CompiledEngine):
             except CheckpointError:
                 return  # that ticket reports the failure
 
-    def _attach(self, copies: PlannedCopies, plan: Plan) -> None:
+    def _attach(self, copies: PlannedCopies, plan: CopyPlan) -> None:
         """Allocate staging memory and upload the list that kernels read; both are kept with the copies.
 
         Raises:

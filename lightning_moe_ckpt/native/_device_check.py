@@ -31,7 +31,7 @@ USES: tuple[Use, ...] = get_args(Use)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class DeviceVerdict:
     """Result of a check."""
 
     failure: str | None
@@ -41,7 +41,7 @@ class Verdict:
 
 LONGEST = timedelta(seconds=60)
 """How long training waits for a check, which takes milliseconds."""
-_verdicts: dict[tuple[int, Use], Verdict] = {}
+_verdicts: dict[tuple[int, Use], DeviceVerdict] = {}
 _stuck: list[Any] = []
 """Engines whose device hangs; kept, because closing or collecting one would never return."""
 
@@ -57,7 +57,7 @@ def cuda_for(use: Use, device: torch.device) -> Library | None:
     return library if verdict(use, library, torch.device("cuda", on.index)).failure is None else None
 
 
-def verdict(use: Use, library: Library, device: torch.device) -> Verdict:
+def verdict(use: Use, library: Library, device: torch.device) -> DeviceVerdict:
     """Check the part on a device, or return the earlier result in this process.
 
     Args:
@@ -75,7 +75,7 @@ def verdict(use: Use, library: Library, device: torch.device) -> Verdict:
     return _verdicts[key]
 
 
-def _examine(use: Use, library: Library, device: torch.device) -> Verdict:
+def _examine(use: Use, library: Library, device: torch.device) -> DeviceVerdict:
     """Run the check on a thread that can be abandoned, because any call into a driver may hang."""
     said: list[str | None] = []
 
@@ -92,7 +92,7 @@ def _examine(use: Use, library: Library, device: torch.device) -> Verdict:
     thread.start()
     thread.join(LONGEST.total_seconds())
     failure = said[0] if said else f"it has not ended after {LONGEST}"
-    return Verdict(failure=failure, seconds=time.perf_counter() - start)
+    return DeviceVerdict(failure=failure, seconds=time.perf_counter() - start)
 
 
 def _check(use: Use, library: Library, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.native._device_check import USES, verdict
 from lightning_moe_ckpt.native._library import Library, cuda, explain
 from lightning_moe_ckpt.native._memory import num_nodes, populate
 
-State = Literal["good", "slower", "absent"]
+PartState = Literal["good", "slower", "absent"]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
@@ -34,7 +34,7 @@ class Finding:
     """Result of one examination."""
 
     name: str
-    state: State
+    state: PartState
     """`good`; `slower`: works with less speed or room; `absent`: not there, a fallback is used."""
     found: str
     advice: str = ""
@@ -174,7 +174,7 @@ def _huge_pages() -> Finding:
     if not path.exists():
         return Finding(name="huge pages", state="absent", found="the kernel has none for shared memory")
     chosen = path.read_text().partition("[")[2].partition("]")[0]
-    state: State = "good" if chosen in ("always", "within_size", "advise") else "absent"
+    state: PartState = "good" if chosen in ("always", "within_size", "advise") else "absent"
     return Finding(name="huge pages", state=state, found=f"{chosen} for shared memory")
 
 

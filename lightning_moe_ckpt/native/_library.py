@@ -25,7 +25,7 @@ from lightning_moe_ckpt.native._prototypes import ABI, Error, Prototype
 
 log = logging.getLogger(__name__)
 
-Part = Literal["cpu", "cuda"]
+LibraryPart = Literal["cpu", "cuda"]
 
 _REBUILD = "rebuild it with `pip install .` or `python ext/build_native.py`"
 
@@ -42,7 +42,7 @@ class Library:
         part: `cpu` or `cuda`.
     """
 
-    def __init__(self, handle: ctypes.CDLL, part: Part) -> None:
+    def __init__(self, handle: ctypes.CDLL, part: LibraryPart) -> None:
         self.part = part
         prototypes = _prototypes.CPU if part == "cpu" else _prototypes.CUDA
         for name, prototype in prototypes.items():
@@ -57,7 +57,7 @@ class Library:
 class PartStatus:
     """Whether one part is in use."""
 
-    part: Part
+    part: LibraryPart
     library: Library | None
     reason: str
     """Why it is not in use, or a description; one line."""
@@ -84,7 +84,7 @@ def explain() -> list[PartStatus]:
 
 
 @functools.cache
-def status(part: Part) -> PartStatus:
+def status(part: LibraryPart) -> PartStatus:
     """Load a part, once per process."""
     try:
         library = _load(part)
@@ -102,7 +102,7 @@ class _Missing(Exception):
         self.unexpected = unexpected
 
 
-def _load(part: Part) -> Library:
+def _load(part: LibraryPart) -> Library:
     if os.environ.get("MOE_CKPT_NATIVE") == "0":
         raise _Missing("switched off by MOE_CKPT_NATIVE=0")
     path = _folder() / f"libmoe_ckpt_{part}.so"
@@ -120,13 +120,13 @@ def _folder() -> Path:
     return Path(os.environ.get("MOE_CKPT_NATIVE_PATH") or Path(__file__).parent)
 
 
-def _build_note(part: Part) -> str:
+def _build_note(part: LibraryPart) -> str:
     """Return the build's note on the CUDA part, which is stored in the CPU part."""
     library = cpu() if part == "cuda" else None
     return f": {library.moe_cpu_build_note().decode()}" if library is not None else ""
 
 
-def _expect_current(path: Path, handle: ctypes.CDLL, part: Part, prototypes: Mapping[str, Prototype]) -> None:
+def _expect_current(path: Path, handle: ctypes.CDLL, part: LibraryPart, prototypes: Mapping[str, Prototype]) -> None:
     """Refuse a library of another version: its signatures differ, so calling it would crash."""
     lacking = [name for name in prototypes if not hasattr(handle, name)]
     if lacking:

@@ -75,7 +75,7 @@ class Arrangement:
     """(base, end, bytes per piece) of every registered buffer: no copy may cross from piece to piece."""
 
 
-class Plan:
+class CopyPlan:
     """Slices that the library has arranged.
 
     Args:
@@ -137,7 +137,7 @@ class PlannedCopies(CopyList):
 
     def __init__(self, copies: Sequence[Copy] | CopyList) -> None:
         super().__init__(list(copies.pairs()) if isinstance(copies, CopyList) else copies)
-        self.plan: Plan | None = None
+        self.plan: CopyPlan | None = None
         self.reads_host = False
         """Whether a device reads from memory on the host."""
         # The addresses in the plan stay allocated, whatever happens to the caller's tensors.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class BucketSlot:
     """The interval `[start, stop)` of one parameter in the flat vector, and the buckets it touches."""
 
     start: int
@@ -26,7 +26,7 @@ class Slot:
 class BucketLayout:
     """A flat vector of `numel` elements cut into `bucket_numel` pieces; only the last may be shorter."""
 
-    slots: dict[str, Slot]
+    slots: dict[str, BucketSlot]
     """Intervals by parameter name, in the order of the vector."""
     numel: int
     bucket_numel: int
@@ -54,11 +54,11 @@ def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int)
         The layout; the vector is padded to a multiple of `multiple`.
     """
     bucket_numel = _round_up(max(bucket_numel, 1), multiple)
-    slots: dict[str, Slot] = {}
+    slots: dict[str, BucketSlot] = {}
     start = 0
     for name, numel in reversed(list(numels.items())):
         stop = start + numel
-        slots[name] = Slot(start=start, stop=stop, buckets=range(start // bucket_numel, -(-stop // bucket_numel)))
+        slots[name] = BucketSlot(start=start, stop=stop, buckets=range(start // bucket_numel, -(-stop // bucket_numel)))
         start = stop
     return BucketLayout(slots=slots, numel=_round_up(start, multiple), bucket_numel=bucket_numel)
 

@@ -25,7 +25,7 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel._buckets import BucketLayout, Slot, plan_buckets
+from lightning_moe_ckpt.parallel._buckets import BucketLayout, BucketSlot, plan_buckets
 from lightning_moe_ckpt.parallel._exchange import StepExchange
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
 from lightning_moe_ckpt.parallel._lane import Lane, stream_writing
@@ -238,7 +238,7 @@ class GradientReducer:
                 buckets[bucket].complete_at = max(buckets[bucket].complete_at, order[fqn])
         self._queue += buckets
 
-    def _place(self, fqn: str, slot: Slot, flat: Tensor, buckets: list[_Bucket]) -> _Gradient:
+    def _place(self, fqn: str, slot: BucketSlot, flat: Tensor, buckets: list[_Bucket]) -> _Gradient:
         parameter = self._parameters[fqn]
         view = flat[slot.start : slot.stop].view(parameter.shape)
         return _Gradient(fqn=fqn, parameter=parameter, flat=view, buckets=buckets)

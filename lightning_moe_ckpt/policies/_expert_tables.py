@@ -32,7 +32,7 @@ MAX_GENERATIONS = 16
 PEER = "peer"
 """A third level, of what is saved: copies on other nodes, under policies that send them no more than storage gets."""
 
-Order = Callable[[int], tuple[int, ...]]
+SortKey = Callable[[int], tuple[int, ...]]
 """Sorts experts of one layer: the one with the smallest key is taken first."""
 
 
@@ -195,19 +195,19 @@ def positions_of(table: ExpertTable | ExpertLayout) -> dict[int, list[int]]:
     return found
 
 
-def sequential_order(table: ExpertTable, level: str, turn: Sequence[int]) -> Order:
+def sequential_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
     """Least recently saved first; of those saved at once first what was skipped, then by `turn`."""
     saved_at, skipped = table.saved_at[level], table.skipped[level]
     return lambda expert: (saved_at[expert], not skipped[expert], turn[expert])
 
 
-def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> Order:
+def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
     """Most unsaved tokens first, then as `sequential_order`."""
     unsaved, otherwise = table.unsaved[level], sequential_order(table, level, turn)
     return lambda expert: (-unsaved[expert], *otherwise(expert))
 
 
-def first(experts: Iterable[int], number: int, order: Order) -> list[int]:
+def first(experts: Iterable[int], number: int, order: SortKey) -> list[int]:
     """The `number` experts that `order` puts first."""
     return sorted(experts, key=order)[:number]
 

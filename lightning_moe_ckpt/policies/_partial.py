@@ -36,8 +36,8 @@ from lightning_moe_ckpt.policies._expert_tables import (
     MEMORY,
     STORAGE,
     ExpertTable,
-    Order,
     Selection,
+    SortKey,
     first,
     jitter,
     overdue,
@@ -254,7 +254,7 @@ def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
     return given
 
 
-def _urgency(late: Sequence[int], due: Collection[int], then: Order) -> Order:
+def _urgency(late: Sequence[int], due: Collection[int], then: SortKey) -> SortKey:
     """Those that are too old, oldest first; those that storage wants; the others."""
     place = {expert: i - len(late) for i, expert in enumerate(late)}
     return lambda expert: (place.get(expert, 0), expert not in due, *then(expert))

@@ -24,7 +24,7 @@ from lightning_moe_ckpt.policies._packing import (
 )
 from lightning_moe_ckpt.policies._plan import Plan
 
-Planner = Literal["packed", "algorithm1"]
+PlannerName = Literal["packed", "algorithm1"]
 OverBudget = Literal["stall", "dense"]
 
 
@@ -52,7 +52,7 @@ def plan_window(
     items: Sequence[PlanItem],
     *,
     budget_nbytes: int,
-    planner: Planner = "packed",
+    planner: PlannerName = "packed",
     max_window: int | None = 16,
     over_budget: OverBudget = "stall",
 ) -> Plan:

@@ -41,7 +41,7 @@ from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 _SLACK, _SPARE = 2, 2
 
-Experts = list[list[int]]
+ExpertRows = list[list[int]]
 """Global indices by layer, of one position."""
 
 
@@ -112,8 +112,8 @@ class SelectivePolicy(ExpertPolicy):
     @override
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
         """`index` decides only between experts that are alike, and whose turn it is."""
-        memory: Experts = [[] for _ in tables]
-        storage: Experts = [[] for _ in tables]
+        memory: ExpertRows = [[] for _ in tables]
+        storage: ExpertRows = [[] for _ in tables]
         for position in _positions(tables):
             kept, stored = self._of_position(index, tables, _held(tables, position), budgets)
             for i in range(len(tables)):
@@ -122,8 +122,8 @@ class SelectivePolicy(ExpertPolicy):
         return Selection(*(tuple(tuple(sorted(row)) for row in rows) for rows in (memory, storage)))
 
     def _of_position(
-        self, index: int, tables: Sequence[ExpertTable], held: Experts, budgets: Mapping[str, int]
-    ) -> tuple[Experts, Experts]:
+        self, index: int, tables: Sequence[ExpertTable], held: ExpertRows, budgets: Mapping[str, int]
+    ) -> tuple[ExpertRows, ExpertRows]:
         remote = _remote_levels(tables, index)
         at_risk = PEER if PEER in remote else STORAGE
         again = [(i, e) for i, row in enumerate(held) for e in taken_again(tables[i], row)]
@@ -139,7 +139,7 @@ class SelectivePolicy(ExpertPolicy):
         return kept, select_experts(tables, kept, at_risk, budgets[STORAGE], index, first=waiting)
 
     def _late(
-        self, index: int, tables: Sequence[ExpertTable], held: Experts, budgets: Mapping[str, int], *, behind: bool
+        self, index: int, tables: Sequence[ExpertTable], held: ExpertRows, budgets: Mapping[str, int], *, behind: bool
     ) -> list[tuple[int, int]]:
         """Experts that would get too old in memory, oldest first."""
         limit, rounds = self.max_age(tables, budgets), _rounds(tables, budgets[MEMORY])
@@ -150,7 +150,7 @@ class SelectivePolicy(ExpertPolicy):
         return _overdue(tables, ages, limit, _usable(tables, budgets[MEMORY]))
 
     def _waiting(
-        self, tables: Sequence[ExpertTable], held: Experts, levels: Sequence[str], budgets: Mapping[str, int]
+        self, tables: Sequence[ExpertTable], held: ExpertRows, levels: Sequence[str], budgets: Mapping[str, int]
     ) -> list[tuple[int, int]]:
         """Experts that levels outside the node have not had for too long, level by level, the longest first."""
         limit, found = self.max_wait(tables, budgets), dict[tuple[int, int], None]()
@@ -164,13 +164,13 @@ class SelectivePolicy(ExpertPolicy):
 
 def select_experts(
     tables: Sequence[ExpertTable],
-    held: Experts,
+    held: ExpertRows,
     level: str,
     budget: int,
     index: int,
     *,
     first: Sequence[tuple[int, int]] = (),
-) -> Experts:
+) -> ExpertRows:
     """SelectExperts of Algorithm 1: the `S[i]` experts of each layer with most unsaved tokens.
 
     Args:
@@ -245,8 +245,8 @@ def _usable(tables: Sequence[ExpertTable], budget: int) -> int:
     return budget - max(sizes) + 1
 
 
-def _take_first(first: Sequence[tuple[int, int]], costs: Sequence[int], budget: int) -> tuple[Experts, int]:
-    taken: Experts = [[] for _ in costs]
+def _take_first(first: Sequence[tuple[int, int]], costs: Sequence[int], budget: int) -> tuple[ExpertRows, int]:
+    taken: ExpertRows = [[] for _ in costs]
     for layer, expert in first:
         if costs[layer] <= budget:
             taken[layer].append(expert)
@@ -291,5 +291,5 @@ def _positions(tables: Sequence[ExpertTable]) -> list[int]:
     return sorted({rank for table in tables for rank in table.rank_of})
 
 
-def _held(tables: Sequence[ExpertTable], position: int) -> Experts:
+def _held(tables: Sequence[ExpertTable], position: int) -> ExpertRows:
     return [positions_of(table).get(position, []) for table in tables]

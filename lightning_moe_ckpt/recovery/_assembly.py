@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.recovery._inventory import Copy
+from lightning_moe_ckpt.recovery._inventory import Replica
 from lightning_moe_ckpt.storage import SegmentEntry, digest_of
 
 UNREADABLE = (CheckpointError, OSError)
@@ -41,7 +41,7 @@ class Exhausted(Exception):
 class Request:
     """Bytes of a segment to be read from a copy by a rank."""
 
-    copy: Copy
+    copy: Replica
     reader: int
     entry: SegmentEntry
     """The segment, as far as where it is goes."""
@@ -64,7 +64,7 @@ Read = Callable[[Request, memoryview], None]
 class Place:
     """Where a copy has a record."""
 
-    copy: Copy
+    copy: Replica
     entry: SegmentEntry
     """The file."""
     offset: int
@@ -83,10 +83,10 @@ class Wanted:
     places: Sequence[Place]
     """Where it may come from, cheapest first."""
     good: bool = False
-    bad_in: set[Copy] = field(default_factory=set)
+    bad_in: set[Replica] = field(default_factory=set)
     asked: Place | None = None
     """Where it, or its first stripe, was asked for in this round."""
-    suppliers: set[Copy] = field(default_factory=set)
+    suppliers: set[Replica] = field(default_factory=set)
     """Copies that were asked for parts of it in this round."""
 
     @property
@@ -162,14 +162,14 @@ class Assembly:
     def __init__(self, what: str, buffer_U8: torch.Tensor, records: Sequence[Wanted], *, may_be_lost: bool) -> None:
         self.what, self.lost = what, ""
         """Why some of it cannot be had; empty while it may."""
-        self.supplied = Counter[Copy]()
+        self.supplied = Counter[Replica]()
         """Bytes read, by copy."""
         self.complaints: list[str] = []
         """What was wrong with copies, since somebody last emptied this."""
         self.view = memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
         """The buffer's bytes, to be filled."""
         self._left = sorted((each for each in records if each.nbytes), key=lambda each: each.start)
-        self._gone: dict[Copy, str] = {}
+        self._gone: dict[Replica, str] = {}
         self._may_be_lost = may_be_lost
         self._is_first = True
 
@@ -195,7 +195,7 @@ class Assembly:
         self._is_first = False
         return found
 
-    def gone(self, copy: Copy, reason: str) -> None:
+    def gone(self, copy: Replica, reason: str) -> None:
         """A copy could not be read: the bytes asked of it are rubbish."""
         if copy not in self._gone:
             self._gone[copy] = reason
@@ -263,14 +263,14 @@ class Assembly:
             yield request
 
 
-def described(copy: Copy) -> str:
+def described(copy: Replica) -> str:
     """A copy in words."""
     if copy.source != "peer":
         return copy.source
     return f"peer (rank{'s' if len(copy.readers) > 1 else ''} {', '.join(map(str, sorted(copy.readers)))})"
 
 
-def _streams(copies: Sequence[Copy]) -> list[tuple[Copy, int]]:
+def _streams(copies: Sequence[Replica]) -> list[tuple[Replica, int]]:
     """Readers to ask at once: one of each copy, then a second of each, and so on."""
     turns = max((len(copy.readers) for copy in copies), default=0)
     streams = [(copy, copy.readers[turn]) for turn in range(turns) for copy in copies if turn < len(copy.readers)]

@@ -31,12 +31,12 @@ from typing import Literal
 import torch
 
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE, Assembly, Place, Wanted
-from lightning_moe_ckpt.recovery._carriage import Carriage, read_local
+from lightning_moe_ckpt.recovery._carriage import Transfer, read_local
 from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, newest_whole
 from lightning_moe_ckpt.recovery._inventory import (
     STORAGE_TIER,
-    Copy,
     Inventory,
+    Replica,
     SourceName,
     Version,
     is_partial,
@@ -55,9 +55,9 @@ HOST: SourceName = "host"
 PEER: SourceName = "peer"
 STORAGE: SourceName = "storage"
 
-Level = Literal["host", "peer", "memory", "storage"]
+LedgerLevel = Literal["host", "peer", "memory", "storage"]
 
-LEVELS: Mapping[Level, Collection[SourceName]] = {
+LEVELS: Mapping[LedgerLevel, Collection[SourceName]] = {
     "host": [HOST],
     "peer": [PEER],
     "memory": [HOST, PEER],
@@ -70,7 +70,7 @@ _NAMED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ShardSource:
     """A piece of one parameter of an expert, and the rank that brings it."""
 
     fqn: str
@@ -80,14 +80,14 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
+class RestorePlan:
     """What ranks agreed on, equal on all; experts by name."""
 
     generations: Mapping[str, GenerationId]
     """From which generation each expert comes."""
-    tiles: Mapping[str, Sequence[Tile]]
+    tiles: Mapping[str, Sequence[ShardSource]]
     """Pieces of each expert over all ranks, in the order of ranks."""
-    levels: Mapping[str, frozenset[Level]]
+    levels: Mapping[str, frozenset[LedgerLevel]]
     """Levels that hold all of that copy."""
     bad: Mapping[str, Mapping[GenerationId, bool]] = field(default_factory=dict)
     """Generations whose copy of an expert turned out bad, newest first, and whether storage had that."""
@@ -109,9 +109,9 @@ class Restored:
     segments: list[torch.Tensor]
     """One uint8 tensor per step, laid out as was asked for."""
     layouts: list[SegmentLayout]
-    nbytes: dict[Copy, int]
+    nbytes: dict[Replica, int]
     """Bytes read, by copy; what was read again counts again."""
-    chosen: Chosen
+    chosen: RestorePlan
 
 
 class RestoreAttempt:
@@ -147,7 +147,7 @@ class RestoreAttempt:
         self._bad: dict[str, dict[GenerationId, bool]] = {}
         self._reasons: dict[str, list[str]] = {}
         self._rounds = Rounds(transport)
-        self._carriage = Carriage(self._rounds, reader, str(version), chunk_nbytes)
+        self._carriage = Transfer(self._rounds, reader, str(version), chunk_nbytes)
         self.is_partial = False
         """Whether it holds some experts only; known once there is a marker."""
         self._reachable = sorted((each for each in alive if each.generation <= version.generation), reverse=True)
@@ -183,7 +183,7 @@ class RestoreAttempt:
         self,
         marker: RankMarker,
         experts: Mapping[str, int],
-        lay_out: Callable[[Chosen], Sequence[SegmentLayout]],
+        lay_out: Callable[[RestorePlan], Sequence[SegmentLayout]],
     ) -> Restored | None:
         """Everything of this rank; `None`, on all ranks, if something has no good copy left.
 
@@ -203,7 +203,7 @@ class RestoreAttempt:
             if not self._carriage.carry([*parts.values()], broken):
                 return None
             if not self._exclude_lost(parts, sources):
-                nbytes = dict(sum((part.supplied for part in parts.values()), Counter[Copy]()))
+                nbytes = dict(sum((part.supplied for part in parts.values()), Counter[Replica]()))
                 return Restored(marker=marker, segments=buffers, layouts=layouts, nbytes=nbytes, chosen=chosen)
         return None
 
@@ -278,7 +278,7 @@ class RestoreAttempt:
         lent = {each.generation: each for each in self._inventory.in_storage}
         for borrowed in (*marker.borrowed, *marker.spares):
             owner = lent.get(borrowed.generation, Version(borrowed.generation, ""))
-            self._index.add(owner, borrowed.segment, [Copy(STORAGE, "", STORAGE_TIER, (rank,), owner)])
+            self._index.add(owner, borrowed.segment, [Replica(STORAGE, "", STORAGE_TIER, (rank,), owner)])
 
     # -- agreement
 
@@ -317,7 +317,7 @@ class RestoreAttempt:
                     counts[theirs[index]] += numel
         return offered, dict(sorted(sizes.items()))
 
-    def _describe(self, sources: Mapping[str, Version], experts: Collection[str]) -> Chosen:
+    def _describe(self, sources: Mapping[str, Version], experts: Collection[str]) -> RestorePlan:
         """What all ranks have of the copies that were chosen."""
         own: list[object] = []
         for name in (each for each in experts if each in sources):
@@ -325,19 +325,19 @@ class RestoreAttempt:
             tiles = [held.record for held in records.values() if held.record.state_key == PARAM]
             rows = [[each.fqn, each.global_start, each.numel] for each in tiles]
             own.append([name, rows, [int(self._all_at(records.values(), level)) for level in LEVELS]])
-        tiles_of: dict[str, list[Tile]] = {name: [] for name in sources}
+        tiles_of: dict[str, list[ShardSource]] = {name: [] for name in sources}
         levels = {name: set(LEVELS) for name in sources}
         for writer, said in enumerate(self._transport.gather_values(own)):
             assert isinstance(said, list)
             for name, rows, there in said:
-                tiles_of[name] += [Tile(fqn, start, numel, writer) for fqn, start, numel in rows]
+                tiles_of[name] += [ShardSource(fqn, start, numel, writer) for fqn, start, numel in rows]
                 levels[name] -= {level for level, held in zip(LEVELS, there, strict=True) if not held}
         generations = {name: source.generation for name, source in sources.items()}
         held = {name: frozenset(each) for name, each in levels.items()}
         bad = {name: dict(each) for name, each in self._bad.items()}
-        return Chosen(generations=generations, tiles=tiles_of, levels=held, bad=bad, missing=dict(self.missing))
+        return RestorePlan(generations=generations, tiles=tiles_of, levels=held, bad=bad, missing=dict(self.missing))
 
-    def _all_at(self, records: Collection[Replicas], level: Level) -> bool:
+    def _all_at(self, records: Collection[Replicas], level: LedgerLevel) -> bool:
         sources = LEVELS[level]
         return all(any(place.copy.source in sources for place in each.places) for each in records)
 

@@ -16,7 +16,7 @@ from lightning_moe_ckpt.recovery._assembly import UNREADABLE, Assembly, Exhauste
 from lightning_moe_ckpt.recovery._inventory import Item
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
-from lightning_moe_ckpt.recovery._schedule import Ask, Turn, turns
+from lightning_moe_ckpt.recovery._schedule import FetchRequest, TransferStep, turns
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ VERIFIED_NBYTES = 4 * 2**20
 Requests = list[tuple[Assembly, Request]]
 
 
-class Carriage:
+class Transfer:
     """Brings assemblies their bytes; every method is collective.
 
     Args:
@@ -86,9 +86,9 @@ class Carriage:
         except Exhausted as error:
             return [], str(error)
 
-    def _ask(self, number: int, request: Request) -> Ask:
+    def _ask(self, number: int, request: Request) -> FetchRequest:
         copy = request.copy
-        return Ask(
+        return FetchRequest(
             self._rank,
             request.reader,
             copy.version,
@@ -107,7 +107,7 @@ class Carriage:
 
     # -- between ranks
 
-    def _travel(self, asks: Sequence[Ask], wanted: Requests) -> None:
+    def _travel(self, asks: Sequence[FetchRequest], wanted: Requests) -> None:
         """Send and receive what all ranks asked for; learn which of it could not be read. Collective."""
         transport = self._rounds.transport
         failures: dict[tuple[int, int], str] = {}
@@ -123,7 +123,7 @@ class Carriage:
         for reader, told in enumerate(transport.gather_values(rows)):
             self._hear(reader, told, wanted)
 
-    def _bytes_for(self, ask: Ask, failures: dict[tuple[int, int], str]) -> bytearray:
+    def _bytes_for(self, ask: FetchRequest, failures: dict[tuple[int, int], str]) -> bytearray:
         """What another rank asked for; if it cannot be read, as many other bytes: the receiver waits for them."""
         chunk = bytearray(ask.nbytes)
         try:
@@ -168,7 +168,7 @@ def _verify(portion: Sequence[tuple[Assembly, Wanted]]) -> None:
         record.verify(assembly.view)
 
 
-def _places(turn: Turn, wanted: Requests) -> list[tuple[int, memoryview]]:
+def _places(turn: TransferStep, wanted: Requests) -> list[tuple[int, memoryview]]:
     places = []
     for ask in turn.receives:
         assembly, request = wanted[ask.number]

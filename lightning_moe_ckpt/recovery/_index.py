@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.recovery._assembly import Place
-from lightning_moe_ckpt.recovery._inventory import STORAGE_TIER, Copy, Version
+from lightning_moe_ckpt.recovery._inventory import STORAGE_TIER, Replica, Version
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry
 
 FULL, PARAM = "full", "param"
@@ -28,7 +28,7 @@ class Replicas:
     places: list[Place] = field(default_factory=list)
 
 
-Records = dict[str, Replicas]
+ReplicasByName = dict[str, Replicas]
 """By name."""
 
 
@@ -36,13 +36,13 @@ class RecordIndex:
     """What one rank can be given. Of what two files contradict each other in, the one that was added first is right."""
 
     def __init__(self) -> None:
-        self._full: dict[tuple[str, Version], dict[int, Records]] = defaultdict(dict)
+        self._full: dict[tuple[str, Version], dict[int, ReplicasByName]] = defaultdict(dict)
         """Full states, by operator."""
-        self._others: dict[Version, dict[int, Records]] = defaultdict(dict)
+        self._others: dict[Version, dict[int, ReplicasByName]] = defaultdict(dict)
         """Buffers, journals, and what only forward and backward need."""
         self._excluded: set[tuple[str, Version]] = set()
 
-    def add(self, source: Version, entry: SegmentEntry, copies: Collection[Copy]) -> None:
+    def add(self, source: Version, entry: SegmentEntry, copies: Collection[Replica]) -> None:
         """Add the records of a file.
 
         Args:
@@ -70,11 +70,11 @@ class RecordIndex:
         """Offer an operator from there no more: it turned out bad."""
         self._excluded.add((operator, source))
 
-    def operator(self, operator: str, source: Version) -> Records:
+    def operator(self, operator: str, source: Version) -> ReplicasByName:
         """The full state of an operator as of the last step of a generation."""
         return self._full.get((operator, source), {}).get(source.generation.step, {})
 
-    def step(self, source: Version, step: int) -> Records:
+    def step(self, source: Version, step: int) -> ReplicasByName:
         """All records of one step of a generation, of whatever kind."""
         tables = [self._others.get(source, {}), *(each for (_, of), each in self._full.items() if of == source)]
         return {name: replicas for table in tables for name, replicas in table.get(step, {}).items()}
@@ -108,7 +108,7 @@ def stored_index(marker: RankMarker, older: Iterable[BorrowedEntry] | None = Non
     files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
     for generation, entry in files:
         version = Version(generation, "")
-        index.add(version, entry, [Copy("storage", "", STORAGE_TIER, (marker.rank,), version)])
+        index.add(version, entry, [Replica("storage", "", STORAGE_TIER, (marker.rank,), version)])
     return index
 
 

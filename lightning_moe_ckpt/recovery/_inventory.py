@@ -81,7 +81,7 @@ class Stock:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class Replica:
     """One copy of one rank's part of a version, as seen by that rank."""
 
     source: SourceName
@@ -162,17 +162,17 @@ class Inventory:
         everywhere = frozenset.intersection(*(self.versions(owner) for owner in range(self.world_size)))
         return sorted(everywhere.intersection(alive), reverse=True)
 
-    def copies(self, version: Version, owner: int) -> list[Copy]:
+    def copies(self, version: Version, owner: int) -> list[Replica]:
         """Copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""
         found = self._in_memory(version, owner)
         own = self.stocks[owner].memory
-        host = [Copy("host", own, tier, (owner,), version) for memory, tier in found if memory == own]
+        host = [Replica("host", own, tier, (owner,), version) for memory, tier in found if memory == own]
         peers = [
-            Copy("peer", memory, tier, tuple(_rotated(ranks, owner)), version)
+            Replica("peer", memory, tier, tuple(_rotated(ranks, owner)), version)
             for (memory, tier), ranks in found.items()
             if memory != own
         ]
-        storage = [Copy("storage", "", STORAGE_TIER, (owner,), version)] if version in self.in_storage else []
+        storage = [Replica("storage", "", STORAGE_TIER, (owner,), version)] if version in self.in_storage else []
         return [*host, *_rotated(peers, owner), *storage]
 
     def _in_memory(self, version: Version, owner: int) -> dict[tuple[str, str], list[int]]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE, described
-from lightning_moe_ckpt.recovery._inventory import Copy, Item, SourceName, Version, is_partial
+from lightning_moe_ckpt.recovery._inventory import Item, Replica, SourceName, Version, is_partial
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
-from lightning_moe_ckpt.recovery._schedule import Ask
+from lightning_moe_ckpt.recovery._schedule import FetchRequest
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class _Hunt:
     """For a marker."""
 
     which: Which
-    left: list[Copy]
+    left: list[Replica]
     """Copies to be asked, cheapest first."""
     found: RankMarker | None = None
     complaints: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class MarkerSearch:
         self,
         rounds: Rounds,
         reader: Reader,
-        copies: Mapping[Which, Sequence[Copy]],
+        copies: Mapping[Which, Sequence[Replica]],
         digests: Mapping[Version, str],
     ) -> None:
         self._rounds, self._reader, self._digests = rounds, reader, digests
@@ -83,16 +83,16 @@ class MarkerSearch:
                 return None
         return found
 
-    def _begin_round(self, required: Collection[Which]) -> list[Ask] | None:
+    def _begin_round(self, required: Collection[Which]) -> list[FetchRequest] | None:
         for hunt in self._hunts:
             while hunt.asks and hunt.left[0].source != "peer":
                 self._read(hunt, hunt.left.pop(0))
         asks = [self._ask(number, hunt) for number, hunt in enumerate(self._hunts) if hunt.asks]
         return self._rounds.begin(asks, busy=bool(asks), lost=self._lost(required))
 
-    def _ask(self, number: int, hunt: _Hunt) -> Ask:
+    def _ask(self, number: int, hunt: _Hunt) -> FetchRequest:
         copy = hunt.left[0]
-        return Ask(self._rank, copy.readers[0], copy.version, copy.tier, "", 0, 0, number)
+        return FetchRequest(self._rank, copy.readers[0], copy.version, copy.tier, "", 0, 0, number)
 
     def _lost(self, required: Collection[Which]) -> str:
         hunts = [hunt for hunt in self._hunts if hunt.which in required]
@@ -101,14 +101,14 @@ class MarkerSearch:
         complaints = [complaint for hunt in hunts for complaint in hunt.complaints]
         return f"its marker is nowhere as it was written: {', '.join(complaints)}"
 
-    def _read(self, hunt: _Hunt, copy: Copy) -> None:
+    def _read(self, hunt: _Hunt, copy: Replica) -> None:
         try:
             marker = self._reader.marker(Item(copy.version, self._rank, copy.tier))
             hunt.found = self._checked(copy, marker)
         except UNREADABLE as error:
             _complain(hunt, copy, str(error))
 
-    def _accept(self, hunt: _Hunt, copy: Copy, answer: bytes) -> None:
+    def _accept(self, hunt: _Hunt, copy: Replica, answer: bytes) -> None:
         if not answer:
             _complain(hunt, copy, "could not be read there")
             return
@@ -118,7 +118,7 @@ class MarkerSearch:
         except Corrupt as error:
             _complain(hunt, copy, str(error))
 
-    def _checked(self, copy: Copy, marker: RankMarker) -> RankMarker:
+    def _checked(self, copy: Replica, marker: RankMarker) -> RankMarker:
         """The marker, if it is that of this rank and version, and the one that was committed, if one was.
 
         What memory has of a partial generation may be more files than are committed.
@@ -134,7 +134,7 @@ class MarkerSearch:
             raise Corrupt("is not the marker that was committed.")
         return marker
 
-    def _swap(self, asks: Sequence[Ask]) -> dict[int, bytes]:
+    def _swap(self, asks: Sequence[FetchRequest]) -> dict[int, bytes]:
         """Send what others ask for; what this rank asked for, empty if it could not be given it, by number. Collective."""
         transport = self._rounds.transport
         answers = [(ask, self._answer(ask)) for ask in asks if ask.reader == self._rank]
@@ -153,7 +153,7 @@ class MarkerSearch:
         wait()
         return {ask.number: bytes(buffer) for ask, buffer in received}
 
-    def _answer(self, ask: Ask) -> bytes:
+    def _answer(self, ask: FetchRequest) -> bytes:
         try:
             return self._reader.marker(Item(ask.version, ask.receiver, ask.tier)).to_bytes()
         except UNREADABLE as error:
@@ -161,7 +161,7 @@ class MarkerSearch:
             return b""
 
 
-def _complain(hunt: _Hunt, copy: Copy, reason: str) -> None:
+def _complain(hunt: _Hunt, copy: Replica, reason: str) -> None:
     hunt.complaints.append(f"{described(copy)} ({reason})")
     log.error("%s, marker from %s: %s; another copy is tried", copy.version, described(copy), reason)
 

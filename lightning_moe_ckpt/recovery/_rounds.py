@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning_moe_ckpt.recovery._schedule import Ask
+from lightning_moe_ckpt.recovery._schedule import FetchRequest
 
 Parcel = tuple[int, memoryview]
 """Another rank, and bytes for or from it; never empty."""
@@ -48,7 +48,7 @@ class Rounds:
     reasons: list[str] = field(default_factory=list)
     """Why the version is given up, the same on all ranks; empty while it is not."""
 
-    def begin(self, asks: Sequence[Ask], *, busy: bool, lost: str) -> list[Ask] | None:
+    def begin(self, asks: Sequence[FetchRequest], *, busy: bool, lost: str) -> list[FetchRequest] | None:
         """Tell the others what this rank wants of them in the next round.
 
         Args:
@@ -66,7 +66,7 @@ class Rounds:
         self._lose([row[1] for row in told])
         if self.reasons or not any(row[0] for row in told):
             return None
-        return [Ask.from_plain(rank, plain) for rank, row in enumerate(told) for plain in row[2]]
+        return [FetchRequest.from_plain(rank, plain) for rank, row in enumerate(told) for plain in row[2]]
 
     def all_equal(self, value: str, reason: str) -> bool:
         """Whether all ranks have the same value; if not, the version is lost for this reason."""

@@ -17,7 +17,7 @@ CHUNK_NBYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class FetchRequest:
     """Bytes that one rank wants from a copy that another can read."""
 
     receiver: int
@@ -37,7 +37,7 @@ class Ask:
         return [self.reader, self.tier, *version, self.key, self.offset, self.nbytes, self.number]
 
     @classmethod
-    def from_plain(cls, receiver: int, row: Sequence[object]) -> Ask:
+    def from_plain(cls, receiver: int, row: Sequence[object]) -> FetchRequest:
         """The inverse of `plain`."""
         reader, tier, *rest = row
         assert isinstance(reader, int)
@@ -46,14 +46,14 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TransferStep:
     """What a rank receives and sends at once, at most one chunk per other rank and direction."""
 
-    receives: tuple[Ask, ...]
-    sends: tuple[Ask, ...]
+    receives: tuple[FetchRequest, ...]
+    sends: tuple[FetchRequest, ...]
 
 
-def turns(asks: Sequence[Ask], rank: int, chunk_nbytes: int = CHUNK_NBYTES) -> list[Turn]:
+def turns(asks: Sequence[FetchRequest], rank: int, chunk_nbytes: int = CHUNK_NBYTES) -> list[TransferStep]:
     """The turns of one rank.
 
     Args:
@@ -61,18 +61,18 @@ def turns(asks: Sequence[Ask], rank: int, chunk_nbytes: int = CHUNK_NBYTES) -> l
         rank: whose turns.
         chunk_nbytes: most bytes per chunk.
     """
-    incoming: dict[int, list[Ask]] = {}
-    outgoing: dict[int, list[Ask]] = {}
+    incoming: dict[int, list[FetchRequest]] = {}
+    outgoing: dict[int, list[FetchRequest]] = {}
     for ask in asks:
         if ask.receiver == rank:
             incoming.setdefault(ask.reader, []).extend(_chunks(ask, chunk_nbytes))
         elif ask.reader == rank:
             outgoing.setdefault(ask.receiver, []).extend(_chunks(ask, chunk_nbytes))
     rows = zip_longest(_columns(incoming), _columns(outgoing), fillvalue=())
-    return [Turn(receives, sends) for receives, sends in rows]
+    return [TransferStep(receives, sends) for receives, sends in rows]
 
 
-def _chunks(ask: Ask, chunk_nbytes: int) -> list[Ask]:
+def _chunks(ask: FetchRequest, chunk_nbytes: int) -> list[FetchRequest]:
     end = ask.offset + ask.nbytes
     return [
         replace(ask, offset=start, nbytes=min(chunk_nbytes, end - start))
@@ -80,6 +80,6 @@ def _chunks(ask: Ask, chunk_nbytes: int) -> list[Ask]:
     ]
 
 
-def _columns(queues: dict[int, list[Ask]]) -> list[tuple[Ask, ...]]:
+def _columns(queues: dict[int, list[FetchRequest]]) -> list[tuple[FetchRequest, ...]]:
     columns = zip_longest(*queues.values())
     return [tuple(ask for ask in column if ask is not None) for column in columns]

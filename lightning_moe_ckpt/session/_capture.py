@@ -16,20 +16,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, ConfigurationError, RingFull
+from lightning_moe_ckpt.journal import Arrivals, Journal, JournalOverflow
 from lightning_moe_ckpt.native import CopyEngine, Ticket
-from lightning_moe_ckpt.session._arrivals import Arrivals
-from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._gradients import GradientRecorder, RecordedStep
-from lightning_moe_ckpt.session._journal import Journal, JournalOverflow
-from lightning_moe_ckpt.session._layout import StepLayout, WindowLayout
-from lightning_moe_ckpt.session._planning import Planner
-from lightning_moe_ckpt.session._skips import Misses
-from lightning_moe_ckpt.session._stall import StallMeter
+from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.process import StallMeter
 from lightning_moe_ckpt.session._tiers import Tiers, Window
-from lightning_moe_ckpt.session._writer import BoundaryCapture, BufferChanged, SegmentWriter
+from lightning_moe_ckpt.snapshot import (
+    BoundaryCapture,
+    BufferChanged,
+    GradientRecorder,
+    RecordedStep,
+    SegmentWriter,
+    StepLayout,
+    WindowLayout,
+)
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import SegmentRing, Slot
+from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
 
 log = logging.getLogger(__name__)
 

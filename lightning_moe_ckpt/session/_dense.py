@@ -13,19 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.journal import Journal, encode
 from lightning_moe_ckpt.native import CopyEngine, Preparation, Ticket
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session._codec import encode
-from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._journal import Journal
-from lightning_moe_ckpt.session._lay_out import dense_layout
-from lightning_moe_ckpt.session._layout import StateView
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._stall import StallMeter
-from lightning_moe_ckpt.session._worker import Announced
-from lightning_moe_ckpt.session._writer import BoundaryCapture, SegmentWriter
+from lightning_moe_ckpt.process import StallMeter
+from lightning_moe_ckpt.snapshot import BoundaryCapture, SegmentWriter, StateView, dense_layout
 from lightning_moe_ckpt.storage import BadCopies, GenerationId
+from lightning_moe_ckpt.tiers import Announced, PersistWorker
 
 log = logging.getLogger(__name__)
 

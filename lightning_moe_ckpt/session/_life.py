@@ -10,51 +10,56 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.journal import Journal, encode
 from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.policies import Policy
-from lightning_moe_ckpt.session._averages import Averages
+from lightning_moe_ckpt.process import FrozenHeap, HookClock, StallMeter, collections_paused
+from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, load_found
 from lightning_moe_ckpt.session._capture import CaptureSession
-from lightning_moe_ckpt.session._codec import encode
-from lightning_moe_ckpt.session._config import LifeConfig
 from lightning_moe_ckpt.session._dense import DenseCapture
-from lightning_moe_ckpt.session._description import describe
-from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._found import Found
-from lightning_moe_ckpt.session._gradients import GradientRecorder
-from lightning_moe_ckpt.session._heap import FrozenHeap, collections_paused
-from lightning_moe_ckpt.session._host import HostWorker, Rings, claim_memory, log_reserved
-from lightning_moe_ckpt.session._identity import Identity
-from lightning_moe_ckpt.session._journal import Journal
-from lightning_moe_ckpt.session._lay_out import dense_nbytes, log_plan
-from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._leftovers import is_superseded
-from lightning_moe_ckpt.session._loading import load_found
-from lightning_moe_ckpt.session._made import made
-from lightning_moe_ckpt.session._peers import join_peers
-from lightning_moe_ckpt.session._persist import STORAGE, PersistWorker, join_storage
-from lightning_moe_ckpt.session._planning import Planner
-from lightning_moe_ckpt.session._replay import Replay
 from lightning_moe_ckpt.session._report import Report, captured_figures, found_figures, tier_figures
-from lightning_moe_ckpt.session._restore import Runs
-from lightning_moe_ckpt.session._sealed import Markers
-from lightning_moe_ckpt.session._search import Job
-from lightning_moe_ckpt.session._stall import HookClock, StallMeter
-from lightning_moe_ckpt.session._stored_base import build_on_stored
-from lightning_moe_ckpt.session._tiers import Tiers, report_failures
-from lightning_moe_ckpt.tiers import RankMemory, SegmentRing
+from lightning_moe_ckpt.session._tiers import Tiers, build_on_stored, report_failures
+from lightning_moe_ckpt.snapshot import (
+    Averages,
+    GradientRecorder,
+    Identity,
+    StateView,
+    WindowLayout,
+    dense_nbytes,
+    describe,
+    log_plan,
+)
+from lightning_moe_ckpt.tiers import (
+    STORAGE,
+    HostWorker,
+    Markers,
+    PersistWorker,
+    RankMemory,
+    Rings,
+    SegmentRing,
+    SessionConfig,
+    claim_memory,
+    join_peers,
+    join_storage,
+    log_reserved,
+)
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-class Life:
+
+class CheckpointSession:
     """Checkpointing of one `fit`.
 
     Args:
@@ -73,7 +78,7 @@ class Life:
 
     def __init__(
         self,
-        config: LifeConfig,
+        config: SessionConfig,
         *,
         policy: Policy,
         module: torch.nn.Module,
@@ -102,7 +107,7 @@ class Life:
         )
         device = next(iter(self._view.params.values())).device
         self._stalls, self.clock, self._heap = StallMeter(device), HookClock(), FrozenHeap(wanted=config.freeze_heap)
-        self._runs: Runs | None = None
+        self._runs: RunOpener | None = None
         self._storage: PersistWorker | None = None
         self._memory: RankMemory | None = None
         self._rings: Rings | None = None
@@ -110,7 +115,7 @@ class Life:
         self._tiers = Tiers([])
         self._capture: CaptureSession | None = None
         self._engine = create_engine(device)
-        self._found: Found | None = None
+        self._found: RestoreSource | None = None
         self._replay: Replay | None = None
         self._replay_layout: WindowLayout | None = None
         self._unsettled: Replay | None = None
@@ -139,10 +144,12 @@ class Life:
         started = time.perf_counter()
         view, ops, groups = self._view, self._operators, self._groups
         identity = Identity.of_job(ops, view.schema, groups, self._autocast_dtype, self._exchange)
-        self._runs = Runs(
+        self._runs = RunOpener(
             self._config.url, self._config.storage_options, self._exchange, groups, bandwidth=self._config.bandwidth
         )
-        job = Job(identity=identity, view=view, groups=groups, may_lack_experts=self._policy.allow_missing_experts)
+        job = ResumeRequest(
+            identity=identity, view=view, groups=groups, may_lack_experts=self._policy.allow_missing_experts
+        )
         self._found = self._runs.open(resume=self._config.resume, job=job)
         self._tiers = self._join_tiers(identity)
         self._capture = CaptureSession(
@@ -209,7 +216,7 @@ class Life:
             build_on_stored(runs.store, self._exchange, tiers, self._storage, self._found)
         return tiers
 
-    def _load(self, found: Found) -> Journal:
+    def _load(self, found: RestoreSource) -> Journal:
         self._planner.journal_had(found.journal_nbytes)
         layout, replay = load_found(
             *(found, self._view, self._groups, self._exchange, self._engine),
@@ -497,3 +504,9 @@ class Life:
 
     def _report_failures(self) -> None:
         report_failures(self._tiers, made(self._capture).failures, self._config.url)
+
+
+def made(part: T | None) -> T:
+    """The part. Nobody may ask for it before the beginning."""
+    assert part is not None
+    return part

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_moe_ckpt.session._deltas import DeltaFigures
-from lightning_moe_ckpt.session._loss_figures import LossFigures
+from lightning_moe_ckpt.planning import LossFigures
+from lightning_moe_ckpt.tiers import DeltaFigures
 
 if TYPE_CHECKING:
+    from lightning_moe_ckpt.recovery import RestoreSource
     from lightning_moe_ckpt.session._capture import CaptureSession
-    from lightning_moe_ckpt.session._found import Found
     from lightning_moe_ckpt.session._tiers import Tiers
 
 
@@ -125,7 +125,7 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
     }
 
 
-def tier_figures(tiers: Tiers, found: Found | None) -> dict[str, Any]:
+def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
     """What tiers hold and skipped; of those of an earlier life, what this one began from."""
     return {
         "reserved_nbytes": tiers.reserved(),
@@ -136,7 +136,7 @@ def tier_figures(tiers: Tiers, found: Found | None) -> dict[str, Any]:
     }
 
 
-def found_figures(found: Found | None) -> dict[str, Any]:
+def found_figures(found: RestoreSource | None) -> dict[str, Any]:
     """What this life began from; `None` for a fresh start."""
     return {
         "resumed_from": found.generation.step if found is not None else None,

@@ -25,15 +25,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning_moe_ckpt.errors import Fenced
-from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._layout import WindowLayout
-from lightning_moe_ckpt.session._persist import STORAGE
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._skips import Skips
-from lightning_moe_ckpt.session._worker import Announced, Base, Failure, TierWorker
-from lightning_moe_ckpt.storage import BadCopies, GenerationId
-from lightning_moe_ckpt.tiers import SegmentRing
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import CheckpointError, Fenced
+from lightning_moe_ckpt.recovery import RestoreSource
+from lightning_moe_ckpt.snapshot import WindowLayout
+from lightning_moe_ckpt.storage import BadCopies, Commit, GenerationId, RankMarker, RunStore
+from lightning_moe_ckpt.tiers import (
+    STORAGE,
+    Announced,
+    Base,
+    Failure,
+    PersistWorker,
+    SealedSegment,
+    SegmentRing,
+    SkipCounter,
+    TierWorker,
+)
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +101,7 @@ class _Lane:
     """One worker, and what all ranks know of it."""
 
     worker: TierWorker
-    skips: Skips
+    skips: SkipCounter
     given: list[GenerationId] = field(default_factory=list)
     """What it was given and is not known to be superseded, oldest first; the same on all ranks."""
     idle: bool = False
@@ -159,7 +166,7 @@ class Tiers:
 
     def __init__(self, workers: Sequence[TierWorker], *, watcher: TierWatcher | None = None) -> None:
         self.workers, self._watcher = list(workers), watcher
-        self._lanes = [_Lane(worker=worker, skips=Skips(worker.name)) for worker in workers]
+        self._lanes = [_Lane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation that was found complete on all ranks, by tier."""
 
@@ -417,3 +424,39 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
             f"{url}: a later start of this run has taken over, nothing of this process is stored any more. Stop this "
             "process, or give one of the two jobs another URL."
         )
+
+
+def build_on_stored(
+    store: RunStore, exchange: Exchange, tiers: Tiers, worker: PersistWorker, found: RestoreSource | None
+) -> None:
+    """Generations of this life may take what they lack from the newest that is committed, if all can read it. Collective.
+
+    Args:
+        store: of the run, its epoch open.
+        exchange: between ranks.
+        tiers: told that storage has it.
+        worker: of storage on this rank.
+        found: what this life resumes from.
+    """
+    chosen = None if found is None else found.chosen
+    # Of what was bad twice, or is nowhere, the newest commit names no copy that the next one could borrow.
+    completes = chosen is None or not (chosen.missing or any(sum(each.values()) > 1 for each in chosen.bad.values()))
+    try:
+        stored = exchange.told(lambda: [commit.to_bytes() for commit in store.candidates()[:1]])
+        assert isinstance(stored, list)
+        for each in stored:
+            marker = _build_on(Commit.from_bytes(each, "commit of the coordinator"), store, exchange, worker)
+            if completes and marker is not None:
+                tiers.build_on(STORAGE, marker.generation)
+    except CheckpointError as error:  # on every rank
+        log.warning("nothing is built on what storage has, the next generation is stored whole: %s", error)
+
+
+def _build_on(commit: Commit, store: RunStore, exchange: Exchange, worker: PersistWorker) -> RankMarker | None:
+    markers: list[RankMarker] = []
+    with exchange.together():
+        markers.append(store.read_marker(commit, exchange.rank))
+    if len(commit.steps) != 1:
+        return None  # a window of several steps holds no states of one step
+    worker.build_on(markers[0])
+    return markers[0]

@@ -40,7 +40,7 @@ class BorrowedEntry:
     """The file as its own marker describes it, reduced to the borrowed records."""
 
 
-class Lines:
+class MarkerLines:
     """Reader of the lines after a marker's document, one after another."""
 
     def __init__(self, data: bytes, start: int, where: str) -> None:
@@ -80,7 +80,7 @@ def segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]
     }
 
 
-def read_segment(value: object, where: str, lines: Lines) -> SegmentEntry:
+def read_segment(value: object, where: str, lines: MarkerLines) -> SegmentEntry:
     """Read a segment; the next line holds its records. Raises `Corrupt`."""
     body = Fields(value, where)
     nbytes = body.integer("nbytes")
@@ -101,7 +101,7 @@ def borrowed_body(borrowed: BorrowedEntry, table: RecordTable) -> dict[str, obje
     return {"generation": generation_body(borrowed.generation), "segment": segment_body(borrowed.segment, table)}
 
 
-def read_borrowed(value: object, where: str, lines: Lines) -> BorrowedEntry:
+def read_borrowed(value: object, where: str, lines: MarkerLines) -> BorrowedEntry:
     """Read borrowed records; the next line holds them. Raises `Corrupt`."""
     body = Fields(value, where)
     borrowed = BorrowedEntry(

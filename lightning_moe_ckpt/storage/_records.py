@@ -18,7 +18,7 @@ from functools import lru_cache
 from lightning_moe_ckpt.errors import Corrupt, StorageRefused
 from lightning_moe_ckpt.storage._entries import (
     BorrowedEntry,
-    Lines,
+    MarkerLines,
     ModuleLine,
     SegmentEntry,
     borrowed_body,
@@ -119,7 +119,7 @@ class RankMarker:
         end = data.find(b"\n") + 1
         version, body = decode_any(data[:end], kind="marker", where=where, versions=_VERSIONS)
         form = _form(version)
-        lines = Lines(data, end, where)
+        lines = MarkerLines(data, end, where)
         _expect_digest(body, where)
         if body.rows("record_columns", read_text) != RECORD_COLUMNS:
             raise Corrupt(f"{where}: unknown record columns. Read it with the release that wrote it.")

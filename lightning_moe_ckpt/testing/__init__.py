@@ -14,9 +14,9 @@ from lightning_moe_ckpt.testing._fault_random import RandomFaults as RandomFault
 from lightning_moe_ckpt.testing._fault_summary import FaultSummary as FaultSummary
 from lightning_moe_ckpt.testing._fault_summary import FaultTally as FaultTally
 from lightning_moe_ckpt.testing._fault_summary import summarize_faults as summarize_faults
-from lightning_moe_ckpt.testing._lives import Life as Life
-from lightning_moe_ckpt.testing._lives import LifeFailed as LifeFailed
-from lightning_moe_ckpt.testing._lives import LifeResult as LifeResult
+from lightning_moe_ckpt.testing._lives import Attempt as Attempt
+from lightning_moe_ckpt.testing._lives import AttemptFailed as AttemptFailed
+from lightning_moe_ckpt.testing._lives import AttemptResult as AttemptResult
 from lightning_moe_ckpt.testing._lives import assert_same_end as assert_same_end
 from lightning_moe_ckpt.testing._lives import run_lives as run_lives
 from lightning_moe_ckpt.testing._lives_end import capture_end as capture_end

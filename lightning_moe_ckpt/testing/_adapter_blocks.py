@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ckpt.operators import MoELayerSpec, OperatorSet, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session._lay_out import region_parts
-from lightning_moe_ckpt.session._layout import REGIONS, Field, StateView
+from lightning_moe_ckpt.snapshot._lay_out import region_parts
+from lightning_moe_ckpt.snapshot._layout import REGIONS, Field, StateView
 
 _TRIES = 3
 """Numbers of other weights tried per expert: a unit that is off before and after would hide a token."""

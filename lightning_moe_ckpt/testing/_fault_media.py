@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, Retrying, RingHeader, RunView
 from lightning_moe_ckpt.storage._open import open_without_retries
-from lightning_moe_ckpt.tiers._names import Kind, MemoryName, marker_paths, memory_files
+from lightning_moe_ckpt.tiers._names import MemoryKind, MemoryName, marker_paths, memory_files
 from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank
         backend.close()
 
 
-def flip_memory_bit(directory: Path, tag: str, kind: Kind, rank: int, draws: random.Random) -> str:
+def flip_memory_bit(directory: Path, tag: str, kind: MemoryKind, rank: int, draws: random.Random) -> str:
     """Turn a bit of the newest whole generation in a memory file.
 
     Args:

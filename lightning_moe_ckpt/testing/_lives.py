@@ -55,7 +55,7 @@ DETECTION_DELAY = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class Attempt:
     """Facts that a user's fit function gets about the life it runs in."""
 
     index: int
@@ -91,13 +91,13 @@ class Life:
         return [killer, *own, recorder, killer.late()]
 
 
-Fit = Callable[[Life], Mapping[str, Any]]
+Fit = Callable[[Attempt], Mapping[str, Any]]
 Outcome = Literal["finished", "killed", "stopped"]
 """`stopped`: by a scripted signal that is not SIGKILL, after which all ranks ended by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifeResult:
+class AttemptResult:
     """Result of one life. The state of its ranks stays in files until it is read."""
 
     index: int
@@ -132,11 +132,11 @@ class LifeResult:
         return _log_path(self.workdir, self.index, rank).read_text(encoding="utf-8", errors="replace")
 
 
-class LifeFailed(AssertionError):
+class AttemptFailed(AssertionError):
     """A life hung, died otherwise than scripted, or outlived its kill; the message ends with the logs of its ranks."""
 
     @classmethod
-    def of(cls, why: str, workdir: Path, index: int, world_size: int) -> LifeFailed:
+    def of(cls, why: str, workdir: Path, index: int, world_size: int) -> AttemptFailed:
         """The failure of one life, with the ends of its logs."""
         tails = [f"--- rank {rank} ---\n{_tail(_log_path(workdir, index, rank))}" for rank in range(world_size)]
         return cls("\n".join([f"life {index} {why}", *tails]))
@@ -155,7 +155,7 @@ def run_lives(
     first_index: int = 0,
     faults: Path | None = None,
     most_lives: int = 100,
-) -> list[LifeResult]:
+) -> list[AttemptResult]:
     """Run one life per kill, then one that must finish.
 
     With a `FaultInjector` in `fit` there is nothing to script here: name its folder, and lives that it ends are followed
@@ -181,25 +181,25 @@ def run_lives(
     script = _Script(
         fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=tuple(seams), faults=faults
     )
-    results: list[LifeResult] = []
+    results: list[AttemptResult] = []
     if faults is not None:
         return _run_until_finished(script, first_index, most_lives)
     for index, kill in enumerate([*kills, None], first_index):
         results.append(_OneLife(script, index, kill).run())
         if results[-1].outcome == "finished" and kill is not None:
             if must_strike:
-                raise LifeFailed.of(f"outlived {kill}", workdir, index, world_size)
+                raise AttemptFailed.of(f"outlived {kill}", workdir, index, world_size)
             break
     return results
 
 
-def _run_until_finished(script: _Script, first_index: int, most_lives: int) -> list[LifeResult]:
-    results: list[LifeResult] = []
+def _run_until_finished(script: _Script, first_index: int, most_lives: int) -> list[AttemptResult]:
+    results: list[AttemptResult] = []
     for index in range(first_index, first_index + most_lives):
         results.append(_OneLife(script, index, None).run())
         if results[-1].outcome == "finished":
             return results
-    raise LifeFailed.of(f"was the last of {most_lives}, and none finished", script.workdir, index, script.world_size)
+    raise AttemptFailed.of(f"was the last of {most_lives}, and none finished", script.workdir, index, script.world_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,8 +214,8 @@ class _Script:
     seams: tuple[Seam, ...]
     faults: Path | None = None
 
-    def life(self, index: int, rank: int, kill: Kill | None) -> Life:
-        return Life(
+    def life(self, index: int, rank: int, kill: Kill | None) -> Attempt:
+        return Attempt(
             index=index,
             rank=rank,
             world_size=self.world_size,
@@ -236,7 +236,7 @@ class _OneLife:
         self._codes: dict[int, int] = {}
         self._faults_before = self._fatal_faults()
 
-    def run(self) -> LifeResult:
+    def run(self) -> AttemptResult:
         """Start the ranks, wait for the end of all, and judge the outcome."""
         started = time.monotonic()
         port = _free_port()
@@ -246,7 +246,7 @@ class _OneLife:
             self._wait(started + self._script.timeout)
         finally:
             self._kill_all()
-        return LifeResult(
+        return AttemptResult(
             index=self._index,
             outcome=self._outcome(),
             seconds=time.monotonic() - started,
@@ -312,11 +312,11 @@ class _OneLife:
         )
         return sum(line["event"] == "fault" and line["kind"] in FATAL for line in lines)
 
-    def _failed(self, why: str) -> LifeFailed:
-        return LifeFailed.of(why, self._script.workdir, self._index, self._script.world_size)
+    def _failed(self, why: str) -> AttemptFailed:
+        return AttemptFailed.of(why, self._script.workdir, self._index, self._script.world_size)
 
 
-def _fork_rank(script: _Script, life: Life, port: int) -> int:
+def _fork_rank(script: _Script, life: Attempt, port: int) -> int:
     """Process id of a new rank; the new process never returns from here."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -328,7 +328,7 @@ def _fork_rank(script: _Script, life: Life, port: int) -> int:
     return pid
 
 
-def _live(script: _Script, life: Life, port: int) -> NoReturn:
+def _live(script: _Script, life: Attempt, port: int) -> NoReturn:
     """The whole existence of a rank process. Leaves by `os._exit`: the parent's exit handlers are not ours to run."""
     code = 1
     try:
@@ -348,7 +348,7 @@ def _live(script: _Script, life: Life, port: int) -> NoReturn:
         os._exit(code)
 
 
-def _settle(life: Life, port: int) -> None:
+def _settle(life: Attempt, port: int) -> None:
     """Give this process its own group, output file, signal handlers and environment."""
     os.setpgid(0, 0)
     log_file = os.open(_log_path(life.workdir, life.index, life.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -365,7 +365,7 @@ def _settle(life: Life, port: int) -> None:
     torch.set_num_threads(1)  # as torchrun does for several ranks; and a forked thread pool may be unusable
 
 
-def _elastic_environment(life: Life, port: int) -> dict[str, str]:
+def _elastic_environment(life: Attempt, port: int) -> dict[str, str]:
     """What torchrun sets; nothing for one process, which starts as plain `python train.py` would."""
     if life.world_size == 1:
         return {}
@@ -414,7 +414,7 @@ def _read_records(path: Path) -> list[Record]:
 
 
 def assert_same_end(
-    reference: Sequence[LifeResult], results: Sequence[LifeResult], *, repeats_may_differ: Collection[str] = ()
+    reference: Sequence[AttemptResult], results: Sequence[AttemptResult], *, repeats_may_differ: Collection[str] = ()
 ) -> None:
     """Raise unless the last life of `results` ended bitwise like that of `reference`, and all lives trained on the same.
 

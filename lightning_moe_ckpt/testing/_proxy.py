@@ -22,8 +22,8 @@ from typing_extensions import Self
 _CHUNK_NBYTES = 64 * 2**10
 _BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
-Fault = Literal["busy", "lost request", "lost reply"]
-_FAULTS: tuple[Fault, ...] = ("busy", "lost request", "lost reply")
+ProxyFault = Literal["busy", "lost request", "lost reply"]
+_FAULTS: tuple[ProxyFault, ...] = ("busy", "lost request", "lost reply")
 
 
 class _Hangup(Exception):
@@ -174,7 +174,7 @@ class FaultyProxy:
             server.sendall(chunk)
         return self._reply(None if fault == "lost reply" else client, replies, is_head=head.startswith(b"HEAD "))
 
-    def _draw(self) -> tuple[Fault | None, Weather]:
+    def _draw(self) -> tuple[ProxyFault | None, Weather]:
         with self._lock:
             weather = self.weather
             self.num_requests += 1

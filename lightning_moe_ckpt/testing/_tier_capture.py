@@ -20,9 +20,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.policies import AUDIENCES
-from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._sealed import SealedFile, SealedSegment
-from lightning_moe_ckpt.session._worker import Announced, TierWorker
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RecordEntry,
@@ -34,6 +32,8 @@ from lightning_moe_ckpt.storage import (
     segment_key,
 )
 from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
+from lightning_moe_ckpt.tiers._sealed import SealedFile, SealedSegment
+from lightning_moe_ckpt.tiers._writer import Announced, TierWorker
 
 TIMEOUT = 30.0
 """Most seconds that a test waits for anything."""

@@ -3,6 +3,7 @@
 All tiers have the same short contract (`Tier`). Recovery asks them in order of cost, for each operator.
 """
 
+from lightning_moe_ckpt.tiers._config import SessionConfig as SessionConfig
 from lightning_moe_ckpt.tiers._contract import Holding as Holding
 from lightning_moe_ckpt.tiers._contract import Tier as Tier
 from lightning_moe_ckpt.tiers._delta import Baseline as Baseline
@@ -12,19 +13,29 @@ from lightning_moe_ckpt.tiers._delta import Gradients as Gradients
 from lightning_moe_ckpt.tiers._delta import PartGradient as PartGradient
 from lightning_moe_ckpt.tiers._delta import StepSettings as StepSettings
 from lightning_moe_ckpt.tiers._delta import encode_delta as encode_delta
+from lightning_moe_ckpt.tiers._delta_chain import DeltaFigures as DeltaFigures
 from lightning_moe_ckpt.tiers._delta_plan import aligned_gradient as aligned_gradient
 from lightning_moe_ckpt.tiers._delta_plan import gradient_nbytes as gradient_nbytes
 from lightning_moe_ckpt.tiers._domains import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._domains import expect_domains as expect_domains
 from lightning_moe_ckpt.tiers._domains import this_domain as this_domain
 from lightning_moe_ckpt.tiers._host import HostTier as HostTier
+from lightning_moe_ckpt.tiers._host_writer import HOST as HOST
+from lightning_moe_ckpt.tiers._host_writer import RING_HEADROOM as RING_HEADROOM
+from lightning_moe_ckpt.tiers._host_writer import HostWorker as HostWorker
+from lightning_moe_ckpt.tiers._host_writer import Rings as Rings
+from lightning_moe_ckpt.tiers._host_writer import claim_memory as claim_memory
+from lightning_moe_ckpt.tiers._host_writer import log_reserved as log_reserved
 from lightning_moe_ckpt.tiers._names import shared_name as shared_name
 from lightning_moe_ckpt.tiers._object import ObjectTier as ObjectTier
 from lightning_moe_ckpt.tiers._peer import DEFAULT_MAX_CHUNK as DEFAULT_MAX_CHUNK
 from lightning_moe_ckpt.tiers._peer import Replication as Replication
 from lightning_moe_ckpt.tiers._peer_store import COPIES as COPIES
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated as NotReplicated
-from lightning_moe_ckpt.tiers._placement import Placement as Placement
+from lightning_moe_ckpt.tiers._peer_writer import PEER as PEER
+from lightning_moe_ckpt.tiers._peer_writer import PeerRoom as PeerRoom
+from lightning_moe_ckpt.tiers._peer_writer import join_peers as join_peers
+from lightning_moe_ckpt.tiers._placement import ReplicaPlacement as ReplicaPlacement
 from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim as MemoryClaim
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory
@@ -32,10 +43,25 @@ from lightning_moe_ckpt.tiers._rank_memory import unused_memory as unused_memory
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
 from lightning_moe_ckpt.tiers._ring import Slot as Slot
 from lightning_moe_ckpt.tiers._ring import slots_needed as slots_needed
+from lightning_moe_ckpt.tiers._scrubber import BadCopy as BadCopy
+from lightning_moe_ckpt.tiers._scrubber import Scrubber as Scrubber
+from lightning_moe_ckpt.tiers._sealed import Markers as Markers
+from lightning_moe_ckpt.tiers._sealed import SealedFile as SealedFile
+from lightning_moe_ckpt.tiers._sealed import SealedSegment as SealedSegment
+from lightning_moe_ckpt.tiers._sealed import StepRecord as StepRecord
 from lightning_moe_ckpt.tiers._shm import expect_room as expect_room
 from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
 from lightning_moe_ckpt.tiers._shm import unlink_shared_file as unlink_shared_file
+from lightning_moe_ckpt.tiers._skips import Misses as Misses
+from lightning_moe_ckpt.tiers._skips import SkipCounter as SkipCounter
+from lightning_moe_ckpt.tiers._storage_writer import STORAGE as STORAGE
+from lightning_moe_ckpt.tiers._storage_writer import PersistWorker as PersistWorker
+from lightning_moe_ckpt.tiers._storage_writer import join_storage as join_storage
 from lightning_moe_ckpt.tiers._survival import Survival as Survival
 from lightning_moe_ckpt.tiers._survival import percent as percent
 from lightning_moe_ckpt.tiers._survival import survival_probability as survival_probability
 from lightning_moe_ckpt.tiers._survival import survival_summary as survival_summary
+from lightning_moe_ckpt.tiers._writer import Announced as Announced
+from lightning_moe_ckpt.tiers._writer import Base as Base
+from lightning_moe_ckpt.tiers._writer import Failure as Failure
+from lightning_moe_ckpt.tiers._writer import TierWorker as TierWorker

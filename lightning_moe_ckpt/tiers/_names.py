@@ -24,7 +24,7 @@ from typing import Literal
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._shm import is_own_file
 
-Kind = Literal["ring", "replica"]
+MemoryKind = Literal["ring", "replica"]
 
 _TAG = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(r"moe-ckpt-(\d+)-([A-Za-z0-9_.-]{1,100})-(\d+)(?:\.(\d+))?\.(ring|replica)")
@@ -39,7 +39,7 @@ class MemoryName:
     """Tag of the run at its place."""
     owner: int
     """Rank whose segments are in it."""
-    kind: Kind
+    kind: MemoryKind
     turn: int = 0
     """Tells rings of one rank apart."""
 
@@ -49,7 +49,7 @@ class MemoryName:
         match = _NAME.fullmatch(name)
         if match is None or int(match[1]) != os.getuid():
             return None
-        kind: Kind = "ring" if match[5] == "ring" else "replica"
+        kind: MemoryKind = "ring" if match[5] == "ring" else "replica"
         return cls(tag=match[2], owner=int(match[3]), turn=int(match[4] or 0), kind=kind)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class MemoryName:
         return f"moe-ckpt-{os.getuid()}-{self.tag}-{self.owner}{turn}.{self.kind}"
 
 
-def shared_name(tag: str, rank: int, kind: Kind = "ring", *, turn: int = 0) -> str:
+def shared_name(tag: str, rank: int, kind: MemoryKind = "ring", *, turn: int = 0) -> str:
     """Return the file name for memory that holds one rank's segments of one run of this user.
 
     Args:

@@ -23,8 +23,8 @@ from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
     NUMBERS,
-    Kind,
     Message,
+    MessageKind,
     PeerLost,
     Wire,
     as_payload,
@@ -130,18 +130,18 @@ class ReplicaReceiver:
             self._drop()
 
     def _receive_until_bye(self) -> None:
-        while (message := self._wire.receive()).kind is not Kind.BYE:
-            if message.kind is Kind.BEGIN:
+        while (message := self._wire.receive()).kind is not MessageKind.BYE:
+            if message.kind is MessageKind.BEGIN:
                 self._begin(message)
-            elif message.kind is Kind.ABANDON:
+            elif message.kind is MessageKind.ABANDON:
                 self._drop()
-            elif message.kind is Kind.SEGMENT:
+            elif message.kind is MessageKind.SEGMENT:
                 self._begin_segment(*message.numbers)
-            elif message.kind is Kind.DELTA:
+            elif message.kind is MessageKind.DELTA:
                 self._begin_delta(*message.numbers)
-            elif message.kind is Kind.CHUNK:
+            elif message.kind is MessageKind.CHUNK:
                 self._take_chunk(*message.numbers)
-            elif message.kind is Kind.MARKER:
+            elif message.kind is MessageKind.MARKER:
                 self._finish(message)
             else:
                 raise self._unexpected(message.kind)
@@ -151,25 +151,25 @@ class ReplicaReceiver:
         self._drop()
         generation, keep, base = (generation_of(names[at : at + NUMBERS]) for at in range(0, 3 * NUMBERS, NUMBERS))
         if generation is None or num_segments < 1 or slot_nbytes < 1:
-            raise self._unexpected(Kind.BEGIN)
+            raise self._unexpected(MessageKind.BEGIN)
         try:
             self._store.begin(generation, keep=keep, base=base, num_segments=num_segments, slot_nbytes=slot_nbytes)
         except (ConfigurationError, OSError) as error:
             self._refuse(str(error))
             return
         self._incoming = _Incoming(generation=generation, num_segments=num_segments, base=base)
-        self._wire.send(Message(Kind.READY))
+        self._wire.send(Message(MessageKind.READY))
 
     def _begin_segment(self, step: int, nbytes: int) -> None:
-        incoming = self._expect(Kind.SEGMENT)
-        slot = self._slot(incoming, step, Kind.SEGMENT)
+        incoming = self._expect(MessageKind.SEGMENT)
+        slot = self._slot(incoming, step, MessageKind.SEGMENT)
         if not 0 < nbytes <= slot.numel():
-            raise self._unexpected(Kind.SEGMENT)
+            raise self._unexpected(MessageKind.SEGMENT)
         incoming.step, incoming.out, incoming.decoder = step, slot[:nbytes], None
 
     def _begin_delta(self, step: int, nbytes: int) -> None:
-        incoming = self._expect(Kind.DELTA)
-        slot = self._slot(incoming, step, Kind.DELTA)
+        incoming = self._expect(MessageKind.DELTA)
+        slot = self._slot(incoming, step, MessageKind.DELTA)
         recipe = self._wire.receive_bytes(nbytes, slot.numel())  # no recipe is larger than its segment
         try:
             incoming.decoder = DeltaDecoder(recipe, self._base(incoming), slot)
@@ -178,9 +178,9 @@ class ReplicaReceiver:
             self._answer_refused(str(error))
             return
         incoming.step, incoming.out = step, incoming.decoder.segment
-        self._wire.send(Message(Kind.READY))
+        self._wire.send(Message(MessageKind.READY))
 
-    def _slot(self, incoming: _Incoming, step: int, kind: Kind) -> torch.Tensor:
+    def _slot(self, incoming: _Incoming, step: int, kind: MessageKind) -> torch.Tensor:
         """Return memory for the next announced segment; the previous one must be complete."""
         begun = incoming.step not in {-1, step, *incoming.segments}
         if begun or step in incoming.segments or len(incoming.segments) >= incoming.num_segments:
@@ -198,10 +198,10 @@ class ReplicaReceiver:
         return found
 
     def _take_chunk(self, offset: int, nbytes: int) -> None:
-        incoming = self._expect(Kind.CHUNK)
+        incoming = self._expect(MessageKind.CHUNK)
         place = incoming.place(offset, nbytes)
         if place is None:
-            raise self._unexpected(Kind.CHUNK)
+            raise self._unexpected(MessageKind.CHUNK)
         self._wire.receive_into(place)
         if incoming.arrived(offset + nbytes, nbytes):
             assert incoming.out is not None
@@ -210,7 +210,7 @@ class ReplicaReceiver:
 
     def _finish(self, message: Message) -> None:
         nbytes, by_difference = message.numbers
-        incoming = self._expect(Kind.MARKER)
+        incoming = self._expect(MessageKind.MARKER)
         told = self._wire.receive_bytes(nbytes, MAX_MARKER_NBYTES)
         try:
             if by_difference and self._newest is not None:
@@ -223,7 +223,7 @@ class ReplicaReceiver:
             self._refuse(str(error))
             return
         self._incoming, self._newest = None, (incoming.generation, told)
-        self._wire.send(Message(Kind.WHOLE, numbers_of_copy(marker.segments[-1].digest, incoming.drift)))
+        self._wire.send(Message(MessageKind.WHOLE, numbers_of_copy(marker.segments[-1].digest, incoming.drift)))
 
     def _check(self, incoming: _Incoming, marker: RankMarker) -> None:
         found = (marker.run_id, marker.rank, marker.generation)
@@ -239,19 +239,19 @@ class ReplicaReceiver:
 
     def _answer_refused(self, reason: str) -> None:
         payload = as_payload(reason.encode()[:MAX_REASON_NBYTES])
-        self._wire.send(Message(Kind.REFUSED, (payload.numel(),)), payload)
+        self._wire.send(Message(MessageKind.REFUSED, (payload.numel(),)), payload)
 
     def _drop(self) -> None:
         incoming, self._incoming = self._incoming, None
         if incoming is not None:
             self._store.abandon()
 
-    def _expect(self, kind: Kind) -> _Incoming:
+    def _expect(self, kind: MessageKind) -> _Incoming:
         if self._incoming is None:
             raise self._unexpected(kind)
         return self._incoming
 
-    def _unexpected(self, kind: Kind) -> PeerLost:
+    def _unexpected(self, kind: MessageKind) -> PeerLost:
         return PeerLost(f"rank {self.owner} sent {kind.name} out of turn.")
 
 

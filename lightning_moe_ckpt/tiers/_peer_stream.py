@@ -21,8 +21,8 @@ from lightning_moe_ckpt.tiers._delta import EncodedDelta
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
-    Kind,
     Message,
+    MessageKind,
     PeerLost,
     Wire,
     as_payload,
@@ -95,8 +95,8 @@ class ReplicaStream:
         """
         self._missing = dict(self._lost)
         names = (*numbers_of(generation), *numbers_of(keep), *numbers_of(base))
-        self._tell(Message(Kind.BEGIN, (*names, num_segments, slot_nbytes)))
-        self._missing |= self._hear(Kind.READY)[0]
+        self._tell(Message(MessageKind.BEGIN, (*names, num_segments, slot_nbytes)))
+        self._missing |= self._hear(MessageKind.READY)[0]
         self._expect_active()
 
     def send(self, step: int, view_U8: Tensor, wanted: Callable[[], bool]) -> bool:
@@ -105,7 +105,7 @@ class ReplicaStream:
         Raises:
             NotReplicated: no holder is left.
         """
-        self._tell(Message(Kind.SEGMENT, (step, view_U8.numel())))
+        self._tell(Message(MessageKind.SEGMENT, (step, view_U8.numel())))
         return self._send_chunks([view_U8], wanted)
 
     def offer(self, step: int, delta: EncodedDelta) -> str | None:
@@ -117,9 +117,9 @@ class ReplicaStream:
         Raises:
             NotReplicated: no holder is left.
         """
-        self._tell(Message(Kind.DELTA, (step, len(delta.recipe))), as_payload(delta.recipe))
+        self._tell(Message(MessageKind.DELTA, (step, len(delta.recipe))), as_payload(delta.recipe))
         self.nbytes_sent += len(delta.recipe) * len(self._active)
-        refused, _ = self._hear(Kind.READY)
+        refused, _ = self._hear(MessageKind.READY)
         self._expect_active()
         return "; ".join(refused.values()) or None
 
@@ -141,9 +141,9 @@ class ReplicaStream:
             NotReplicated: a holder has no complete replica, or one that differs from the others'.
         """
         payload = as_payload(marker if like is None else squeeze(marker, like))
-        self._tell(Message(Kind.MARKER, (payload.numel(), int(like is not None))), payload)
+        self._tell(Message(MessageKind.MARKER, (payload.numel(), int(like is not None))), payload)
         self.nbytes_sent += payload.numel() * len(self._active)
-        refused, copies = self._hear(Kind.WHOLE)
+        refused, copies = self._hear(MessageKind.WHOLE)
         self._missing |= refused
         found = [copy_of(numbers) for numbers in copies]
         if len({(digest, len(drift)) for digest, drift in found}) > 1:
@@ -154,12 +154,12 @@ class ReplicaStream:
 
     def abandon(self) -> None:
         """Tell holders to give up the generation being sent."""
-        self._tell(Message(Kind.ABANDON))
+        self._tell(Message(MessageKind.ABANDON))
 
     def bye(self) -> None:
         """Send the last message to all holders."""
         self._missing = dict(self._lost)
-        self._tell(Message(Kind.BYE))
+        self._tell(Message(MessageKind.BYE))
 
     # -- private
 
@@ -187,20 +187,20 @@ class ReplicaStream:
                 if nbytes == 0:
                     return False
                 started = time.perf_counter()
-                self._tell(Message(Kind.CHUNK, (position, nbytes)), view_U8[sent : sent + nbytes])
+                self._tell(Message(MessageKind.CHUNK, (position, nbytes)), view_U8[sent : sent + nbytes])
                 self.seconds_sending += time.perf_counter() - started
                 sent, position = sent + nbytes, position + nbytes
                 self.nbytes_sent += nbytes * len(self._active)
                 self._expect_active()
         return True
 
-    def _hear(self, wanted: Kind) -> tuple[dict[int, str], list[tuple[int, ...]]]:
+    def _hear(self, wanted: MessageKind) -> tuple[dict[int, str], list[tuple[int, ...]]]:
         """Receive one answer per holder: reasons of refusals by rank, and numbers of the others."""
         refused, answers = {}, []
         for wire in self._active:
             with self._losing(wire):
                 answer = wire.receive()
-                if answer.kind is Kind.REFUSED:
+                if answer.kind is MessageKind.REFUSED:
                     reason = wire.receive_bytes(answer.numbers[0], MAX_REASON_NBYTES).decode(errors="replace")
                     refused[wire.peer] = f"rank {wire.peer}: {reason}"
                 elif answer.kind is not wanted:

@@ -61,7 +61,7 @@ class PeerLost(CheckpointError, ConnectionError):
     """A rank that takes part in replication is gone, or does not speak this protocol."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kinds of messages; the module's docstring shows their order."""
 
     BEGIN = 1
@@ -77,11 +77,11 @@ class Kind(IntEnum):
 
 
 _LENGTHS = {
-    Kind.BEGIN: (11,), Kind.SEGMENT: (2,), Kind.DELTA: (2,), Kind.CHUNK: (2,), Kind.MARKER: (2,), Kind.REFUSED: (1,),
-    Kind.WHOLE: (2, 4),
+    MessageKind.BEGIN: (11,), MessageKind.SEGMENT: (2,), MessageKind.DELTA: (2,), MessageKind.CHUNK: (2,), MessageKind.MARKER: (2,), MessageKind.REFUSED: (1,),
+    MessageKind.WHOLE: (2, 4),
 }  # fmt: skip
 """Allowed counts of numbers by kind; other kinds have none."""
-_SIGNED = {Kind.BEGIN, Kind.WHOLE}
+_SIGNED = {MessageKind.BEGIN, MessageKind.WHOLE}
 """Kinds whose numbers may be negative: in place of a generation, or in a digest."""
 
 
@@ -89,7 +89,7 @@ _SIGNED = {Kind.BEGIN, Kind.WHOLE}
 class Message:
     """Contents of a header besides its fixed part."""
 
-    kind: Kind
+    kind: MessageKind
     numbers: tuple[int, ...] = ()
 
     def to_header(self) -> Tensor:
@@ -101,11 +101,11 @@ class Message:
     def from_header(cls, header: Tensor) -> Message:
         """Parse a header. Raises `PeerLost` if it is not valid in this protocol."""
         magic, kind, length, *numbers = header.tolist()
-        if magic != _MAGIC or kind not in set(Kind) or not 0 <= length <= len(numbers):
+        if magic != _MAGIC or kind not in set(MessageKind) or not 0 <= length <= len(numbers):
             raise PeerLost(
                 f"a message begins with {magic:#x}, kind {kind}: not what this release sends. Start all ranks with one release."
             )
-        message = cls(Kind(kind), tuple(numbers[:length]))
+        message = cls(MessageKind(kind), tuple(numbers[:length]))
         negative = message.kind not in _SIGNED and min(message.numbers, default=0) < 0
         if length not in _LENGTHS.get(message.kind, (0,)) or negative:
             raise PeerLost(

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.tiers._node_groups import Node, partners
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class ReplicaPlacement:
     """Holders of every rank's replicas; equal on all ranks. All fields are indexed by rank."""
 
     domains: tuple[FailureDomain, ...]
@@ -70,7 +70,7 @@ def place_replicas(
     replicas: int,
     *,
     held_anyway: Mapping[int, Collection[int]] | None = None,
-) -> Placement:
+) -> ReplicaPlacement:
     """Choose the holders of every rank. Deterministic: equal arguments give equal placements on every rank.
 
     Args:
@@ -106,7 +106,7 @@ def place_replicas(
             for owner, holder in _assign(owners, nodes[place].ranks, group_of, nbytes, load).items():
                 sent[owner].append(holder)
                 load[holder] += nbytes[owner]
-    return Placement(
+    return ReplicaPlacement(
         domains=tuple(domains),
         nbytes=tuple(nbytes),
         holders=tuple((*own, *others) for own, others in zip(free, sent, strict=True)),

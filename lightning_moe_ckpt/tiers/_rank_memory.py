@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_of, full_records
 from lightning_moe_ckpt.tiers._names import (
-    Kind,
+    MemoryKind,
     MemoryName,
     listing,
     marker_files,
@@ -79,7 +79,9 @@ class RankMemory:
         kind: `ring` for segments that the rank captures itself, `replica` for those that this process keeps for it.
     """
 
-    def __init__(self, tag: str, rank: int, *, url: str, directory: Path | None = None, kind: Kind = "ring") -> None:
+    def __init__(
+        self, tag: str, rank: int, *, url: str, directory: Path | None = None, kind: MemoryKind = "ring"
+    ) -> None:
         self._tag, self._rank, self._kind = tag, rank, kind
         self._origin = digest_of(url.encode())
         self._directory = directory if directory is not None else shared_directory()

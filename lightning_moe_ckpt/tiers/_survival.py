@@ -19,7 +19,7 @@ from itertools import combinations
 from typing import Literal
 
 from lightning_moe_ckpt.tiers._domains import FailureDomain
-from lightning_moe_ckpt.tiers._placement import Placement
+from lightning_moe_ckpt.tiers._placement import ReplicaPlacement
 
 Level = Literal["node", "rack"]
 _EXACT_CHOICES = 300_000
@@ -43,7 +43,7 @@ class Survival:
     """Standard error of an estimate; 0 if exact."""
 
 
-def survival_probability(placement: Placement, lost: int, *, level: Level = "node") -> Survival:
+def survival_probability(placement: ReplicaPlacement, lost: int, *, level: Level = "node") -> Survival:
     """Compute the probability that a placement survives one simultaneous loss.
 
     Args:
@@ -70,7 +70,7 @@ def survival_probability(placement: Placement, lost: int, *, level: Level = "nod
     return Survival(level=level, lost=lost, of=len(names), probability=probability, error=error)
 
 
-def survival_summary(placement: Placement, most: int = 4) -> str:
+def survival_summary(placement: ReplicaPlacement, most: int = 4) -> str:
     """Return a line for the log on losses of up to `most` nodes, and of one rack if racks are known."""
     parts = [_words(survival_probability(placement, k)) for k in range(1, min(most, placement.num_nodes - 1) + 1)]
     if placement.num_racks > 1:

@@ -17,8 +17,8 @@ from lightning_moe_ckpt.benchmarks import _first_run
 from lightning_moe_ckpt.benchmarks._first_run import (
     SECTIONS,
     Keep,
-    Outcome,
     Section,
+    SectionOutcome,
     run_apart,
     run_section,
     section_main,
@@ -74,7 +74,7 @@ def test_a_section_that_dies_costs_no_other(tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in outcomes["resume"].said
     assert seen == [[], ["build"], ["build", "check"], ["build", "check", "resume"]]
     document = json.loads(path.read_text())
-    assert {name: Outcome(**each) for name, each in document["sections"].items()} == outcomes
+    assert {name: SectionOutcome(**each) for name, each in document["sections"].items()} == outcomes
     assert document["machine"]["torch"]
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning_moe_ckpt.benchmarks import _native
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.benchmarks._native import write_figures
-from lightning_moe_ckpt.benchmarks._native_copies import CHUNKS_MIB, DEPTHS, MIB, DeviceCopies, Scale
+from lightning_moe_ckpt.benchmarks._native_copies import CHUNKS_MIB, DEPTHS, MIB, CopyScale, DeviceCopies
 from lightning_moe_ckpt.benchmarks._native_goals import GOALS, NativeFigure, judge
 from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
 from lightning_moe_ckpt.native import CompiledCpuEngine, _library
@@ -48,7 +48,7 @@ def test_outcomes_are_told_one_by_one() -> None:
 
 def test_what_a_device_is_asked_runs_on_a_cpu() -> None:
     """Every goal and every row of the sweeps has a figure: the code that measures is known to run."""
-    scale = Scale(megabytes=2, repeats=1, matrix=16, loop_seconds=0.005)
+    scale = CopyScale(megabytes=2, repeats=1, matrix=16, loop_seconds=0.005)
     cpu = torch.device("cpu")
     copies, kernels = DeviceCopies(cpu, scale), Kernels(cpu, 200_000, 1)
     goals = [
@@ -66,7 +66,7 @@ def test_slices_of_the_copies_are_not_joined() -> None:
     library = _library.cpu()
     if library is None:
         pytest.skip(_library.status("cpu").reason)
-    copies = DeviceCopies(torch.device("cpu"), Scale(megabytes=4)).slices(MIB)
+    copies = DeviceCopies(torch.device("cpu"), CopyScale(megabytes=4)).slices(MIB)
     planned = CompiledCpuEngine(library).prepare(copies)
     assert planned.plan is not None
     assert [piece.count * piece.rows for piece in planned.plan.copies()] == [MIB] * 4

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _quality
 from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Case, Loss, Scale, System
-from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, Verdict, judge, run_all
+from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, QualityVerdict, judge, run_all
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 
@@ -88,7 +88,7 @@ def _run(
         ("ablation", 3.0, None, "PASSES, but should not"),
     ],
 )
-def test_verdicts_can_be_bad(system: System, final: float, identical: bool | None, wanted: Verdict) -> None:
+def test_verdicts_can_be_bad(system: System, final: float, identical: bool | None, wanted: QualityVerdict) -> None:
     """An exact policy has to have equal bits, a lossy one the tolerance, and the ablation more than that."""
     runs = [_run("none", 3.0, loss="nothing"), _run("control", 3.001, loss="nothing")]
     figures = judge([*runs, _run(system, final, identical=identical)])

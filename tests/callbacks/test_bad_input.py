@@ -26,7 +26,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fence
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world
-from lightning_moe_ckpt.session._found import Found
+from lightning_moe_ckpt.recovery._found import RestoreSource
 from lightning_moe_ckpt.storage import Retention, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.tiers import _shm
@@ -451,9 +451,9 @@ def test_records_that_differ_on_one_rank_stop_all_of_them(tmp_path: Path) -> Non
 
     def checkpoint(rank: int) -> DenseCheckpoint:
         if rank == 1:  # in a process of its own
-            check = Found.check_headers
+            check = RestoreSource.check_headers
             other: Any = SimpleNamespace(header=b"")
-            Found.check_headers = lambda found, _: check(found, [other] * len(found.steps))  # type: ignore[assignment, method-assign]
+            RestoreSource.check_headers = lambda found, _: check(found, [other] * len(found.steps))  # type: ignore[assignment, method-assign]
         return DenseCheckpoint(url)
 
     for said in every_rank(3, checkpoint):

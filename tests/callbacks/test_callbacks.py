@@ -27,7 +27,7 @@ from lightning_moe_ckpt.errors import (
     NoUsableGeneration,
     StorageRefused,
 )
-from lightning_moe_ckpt.session._heap import _Owner
+from lightning_moe_ckpt.process._heap import _Owner
 from lightning_moe_ckpt.storage import PosixBackend, RunStore, open_backend
 
 FEATURES = 4

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lightning_moe_ckpt.boosting._routes import _FORMULAS, _formula, reroute
+from lightning_moe_ckpt.boosting._routes import weights as route_weights
 from lightning_moe_ckpt.callbacks import CapacityBoost, DenseCheckpoint
-from lightning_moe_ckpt.callbacks._boost_routes import _FORMULAS, _formula, reroute
-from lightning_moe_ckpt.callbacks._boost_routes import weights as route_weights
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world

@@ -23,11 +23,11 @@ from lightning_moe_ckpt.callbacks import SelectiveExpertCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.session import _life
-from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
-from lightning_moe_ckpt.session._worker import Job, TierWorker
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import Baseline, Gradients, encode_delta
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.tiers._writer import TierWorker, WriteJob
 
 FEATURES, HIDDEN, NUM_EXPERTS = 16, 64, 4
 EXPERT_NUMEL = FEATURES * HIDDEN * 2
@@ -68,7 +68,7 @@ class Mirror(TierWorker):
         return True
 
     @override
-    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
+    def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
         entry = segment.digested()
         now = torch.frombuffer(bytearray(segment.view), dtype=torch.uint8)
         gradients = segment.step_record.gradients() if segment.step_record is not None else None
@@ -81,7 +81,7 @@ class Mirror(TierWorker):
         return entry
 
     @override
-    def _finish(self, job: Job, marker: RankMarker) -> None:
+    def _finish(self, job: WriteJob, marker: RankMarker) -> None:
         """It is seen."""
 
 
@@ -296,7 +296,7 @@ def test_what_cannot_be_repeated_is_sent_whole_and_the_log_says_why(
 ) -> None:
     """Nothing is recorded, and slots have no room for it; one line, none if it was not asked for."""
     case, given, said = REFUSED[name]
-    with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt.session._planning"):
+    with caplog.at_level(logging.INFO, logger="lightning_moe_ckpt.planning._planning"):
         seen, own = fit(case, tmp_path, monkeypatch, **given)
     lines = [each for each in caplog.messages if "sent to other nodes as they are" in each]
     assert len(lines) == (1 if said else 0)

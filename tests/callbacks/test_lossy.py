@@ -168,7 +168,7 @@ def test_budgets_that_are_measured_train(tmp_path: Path) -> None:
 
 
 def test_experts_that_cannot_be_placed_are_refused_here_and_taken_whole_elsewhere(tmp_path: Path) -> None:
-    """What is lossy has to know experts; what is exact has not."""
+    """What is partial has to know experts; what is exact has not."""
     net = Net(experts=False)
     net.experts = nn.Linear(FEATURES, 3 * FEATURES)
     with pytest.raises(UnknownLayout, match=r"experts.bias, experts.weight"):

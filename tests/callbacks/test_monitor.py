@@ -27,8 +27,8 @@ from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.parallel import run_world
+from lightning_moe_ckpt.planning._planning import Planner
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.session._planning import Planner
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 D, E, TOKENS = 4, 6, 6

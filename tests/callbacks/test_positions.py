@@ -36,7 +36,7 @@ from lightning_moe_ckpt._lightning_data import (
     skip_batches,
 )
 from lightning_moe_ckpt.data import SeededItems
-from lightning_moe_ckpt.session import RngState, capture_rng, differs, restore_rng
+from lightning_moe_ckpt.journal import RngState, capture_rng, differs, restore_rng
 
 # torchdata calls what torch deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Life, LifeResult, _free_port
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult, _free_port
 
 _PATIENCE = 20.0
 """Seconds for threads that were told to end: libraries do not wait for theirs."""
@@ -62,7 +62,7 @@ def _descriptors() -> Iterator[str]:
                 yield name
 
 
-def train_and_look(setup: Setup, life: Life) -> Mapping[str, Any]:
+def train_and_look(setup: Setup, life: Attempt) -> Mapping[str, Any]:
     """Run `setup`, then write what this process has more than before.
 
     A fit without checkpoints goes first, and opens what is opened once per process. Process groups are the user's:
@@ -84,13 +84,13 @@ def train_and_look(setup: Setup, life: Life) -> Mapping[str, Any]:
     return returned
 
 
-def _train_in_peace(setup: Setup, life: Life) -> None:
+def _train_in_peace(setup: Setup, life: Attempt) -> None:
     elsewhere = life.workdir / f"warm{life.index}"
     elsewhere.mkdir(exist_ok=True)
     train(setup.fault_free(), replace(life, kill=None, workdir=elsewhere))
 
 
-def _without_groups(life: Life) -> Belongings:
+def _without_groups(life: Attempt) -> Belongings:
     """After destroying them on all ranks: the next ones must not meet addresses of the last ones."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -98,7 +98,7 @@ def _without_groups(life: Life) -> Belongings:
     return Belongings.now()
 
 
-def _meet(life: Life) -> None:
+def _meet(life: Attempt) -> None:
     """Wait until all ranks have come here as often; from then on they find each other at another port."""
     names = [f"met-{life.index}-{rank}-" for rank in range(life.world_size)]
     turn = len(list(life.workdir.glob(f"{names[life.rank]}*")))
@@ -123,7 +123,7 @@ def _path(workdir: Path, index: int, rank: int) -> Path:
     return workdir / f"life{index}.rank{rank}.belongings"
 
 
-def looks(life: LifeResult, rank: int) -> list[list[str]]:
+def looks(life: AttemptResult, rank: int) -> list[list[str]]:
     """What every fit of a rank that ended left, in the order of the fits."""
     found: list[list[str]] = json.loads(_path(life.workdir, life.index, rank).read_text())
     return found

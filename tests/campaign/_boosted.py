@@ -19,7 +19,7 @@ from campaign._data import SEQUENCE
 from campaign._promises import Restarts
 from campaign._training import Setup
 from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 
 # Shape suffix: E experts of the layer.
 
@@ -32,11 +32,11 @@ class BoostedSetup(Setup):
     """A run with `CapacityBoost`, logged at every step by Lightning's own CSV logger."""
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         return [CapacityBoost(BOOST), ExpertLoadMonitor(every_n_steps=1)]
 
     @override
-    def trainer_options(self, life: Life) -> dict[str, Any]:
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
         logger = CSVLogger(str(life.workdir), "csv", f"life{life.index}", flush_logs_every_n_steps=1)
         return {**super().trainer_options(life), "logger": logger, "log_every_n_steps": 1}
 

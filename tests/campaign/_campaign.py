@@ -15,15 +15,15 @@ from campaign._overlap import Overlap, run_overlapping
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.storage._open import memory_tag
-from lightning_moe_ckpt.testing._lives import LifeResult, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._lives import AttemptResult, assert_same_end, run_lives
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
 
 COMPLAINTS = ("ERROR:lightning_moe_ckpt", "WARNING:lightning_moe_ckpt")
 HARMLESS = (
-    "WARNING:lightning_moe_ckpt.session._skips:",
-    "WARNING:lightning_moe_ckpt.callbacks._run:checkpoints need",
+    "WARNING:lightning_moe_ckpt.tiers._skips:",
+    "WARNING:lightning_moe_ckpt.fit._run:checkpoints need",
     "; the next plan reserves more",
     "training begins from nothing, although",  # nothing was stored: `_origin` checks that
     "restarts are not exact if items draw random numbers",
@@ -44,21 +44,25 @@ class Campaigns:
         self._warm, self._references, self._scratch = warm, references, scratch
         self._count = 0
 
-    def reference(self, setup: Setup, index: int = 0, *, timeout: float = 60.0) -> list[LifeResult]:
+    def reference(self, setup: Setup, index: int = 0, *, timeout: float = 60.0) -> list[AttemptResult]:
         """One fault-free life without any checkpoint callback, with the seed of life `index`."""
         plain = setup.fault_free()
         folder = self._references / f"{abs(hash(plain)):x}"
         if not (folder / f"life{index}.rank0.returned").exists():
             arguments = {**_arguments(plain, folder), "first_index": index, "timeout": timeout}
             self._warm.call(run_lives, plain.fit, **arguments)
-        return [LifeResult(index=index, outcome="finished", seconds=0.0, world_size=plain.world_size, workdir=folder)]
+        return [
+            AttemptResult(index=index, outcome="finished", seconds=0.0, world_size=plain.world_size, workdir=folder)
+        ]
 
-    def run(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[LifeResult]:
+    def run(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[AttemptResult]:
         """Lives of one run, the last of which finished."""
         (lives,) = self.run_all(setup, [kills], **options)
         return lives
 
-    def run_all(self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], **options: Any) -> list[list[LifeResult]]:
+    def run_all(
+        self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], **options: Any
+    ) -> list[list[AttemptResult]]:
         """Independent runs of the same setup, one per script."""
         fit = options.pop("fit", setup.fit)
         patience = options.pop("patience", 280.0)
@@ -69,14 +73,14 @@ class Campaigns:
         ]
         return self._warm.map(run_lives, calls, patience=patience)
 
-    def check(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[LifeResult]:
+    def check(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[AttemptResult]:
         """Run, and require the end of the fault-free run."""
         (lives,) = self.check_all(setup, [kills], **options)
         return lives
 
     def check_all(
         self, setup: Setup, scripts: Iterable[Sequence[Kill | None]], *, may_complain: bool = False, **options: Any
-    ) -> list[list[LifeResult]]:
+    ) -> list[list[AttemptResult]]:
         """Run every script, and require of each the end of the fault-free run and no shared memory left behind.
 
         Args:
@@ -96,7 +100,7 @@ class Campaigns:
             assert not rings, f"{kills}: the finished run left {rings} behind\n{lives[-1].log()}"
         return campaigns
 
-    def check_faults(self, setup: Breaking, *, plant: Sequence[str] = (), **options: Any) -> list[LifeResult]:
+    def check_faults(self, setup: Breaking, *, plant: Sequence[str] = (), **options: Any) -> list[AttemptResult]:
         """Run a training that breaks itself until a life finishes, and require the end of the fault-free run.
 
         Args:
@@ -114,7 +118,7 @@ class Campaigns:
         _require_same_end(self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0)), lives, [])
         return lives
 
-    def check_overlap(self, setup: Setup, overlap: Overlap) -> LifeResult:
+    def check_overlap(self, setup: Setup, overlap: Overlap) -> AttemptResult:
         """Two starts at once, of which the second must end as if it had been alone; how the first ended."""
         arguments = _arguments(setup, self._folder())
         first, second = self._warm.call(run_overlapping, setup.fit, overlap, **arguments)
@@ -123,13 +127,13 @@ class Campaigns:
         assert first.outcome == "stopped", f"{overlap}: the first start went on to its end\n{first.log()}"
         return first
 
-    def check_stages(self, *setups: Setup) -> list[LifeResult]:
+    def check_stages(self, *setups: Setup) -> list[AttemptResult]:
         """Each life runs the next setup to its end; the last must end as if it had been alone."""
         lives = self.run_stages(*setups)
         _require_same_end(self.reference(setups[-1]), lives, [])
         return lives
 
-    def run_stages(self, *setups: Setup) -> list[LifeResult]:
+    def run_stages(self, *setups: Setup) -> list[AttemptResult]:
         """Each life runs the next setup to its end."""
         fit = partial(train_in_stages, setups)
         kills = [None] * (len(setups) - 1)
@@ -146,7 +150,7 @@ class Campaigns:
         return self._scratch / f"campaign{self._count}"
 
 
-def _require_silence(lives: Sequence[LifeResult], kills: Sequence[Kill | None]) -> None:
+def _require_silence(lives: Sequence[AttemptResult], kills: Sequence[Kill | None]) -> None:
     """No life reported a checkpoint that was not taken or a replay that was not exact: exactness may be luck then."""
     for life in lives:
         for rank in range(life.world_size):
@@ -155,7 +159,7 @@ def _require_silence(lives: Sequence[LifeResult], kills: Sequence[Kill | None]) 
             assert not said, f"{kills}: life {life.index}, rank {rank} said: {said}"
 
 
-def _origin(lives: Sequence[LifeResult]) -> int:
+def _origin(lives: Sequence[AttemptResult]) -> int:
     """The life whose seed the run has: the first one that trained, since a run exists once its start is committed.
 
     A life that is killed before that leaves nothing, and the next one begins anew. None may do so after a life that
@@ -169,7 +173,7 @@ def _origin(lives: Sequence[LifeResult]) -> int:
 
 
 def _require_same_end(
-    reference: list[LifeResult], lives: list[LifeResult], kills: Sequence[Kill | None], *, edited: bool = False
+    reference: list[AttemptResult], lives: list[AttemptResult], kills: Sequence[Kill | None], *, edited: bool = False
 ) -> None:
     """As `assert_same_end`; `edited` where a hook at the start of an epoch edits weights.
 
@@ -248,7 +252,9 @@ def kill_at_every_step(setup: Setup, *, offset: int = 0) -> list[Kill]:
     return kills
 
 
-def require_resumed(campaigns: Sequence[Sequence[LifeResult]], scripts: Sequence[Sequence[Kill]], after: int) -> None:
+def require_resumed(
+    campaigns: Sequence[Sequence[AttemptResult]], scripts: Sequence[Sequence[Kill]], after: int
+) -> None:
     """Where the first life of a script lived long enough and storage could finish, the second did not start over.
 
     Without this a policy that never gets a generation stored would pass every comparison.

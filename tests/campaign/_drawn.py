@@ -42,7 +42,7 @@ from campaign._training import Module, Setup, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
 from lightning_moe_ckpt._lightning_data import begin_epoch
 from lightning_moe_ckpt.data import SeededItems
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_end import bits, digest
 
 Data = Literal["map", "sized_stream", "stream", "shuffled_stream", "combined", "by_epoch"]
@@ -103,12 +103,12 @@ class Drawn(Variant):
         return self.model == "counting" or not EDITS.isdisjoint(self.hooks)
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         module: Module = with_hooks(DrawnModule, self.hooks)(self, life)
         return module
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         made: dict[UserCallback, Callback] = {}
         if "early_stopping" in self.user_callbacks:
             made["early_stopping"] = EarlyStopping("loss_of_epoch", patience=1, check_on_train_epoch_end=True)
@@ -133,7 +133,7 @@ class Drawn(Variant):
         return [*super().callbacks(life), *make_averaging(self.averaged), *made.values()]
 
     @override
-    def trainer_options(self, life: Life) -> dict[str, Any]:
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
         options = super().trainer_options(life)
         if self.logger:
             options |= {
@@ -145,14 +145,14 @@ class Drawn(Variant):
         return options
 
     @override
-    def fit_options(self, life: Life) -> dict[str, Any]:
+    def fit_options(self, life: Attempt) -> dict[str, Any]:
         return {"datamodule": DrawnData(self, life)} if self.datamodule else {}
 
     @override
-    def loaders(self, life: Life) -> tuple[Any, Any]:
+    def loaders(self, life: Attempt) -> tuple[Any, Any]:
         return (None, None) if self.datamodule else self.made_loaders(life)
 
-    def made_loaders(self, life: Life) -> tuple[Any, Any]:
+    def made_loaders(self, life: Attempt) -> tuple[Any, Any]:
         """Training and validation data, whoever gives it to the Trainer."""
         training = None if self.data == "by_epoch" else make_training(self, life, first=0)
         if not self.validate_every:
@@ -164,7 +164,7 @@ class Drawn(Variant):
         return training, validation if len(validation) > 1 else validation[0]
 
     @override
-    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         batches = trainer.fit_loop.epoch_loop.batch_progress.total
         found: dict[str, Any] = {
             **super().returned(life, trainer),
@@ -182,7 +182,7 @@ class Drawn(Variant):
         return found
 
 
-def _files(setup: Drawn, life: Life) -> Path:
+def _files(setup: Drawn, life: Attempt) -> Path:
     """Where the run's own files go; fault-free runs share a work folder."""
     return life.workdir / ("files" if setup.checkpointing is not None else f"files{life.index}")
 
@@ -209,7 +209,7 @@ def _rows(root: Path) -> Iterator[str]:
 class DrawnData(LightningDataModule):
     """The data of a `Drawn`; draws numbers whenever it is asked to prepare something."""
 
-    def __init__(self, setup: Drawn, life: Life) -> None:
+    def __init__(self, setup: Drawn, life: Attempt) -> None:
         super().__init__()
         self._setup, self._life = setup, life
 
@@ -345,7 +345,7 @@ class ShuffledStream(IterableDataset[Item]):
         yield from kept
 
 
-def make_training(setup: Drawn, life: Life, *, first: int) -> Any:
+def make_training(setup: Drawn, life: Attempt, *, first: int) -> Any:
     """The training data of one epoch, or of all.
 
     Args:
@@ -361,7 +361,7 @@ def make_training(setup: Drawn, life: Life, *, first: int) -> Any:
     return _loader(setup, life, _items(setup, life, length, first))
 
 
-def _items(setup: Drawn, life: Life, length: int, first: int) -> Any:
+def _items(setup: Drawn, life: Attempt, length: int, first: int) -> Any:
     if setup.data == "sized_stream":
         return SizedStream(length, life.world_size, augment=setup.augment)
     if setup.data == "stream":
@@ -375,12 +375,12 @@ def _items(setup: Drawn, life: Life, length: int, first: int) -> Any:
     return items if setup.holds == "nothing" else Holding(items, setup.holds, _own_seed(setup, life))
 
 
-def _own_seed(setup: Drawn, life: Life) -> int:
+def _own_seed(setup: Drawn, life: Attempt) -> int:
     """Of a generator that the user makes: another in each life, unless data is made again while a life runs."""
     return 7 if setup.data == "by_epoch" or setup.datamodule else life.seed + 7
 
 
-def _loader(setup: Drawn, life: Life, items: Any) -> Any:
+def _loader(setup: Drawn, life: Attempt, items: Any) -> Any:
     options: dict[str, Any] = {
         "batch_size": setup.batch_size,
         "num_workers": setup.workers,
@@ -415,7 +415,7 @@ def _loader(setup: Drawn, life: Life, items: Any) -> Any:
 class DrawnModule(VariantModule):
     """The module of a `Drawn`."""
 
-    def __init__(self, setup: Drawn, life: Life) -> None:
+    def __init__(self, setup: Drawn, life: Attempt) -> None:
         super().__init__(setup, life)
         self._drawn = setup
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from lightning_moe_ckpt.native import CompiledCudaEngine, Copy, CopyEngine, create_engine
 from lightning_moe_ckpt.native._plan import PlannedCopies
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 
 JITTER_US = 100
 _CALLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventSynchronize")
 
 
 @contextmanager
-def emulated_device(life: Life) -> Iterator[Emulator]:
+def emulated_device(life: Attempt) -> Iterator[Emulator]:
     """For the rest of this process. What training has in memory of its own is a device's; rings and files are the host's.
 
     In a world of one so are the values of journals, and buffers: they come to the host by copies for which no hook waits.
@@ -53,7 +53,7 @@ def emulated_device(life: Life) -> Iterator[Emulator]:
         return emulator.page_locked(nbytes)
 
     Seam(module="lightning_moe_ckpt.session._life", attribute="create_engine", replacement=create).apply()
-    Seam(module="lightning_moe_ckpt.session._arrivals", attribute="_page_locked", replacement=page_locked).apply()
+    Seam(module="lightning_moe_ckpt.journal._arrivals", attribute="_page_locked", replacement=page_locked).apply()
     yield emulator
     used = {call: emulator.calls(call.encode()) for call in _CALLS}
     assert values or life.world_size > 1, "no value of a journal came to the host by a copy"

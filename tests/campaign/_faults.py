@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 from campaign._training import Setup
-from lightning_moe_ckpt.testing import Fault, FaultInjector, Life, RandomFaults
+from lightning_moe_ckpt.testing import Attempt, Fault, FaultInjector, RandomFaults
 from lightning_moe_ckpt.testing._fault_record import Line, read_ranks
 
 
@@ -27,7 +27,7 @@ class Breaking(Setup):
     """Rack of each rank."""
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         if not self.faults and self.random is None:
             return super().callbacks(life)
         self._settle_on_node(life)
@@ -38,7 +38,7 @@ class Breaking(Setup):
     def fault_free(self) -> Setup:
         return replace(self, checkpointing=None, faults=(), random=None, nodes=(), racks=())
 
-    def _settle_on_node(self, life: Life) -> None:
+    def _settle_on_node(self, life: Attempt) -> None:
         """Give this process the environment of its node."""
         if self.nodes:
             os.environ["MOE_CKPT_SHARED_MEMORY"] = str(memory_of(life.workdir, self.nodes[life.rank]))

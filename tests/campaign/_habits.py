@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from campaign._data import make_loader
 from campaign._training import Module, Setup, make_optimizer, make_scheduler
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 
 Freezes = Literal["epochs", "steps", "start", "all but experts"]
 """When the module freezes or unfreezes parameters: each epoch, each step, or when training starts and in epoch 1; or what."""
@@ -41,11 +41,11 @@ class Habit(Setup):
     """The epoch in which a finetuning callback adds experts to the optimizer, as a group of their own."""
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         return HabitModule(self, life)
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         found: list[Callback] = [] if self.unfreezes_at is None else [Unfreezing(self.unfreezes_at)]
         if self.finds == "lr":
             found.append(LearningRateFinder(num_training_steps=6, early_stop_threshold=None))
@@ -54,13 +54,13 @@ class Habit(Setup):
         return found
 
     @override
-    def loaders(self, life: Life) -> tuple[Any, Any]:
+    def loaders(self, life: Attempt) -> tuple[Any, Any]:
         by_module = "batch_size" in {self.finds, self.tunes}
         training, validation = super().loaders(life)
         return None if by_module else training, validation
 
     @override
-    def fit_options(self, life: Life) -> dict[str, Any]:
+    def fit_options(self, life: Attempt) -> dict[str, Any]:
         return {"ckpt_path": life.workdir / "begin.ckpt", "weights_only": False} if self.from_file else {}
 
     @override
@@ -75,10 +75,10 @@ class Habit(Setup):
             Tuner(trainer).scale_batch_size(module, val_dataloaders=validation, max_trials=1, init_val=4)
 
     @override
-    def trainer_options(self, life: Life) -> dict[str, Any]:
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
         return {**super().trainer_options(life), "default_root_dir": life.workdir, **dict(self.trainer)}
 
-    def _write_file(self, life: Life) -> None:
+    def _write_file(self, life: Attempt) -> None:
         """What another program has trained before."""
         with isolate_rng():
             seed_everything(5, verbose=False)
@@ -97,7 +97,7 @@ def toggled(module: LightningModule, *, on: bool) -> None:
 class HabitModule(Module):
     """Freezes by the epoch, by the step, or at the start."""
 
-    def __init__(self, setup: Habit, life: Life) -> None:
+    def __init__(self, setup: Habit, life: Attempt) -> None:
         super().__init__(setup, life)
         self._habit, self._life = setup, life
         self.lr, self.batch_size = 3e-3, setup.batch_size

@@ -17,7 +17,7 @@ from typing_extensions import override
 from campaign._models import MODEL_DIM, NUM_EXPERTS, ListMoE, Residual, StackedMoE
 from campaign._training import Module, Setup
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 
 Kind = Literal["load", "capacity", "deepspeed", "tutel", "tutel_flat", "tutel_list"]
 
@@ -133,11 +133,11 @@ class LayerStateSetup(Setup):
     kind: Kind
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         return LayerStateModule(self, life)
 
     @override
-    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         layers = list(trainer.lightning_module.modules())
         capacity = [list(each.capacity_factor) for each in layers if isinstance(each, MoELayer)]  # type: ignore[arg-type]
         load = [each.gate._cumulative_expert_load.tolist() for each in layers if isinstance(each, LoadedMoE)]  # type: ignore[operator]
@@ -147,7 +147,7 @@ class LayerStateSetup(Setup):
 class LayerStateModule(Module):
     """Changes what its layers keep beside their weights."""
 
-    def __init__(self, setup: LayerStateSetup, life: Life) -> None:
+    def __init__(self, setup: LayerStateSetup, life: Attempt) -> None:
         super().__init__(setup, life)
         self._kind = setup.kind
 

@@ -22,7 +22,7 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe._dispatch import Dispatch, plan_dispatch
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 
@@ -39,11 +39,11 @@ class Machines:
     damaged: Damage | None = None
     """Where a bit of an expert turns before the second life."""
 
-    def memory(self, life: Life) -> Path:
+    def memory(self, life: Attempt) -> Path:
         """Shared memory of the machine that a rank runs on."""
         return self.folder / self._name(self.placed[life.rank], life.index)
 
-    def memories(self, life: Life) -> list[Path]:
+    def memories(self, life: Attempt) -> list[Path]:
         """Shared memory of all machines."""
         return [self.folder / self._name(node, life.index) for node in sorted(set(self.placed))]
 
@@ -98,7 +98,7 @@ class RecordsLossy(Callback):
         tokens: where they are logged.
     """
 
-    def __init__(self, own: CheckpointCallback, life: Life, ep_size: int, tokens: TokenLog) -> None:
+    def __init__(self, own: CheckpointCallback, life: Attempt, ep_size: int, tokens: TokenLog) -> None:
         self._own, self._life, self._ep_size, self._tokens = own, life, ep_size, tokens
         self._found: OperatorSet | None = None
 
@@ -131,7 +131,7 @@ class RecordsLossy(Callback):
         self._keep(f"state.{trainer.global_step}", trainer, pl_module)
 
 
-def train_lossy(setup: Setup, machines: Machines, life: Life, *others: Callback) -> Mapping[str, Any]:
+def train_lossy(setup: Setup, machines: Machines, life: Attempt, *others: Callback) -> Mapping[str, Any]:
     """Train on machines, with everything written down; `others` come before what writes it down."""
     quiet()
     torch.manual_seed(life.seed)

@@ -15,7 +15,7 @@ import torch
 from campaign._campaign import checkpoints
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.policies import Audience
-from lightning_moe_ckpt.session._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
     GenerationId,

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from stored._outages import stop_storing_after
 
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 
@@ -24,12 +24,12 @@ class Nodes:
     dies: int | None = None
     """Node that dies with the first life; another machine takes its place."""
 
-    def shared_memory(self, life: Life) -> Path:
+    def shared_memory(self, life: Attempt) -> Path:
         """Of the machine that a rank runs on."""
         node = self.placed[life.rank]
         return self.folder / f"node{node}{'-replaced' if node == self.dies and life.index else ''}"
 
-    def settle(self, life: Life) -> None:
+    def settle(self, life: Attempt) -> None:
         """Give this process the memory of its machine."""
         memory = self.shared_memory(life)
         memory.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from campaign._training import Setup
 from lightning_moe_ckpt.storage import _posix
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Fit, Life, LifeResult, _fork_rank, _free_port, _OneLife, _Script
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult, Fit, _fork_rank, _free_port, _OneLife, _Script
 from lightning_moe_ckpt.testing._lives_kill import Kill, settle
 
 
@@ -34,7 +34,7 @@ class PatientSetup(Setup):
     """A training that waits for storage after every step."""
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         return [Patient(), *super().callbacks(life)]
 
 
@@ -57,10 +57,10 @@ class SleepingLife(_OneLife):
         for pid in self._pids.values():
             os.killpg(pid, signal.SIGCONT)
 
-    def end(self) -> LifeResult:
+    def end(self) -> AttemptResult:
         """Wait until all ranks have ended by themselves."""
         self._wait(self._deadline)
-        return LifeResult(
+        return AttemptResult(
             index=self._index,
             outcome="stopped" if any(self._codes.values()) else "finished",
             seconds=0.0,
@@ -103,7 +103,7 @@ SECOND_HAS_COMMITTED = Kill(
 )
 
 
-def run_overlapping(fit: Fit, overlap: Overlap, *, url: str, workdir: Path, world_size: int) -> list[LifeResult]:
+def run_overlapping(fit: Fit, overlap: Overlap, *, url: str, workdir: Path, world_size: int) -> list[AttemptResult]:
     """The first start falls asleep, the second commits twice; then both go on at once.
 
     Returns:

@@ -16,11 +16,11 @@ from torch import Tensor
 from campaign._campaign import checkpoints
 from campaign._lossy_damage import Spoilt, stored_markers
 from campaign._states import Key
+from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.policies import TokenLedger
-from lightning_moe_ckpt.session import decode_journal
-from lightning_moe_ckpt.session._layout import as_memoryview
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend, segment_key
-from lightning_moe_ckpt.testing._lives import LifeResult
+from lightning_moe_ckpt.testing._lives import AttemptResult
 
 State = dict[Key, tuple[int, Tensor]]
 
@@ -62,7 +62,7 @@ class Restarts:
         lives: of the run.
     """
 
-    def __init__(self, lives: Sequence[LifeResult]) -> None:
+    def __init__(self, lives: Sequence[AttemptResult]) -> None:
         self.lives, self.workdir = lives, lives[0].workdir
         self.ranks = range(lives[0].world_size)
         self._promises: dict[tuple[int, bool, bool], Promise] = {}

@@ -16,13 +16,13 @@ from typing_extensions import override
 
 from campaign._training import Setup, quiet
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint, SelectiveExpertCheckpoint
+from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.operators import LoadCounter, StateSchema, discover
 from lightning_moe_ckpt.policies import Plan
-from lightning_moe_ckpt.session import decode_journal
-from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
+from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import Commit, RankMarker, RecordEntry, RunStore, SegmentEntry, open_backend
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.tiers import HostTier
 
 Key = tuple[str, str, str]
@@ -127,7 +127,7 @@ def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer, ep_size:
     return found
 
 
-def train_recorded(setup: Setup, life: Life, *, wait: bool = True) -> Mapping[str, Any]:
+def train_recorded(setup: Setup, life: Attempt, *, wait: bool = True) -> Mapping[str, Any]:
     """Train once, with everything written down."""
     quiet()
     torch.manual_seed(life.seed)

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from campaign._campaign import memory_of_run
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Fit, Life, LifeResult, record_differences
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult, Fit, record_differences
 from lightning_moe_ckpt.testing._lives_end import differences
 
 
@@ -30,7 +30,7 @@ def looking_around(setup: Setup) -> Fit:
     return partial(_train_and_look, setup)
 
 
-def _train_and_look(setup: Setup, life: Life) -> Mapping[str, Any]:
+def _train_and_look(setup: Setup, life: Attempt) -> Mapping[str, Any]:
     threads, handlers = set(threading.enumerate()), _handlers()
     try:
         return train(setup, life)
@@ -55,7 +55,7 @@ def twice(setup: Setup) -> Fit:
     return partial(_fit_twice, setup)
 
 
-def _fit_twice(setup: Setup, life: Life) -> Mapping[str, Any]:
+def _fit_twice(setup: Setup, life: Attempt) -> Mapping[str, Any]:
     error = UserError("a mistake in the model")
 
     def raise_it(*_: object) -> None:
@@ -83,12 +83,12 @@ class Repeating(Setup):
     """A run whose first life gets the signal twice."""
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         return [SecondSignal()] if life.kill is not None else []
 
 
 def require_same_training(
-    reference: Sequence[LifeResult], lives: Sequence[LifeResult], ignored: Sequence[str] = ("epoch",)
+    reference: Sequence[AttemptResult], lives: Sequence[AttemptResult], ignored: Sequence[str] = ("epoch",)
 ) -> None:
     """Every batch and the end are those of the reference; epochs that were cut by a stop are not compared.
 
@@ -114,7 +114,7 @@ def _matters(thread: threading.Thread) -> bool:
     return not isinstance(thread, threading.Timer)  # the harness's own
 
 
-def _rings(life: Life) -> list[str]:
+def _rings(life: Attempt) -> list[str]:
     """What this rank of this run has in shared memory; others have theirs."""
     names = memory_of_run(Path(life.url.removeprefix("file://")))
     return [name for name in names if fnmatch(name, f"moe-ckpt-*-{life.rank}.*")]
@@ -124,7 +124,7 @@ def _path(workdir: Path, index: int, rank: int) -> Path:
     return workdir / f"life{index}.rank{rank}.left"
 
 
-def require_clean(lives: Sequence[LifeResult]) -> None:
+def require_clean(lives: Sequence[AttemptResult]) -> None:
     """No rank of any life left a thread or a handler, nor shared memory without saying so, and nobody a temporary file."""
     for life in lives:
         for rank in range(life.world_size):
@@ -138,7 +138,7 @@ def require_clean(lives: Sequence[LifeResult]) -> None:
     assert not unfinished, f"left {unfinished}"
 
 
-def seconds_to_end(life: LifeResult) -> list[float]:
+def seconds_to_end(life: AttemptResult) -> list[float]:
     """From the first signal to the end of fit, by rank."""
     at = min(line["at"] for rank in range(life.world_size) for line in life.records(rank, "killed"))
     return [

@@ -35,7 +35,7 @@ from typing_extensions import override
 from campaign._data import SEQUENCE, VOCABULARY
 from campaign._models import MODEL_DIM, NUM_EXPERTS, tiny_mixtral
 from campaign._training import Module, Setup, train
-from lightning_moe_ckpt.testing._lives import Fit, Life
+from lightning_moe_ckpt.testing._lives import Attempt, Fit
 
 Library = Literal["litgpt_moe", "litgpt_dense", "mixtral", "switch", "gpt_oss", "deepseek_v3", "gpt2"]
 Bar = Literal["none", "tqdm", "rich"]
@@ -58,11 +58,11 @@ class ThirdParty(Setup):
         return partial(train_in_terminal, self)
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         return ThirdPartyModule(self, life)
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         callbacks: list[Callback] = []
         if self.bar != "none":
             callbacks.append(RichProgressBar() if self.bar == "rich" else TQDMProgressBar())
@@ -71,7 +71,7 @@ class ThirdParty(Setup):
         return [*callbacks, *_companions(monitored=self.checkpointing is not None)] if self.companions else callbacks
 
     @override
-    def trainer_options(self, life: Life) -> dict[str, Any]:
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
         folder, version = str(life.workdir), "run"
         loggers = [CSVLogger(folder, "csv", version), TensorBoardLogger(folder, "tensorboard", version)]
         return {
@@ -84,7 +84,7 @@ class ThirdParty(Setup):
         }
 
     @override
-    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for timer in [each for each in callbacks if isinstance(each, Timer)]:
             before = timer.time_elapsed() - ((timer.end_time() or 0.0) - (timer.start_time() or 0.0))
@@ -244,7 +244,7 @@ def _gpt2() -> Any:
 class ThirdPartyModule(Module):
     """The campaigns' module around the library's model."""
 
-    def __init__(self, setup: ThirdParty, life: Life) -> None:
+    def __init__(self, setup: ThirdParty, life: Attempt) -> None:
         super().__init__(setup, life)
         self._third_party = setup
 
@@ -261,7 +261,7 @@ class ThirdPartyModule(Module):
         return loss
 
 
-def train_in_terminal(setup: ThirdParty, life: Life) -> Mapping[str, Any]:
+def train_in_terminal(setup: ThirdParty, life: Attempt) -> Mapping[str, Any]:
     """Run `setup` in this process, before a terminal if it has a progress bar."""
     path = life.workdir / f"life{life.index}.terminal"
     with _terminal(path) if setup.bar != "none" else contextlib.nullcontext():

@@ -25,7 +25,7 @@ from campaign._emulated import emulated_device
 from campaign._models import BiasedMoE, Counting, build
 from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 from lightning_moe_ckpt.policies import Popularity
-from lightning_moe_ckpt.testing._lives import Fit, Life
+from lightning_moe_ckpt.testing._lives import Attempt, Fit
 from lightning_moe_ckpt.testing._lives_end import digest
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]
@@ -145,16 +145,16 @@ class Setup:
         """Optimizer steps in the whole run."""
         return self.epochs * math.ceil(self.batches / self.accumulate)
 
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         """What is trained."""
         return Module(self, life)
 
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         """The user's own callbacks, besides the one that takes checkpoints."""
         balancing: list[Callback] = [Balancing()] if self.balanced_by == "callback" else []
         return [*balancing, *make_averaging(self.averaged)]
 
-    def loaders(self, life: Life) -> tuple[Any, Any]:
+    def loaders(self, life: Attempt) -> tuple[Any, Any]:
         """Training and validation data."""
         length = self.batches * self.batch_size * life.world_size
         training = make_loader(
@@ -162,7 +162,7 @@ class Setup:
         )
         return training, make_validation_loader(self.batch_size) if self.validate_every else None
 
-    def trainer_options(self, life: Life) -> dict[str, Any]:
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
         """Arguments of the Trainer, callbacks aside."""
         return {
             "accelerator": "cpu",
@@ -184,11 +184,11 @@ class Setup:
     def before_fit(self, trainer: Trainer, module: LightningModule) -> None:
         """What the user's program does between building the Trainer and training."""
 
-    def fit_options(self, life: Life) -> dict[str, Any]:
+    def fit_options(self, life: Attempt) -> dict[str, Any]:
         """Arguments of `fit` beside the module and the loaders."""
         return {}
 
-    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         """What else must be equal at the end, besides the state of training; JSON."""
         kept = [each for each in trainer.callbacks if isinstance(each, KeepsWeights)]  # type: ignore[attr-defined]
         return {"before the end": kept[0].weights} if kept and kept[0].weights else {}
@@ -212,7 +212,7 @@ class Setup:
 class Module(LightningModule):
     """The model of a `Setup` under automatic optimization, built in `configure_model` so that it may be sharded."""
 
-    def __init__(self, setup: Setup, life: Life) -> None:
+    def __init__(self, setup: Setup, life: Attempt) -> None:
         super().__init__()
         self._setup, self._life = setup, life
         self.model: torch.nn.Module | None = None
@@ -379,7 +379,7 @@ def _warm_up_and_cosine(step: int) -> float:
     return min(1.0, (step + 1) / 5) * 0.5 * (1 + math.cos(math.pi * min(step, 40) / 40))
 
 
-def train(setup: Setup, life: Life) -> Mapping[str, Any]:
+def train(setup: Setup, life: Attempt) -> Mapping[str, Any]:
     """Run `setup` in this process, from wherever its checkpoint callback finds it."""
     quiet()
     seed_everything(life.seed, verbose=False)
@@ -392,7 +392,7 @@ def train(setup: Setup, life: Life) -> Mapping[str, Any]:
     return setup.returned(life, trainer)
 
 
-def train_in_stages(setups: Sequence[Setup], life: Life) -> Mapping[str, Any]:
+def train_in_stages(setups: Sequence[Setup], life: Attempt) -> Mapping[str, Any]:
     """The first life runs the first setup, and so on; the last one is run by all that follow."""
     return train(setups[min(life.index, len(setups) - 1)], life)
 
@@ -405,7 +405,7 @@ def _precision(setup: Setup) -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
 
 
-def _strategy(setup: Setup, life: Life) -> Any:
+def _strategy(setup: Setup, life: Attempt) -> Any:
     if life.world_size == 1:
         return "auto"
     if setup.strategy in {"ddp", "ddp_ordered"}:

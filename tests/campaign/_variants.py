@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from campaign._data import Tokens, make_validation_loader
 from campaign._training import Module, Setup
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 
 Source = Literal["tokens", "stream", "endless", "combined", "by_epoch"]
 """Kinds of training data: `by_epoch` comes from a hook of the module, which gives other items in every epoch."""
@@ -40,19 +40,19 @@ class Variant(Setup):
     """Whether every epoch accumulates over more batches than the one before."""
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         return VariantModule(self, life)
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         return [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})] if self.growing_accumulation else []
 
     @override
-    def trainer_options(self, life: Life) -> dict[str, Any]:
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
         return {**super().trainer_options(life), **dict(self.trainer)}
 
     @override
-    def loaders(self, life: Life) -> tuple[Any, Any]:
+    def loaders(self, life: Attempt) -> tuple[Any, Any]:
         if self.source == "tokens":
             return super().loaders(life)
         length = self.batches * self.batch_size * life.world_size
@@ -64,7 +64,7 @@ class Variant(Setup):
 class VariantModule(Module):
     """Logs the loss by every reduction, and through metric objects of its own."""
 
-    def __init__(self, setup: Variant, life: Life) -> None:
+    def __init__(self, setup: Variant, life: Attempt) -> None:
         super().__init__(setup, life)
         self._variant = setup
         if setup.logged:

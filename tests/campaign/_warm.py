@@ -22,7 +22,7 @@ import torch
 from _heap import freeze_heap
 
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Life, run_lives
+from lightning_moe_ckpt.testing._lives import Attempt, run_lives
 
 Result = TypeVar("Result")
 
@@ -106,7 +106,7 @@ def _rehearse() -> None:
         return
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        life = Life(index=0, rank=0, world_size=1, seed=0, url="", workdir=Path(folder), kill=None)
+        life = Attempt(index=0, rank=0, world_size=1, seed=0, url="", workdir=Path(folder), kill=None)
         train(Setup(batches=2, epochs=1), life)
     os.environ.clear()
     os.environ.update(environment)

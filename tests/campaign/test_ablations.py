@@ -67,7 +67,7 @@ ABLATIONS = {
         setup=SPARSE,
         seams=[
             Seam(
-                module="lightning_moe_ckpt.callbacks._recorder",
+                module="lightning_moe_ckpt.fit._recorder",
                 attribute="restore_rng",
                 replacement=_no_random_state,
             )
@@ -77,7 +77,7 @@ ABLATIONS = {
         setup=replace(SPARSE, precision="bf16-mixed").with_options(gate_fp32=True),
         seams=[
             Seam(
-                module="lightning_moe_ckpt.session._planning",
+                module="lightning_moe_ckpt.planning._planning",
                 attribute="Probe.verdict",
                 replacement=_everything_low,
             )

@@ -9,7 +9,7 @@ import pytest
 
 from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.session._averages import Averages
+from lightning_moe_ckpt.snapshot._averages import Averages
 from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.testing._seam import Seam
 

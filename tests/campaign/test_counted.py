@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from campaign._training import quiet
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.policies import Popularity
-from lightning_moe_ckpt.testing._lives import Life, LifeResult, run_lives
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult, run_lives
 
 # Shape suffixes: T tokens, K top-k, E experts, D model dim.
 
@@ -129,7 +129,7 @@ class ByHand(Callback):
         return call
 
 
-def train(case: Counted, life: Life) -> Mapping[str, Any]:
+def train(case: Counted, life: Attempt) -> Mapping[str, Any]:
     from lightning_moe_ckpt import MoEStrategy
     from lightning_moe_ckpt.callbacks import SparseCheckpoint
 
@@ -163,13 +163,13 @@ def train(case: Counted, life: Life) -> Mapping[str, Any]:
     return {"steps": hand.steps, "collectives": hand.collectives}
 
 
-def run(warm: WarmParents, folder: Path, case: Counted) -> LifeResult:
+def run(warm: WarmParents, folder: Path, case: Counted) -> AttemptResult:
     url = (folder / "checkpoints").as_uri()
     (life,) = warm.call(run_lives, partial(train, case), url=url, workdir=folder, world_size=case.world_size)
     return life
 
 
-def by_hand(life: LifeResult, config: Popularity) -> list[list[float]]:
+def by_hand(life: AttemptResult, config: Popularity) -> list[list[float]]:
     """Popularity at every step over all ranks, from the steps' own counts; not decayed, each step stands for itself."""
     looks: list[Tensor] = [torch.zeros(NUM_EXPERTS, dtype=torch.float64)] * life.world_size
     result = []
@@ -190,7 +190,7 @@ def by_hand(life: LifeResult, config: Popularity) -> list[list[float]]:
     return result
 
 
-def planned(life: LifeResult) -> list[list[float]]:
+def planned(life: AttemptResult) -> list[list[float]]:
     """Popularity of every plan that windows were taken by, in order."""
     from lightning_moe_ckpt.storage import RunView, open_backend
 

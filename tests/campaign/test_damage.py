@@ -14,7 +14,7 @@ import pytest
 
 from campaign._campaign import Campaigns, lose_memory
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.testing._lives import Life, LifeFailed
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptFailed
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 Damage = Callable[[Sequence[Path]], None]
@@ -80,7 +80,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
-def damage_then_train(setup: Setup, damage: Damage, life: Life) -> Mapping[str, Any]:
+def damage_then_train(setup: Setup, damage: Damage, life: Attempt) -> Mapping[str, Any]:
     """Ruin something at the start of the second life, on a machine that is not the first one's, then train."""
     if life.index == 1 and life.rank == 0:
         lose_memory(life.workdir)
@@ -123,7 +123,7 @@ def test_the_next_older_generation_is_taken_and_the_log_says_why(
 
 def test_when_none_is_left_the_error_lists_each_with_its_reason(campaigns: Campaigns) -> None:
     """No life starts over in silence above a run that cannot be read."""
-    with pytest.raises(LifeFailed) as caught:
+    with pytest.raises(AttemptFailed) as caught:
         campaigns.run(DENSE, KILL, fit=partial(damage_then_train, DENSE, ruin_all))
     said = str(caught.value)
     assert "NoUsableGeneration" in said

@@ -21,7 +21,7 @@ from campaign._campaign import Campaigns
 from campaign._data import SEQUENCE, VOCABULARY, Tokens, make_validation_loader
 from campaign._training import Checkpointing, Module
 from campaign._variants import Item, Variant, VariantModule
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
@@ -36,16 +36,16 @@ class Fed(Variant):
     validate_every: int | None = 3
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         return Drawing(self, life)
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         own: dict[str, list[Callback]] = {"held": [Smudging()], "moved": [Moving()]}
         return own.get(self.feed, [])
 
     @override
-    def loaders(self, life: Life) -> tuple[Any, Any]:
+    def loaders(self, life: Attempt) -> tuple[Any, Any]:
         return FEEDS[self.feed](self), make_validation_loader(self.batch_size)
 
 
@@ -54,7 +54,7 @@ class Drawing(VariantModule):
 
     difficulty: float
 
-    def __init__(self, setup: Fed, life: Life) -> None:
+    def __init__(self, setup: Fed, life: Attempt) -> None:
         super().__init__(setup, life)
         self.noise = {"loss": [torch.Generator().manual_seed(5)]}
         self.difficulty = 0.0

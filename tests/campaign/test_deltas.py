@@ -25,7 +25,7 @@ from campaign._training import Setup
 from campaign.test_selective import STORED, selective_setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILL_STEP = 9
@@ -41,7 +41,7 @@ class Follows(Callback):
         life: this one.
     """
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Attempt) -> None:
         self._life = life
 
     @override
@@ -57,7 +57,7 @@ class Follows(Callback):
 
 
 def train_followed(
-    setup: Setup, machines: Machines, life: Life, *, optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    setup: Setup, machines: Machines, life: Attempt, *, optimizer: Callable[..., torch.optim.Optimizer] | None = None
 ) -> Mapping[str, Any]:
     """In the first life storage fails after a few generations, and every step waits for the copies of the one before."""
     if life.index == 0:

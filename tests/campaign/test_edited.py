@@ -9,7 +9,7 @@ import pytest
 
 from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.session._replay import Replay
+from lightning_moe_ckpt.recovery._replay import Replay
 from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.testing._seam import Seam
 
@@ -76,7 +76,7 @@ def _early(replay: Replay, step: int) -> None:
 _load = Replay.load
 SEAMS = {
     "unsettled": Seam(module="lightning_moe_ckpt.session._life", attribute="Life.settle", replacement=_unsettled),
-    "early": Seam(module="lightning_moe_ckpt.session._replay", attribute="Replay.load", replacement=_early),
+    "early": Seam(module="lightning_moe_ckpt.recovery._replay", attribute="Replay.load", replacement=_early),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._stops import UserError
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.testing._lives import Life, LifeResult
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 SETUP = Setup(
@@ -42,7 +42,7 @@ class Launcher:
 
     restarts_left: bool
 
-    def __call__(self, life: Life) -> Mapping[str, Any]:
+    def __call__(self, life: Attempt) -> Mapping[str, Any]:
         """One start; the user's mistake is made once."""
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3" if self.restarts_left else str(life.index)
         signal.signal(signal.SIGUSR2, lambda *_: _raise(Path(urlparse(life.url).path)))
@@ -58,7 +58,7 @@ def _raise(run: Path) -> None:
     raise UserError("a mistake in the model")
 
 
-def sources(life: LifeResult) -> list[str]:
+def sources(life: AttemptResult) -> list[str]:
     """Where each rank's bytes came from, as rank 0 says of all."""
     said = re.findall(r"ranks? ([\d, ]+): [\d.]+ MiB from (\S+)", life.log())
     by_rank = {int(rank): source for ranks, source in said for rank in ranks.split(", ")}

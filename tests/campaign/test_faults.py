@@ -19,7 +19,7 @@ from campaign._warm import WarmParents
 from lightning_moe_ckpt.testing import Fault, RandomFaults, fail_at, summarize_faults
 from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
 from lightning_moe_ckpt.testing._fault_signals import stop
-from lightning_moe_ckpt.testing._lives import LifeResult
+from lightning_moe_ckpt.testing._lives import AttemptResult
 
 SPARSE = Checkpointing(policy="sparse", window=2)
 DENSE = Checkpointing(policy="dense", keep=3)
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 """Seconds for what storage has been given; not how long a test should take."""
 
 
-def strikes(lives: list[LifeResult]) -> list[tuple[int, str, int, str]]:
+def strikes(lives: list[AttemptResult]) -> list[tuple[int, str, int, str]]:
     """Rank, kind, step and phase of what happened, in order of time."""
     faults = lines_of(lives[0].workdir, "fault")
     return [(line["rank"], line["kind"], line["step"], line["phase"]) for line in faults]
@@ -210,7 +210,7 @@ FLIP_IN_RING = replace(FLIP, at_rest="ring")
 
 def _flip_and_die(
     campaigns: Campaigns, flips: tuple[Fault, ...], end: FaultKind, checkpointing: Checkpointing = DENSE
-) -> tuple[list[int], LifeResult]:
+) -> tuple[list[int], AttemptResult]:
     """Steps of the generations that were damaged, and the life that had to do without."""
     faults = (*flips, fail_at(0, 6, "after_batch_end", kind=end))
     setup = Breaking(checkpointing=checkpointing, nodes=(0,), faults=faults)

@@ -15,7 +15,7 @@ import cli
 from campaign._faults import lines_of, record_of
 from campaign._training import quiet
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing import Life, assert_same_end, run_lives, summarize_faults
+from lightning_moe_ckpt.testing import Attempt, assert_same_end, run_lives, summarize_faults
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "faults.yaml"
 SMALL = {"num_blocks": 1, "model_dim": 16, "num_heads": 2, "num_experts": 4}
@@ -51,7 +51,7 @@ def configured(folder: Path, *, broken: bool) -> Path:
     return path
 
 
-def fit_from_file(path: Path, life: Life) -> Mapping[str, Any]:
+def fit_from_file(path: Path, life: Attempt) -> Mapping[str, Any]:
     """What `python examples/cli.py fit --config PATH` does, recorded."""
     quiet()
     sys.argv = ["cli.py"]

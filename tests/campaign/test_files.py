@@ -22,7 +22,7 @@ from campaign._stops import require_same_training
 from campaign._training import Checkpointing, Module, train
 from campaign._variants import Variant, VariantModule
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.testing._seam import Seam
 
@@ -39,7 +39,7 @@ class Watched(Variant):
     """Step in which the first life of a protected run meets an exception."""
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         made = [each(**dict(options)) for each, options in self.watchers]
         for callback in made:
             if isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint)) and callback.dirpath is None:
@@ -47,14 +47,14 @@ class Watched(Variant):
         fails = life.index == 0 and self.checkpointing is not None and self.fails_at is not None
         return [*made, Whole(self._folder(life)), *([Failing(self.fails_at or 0)] if fails else [])]
 
-    def _folder(self, life: Life) -> Path:
+    def _folder(self, life: Attempt) -> Path:
         """Where the watchers write; fault-free runs share a work folder."""
         folder = life.workdir / ("files" if self.checkpointing is not None else f"files{life.index}")
         folder.mkdir(exist_ok=True)
         return folder
 
     @override
-    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         folder = self._folder(life)
         watchers = [c for c in trainer.callbacks if isinstance(c, (ModelCheckpoint, EarlyStopping))]  # type: ignore[attr-defined]
         states = {f"watcher/{c.state_key}": _told(c.state_dict(), folder) for c in watchers}
@@ -183,7 +183,7 @@ RARE = checkpoint(every_n_train_steps=4, save_top_k=0, save_last=True)
 ON_EXCEPTION = (OnExceptionCheckpoint, (("dirpath", None),))
 
 
-def _train_or_fail(setup: Watched, life: Life) -> Mapping[str, Any]:
+def _train_or_fail(setup: Watched, life: Attempt) -> Mapping[str, Any]:
     try:
         return train(setup, life)
     except ArithmeticError:
@@ -244,7 +244,7 @@ class BlownUp(Watched):
     """A run that is slowed, stopped and saved by validation losses of weights that a replay does not have."""
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         return Blown(self, life)
 
 
@@ -288,7 +288,7 @@ def _as_decided_here(*args: Any) -> None:
 @pytest.mark.parametrize("batches", IN_AND_AFTER_REPLAY)
 def test_without_the_journal_validation_in_replay_would_decide(campaigns: Campaigns, batches: int) -> None:
     """The ablation."""
-    recorder = "lightning_moe_ckpt.callbacks._recorder"
+    recorder = "lightning_moe_ckpt.fit._recorder"
     setup, kill = _decided(batches)
     seam = Seam(module=recorder, attribute="BoundaryRecorder._follow", replacement=_as_decided_here)
     with pytest.raises(AssertionError, match="instead of"):

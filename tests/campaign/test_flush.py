@@ -23,14 +23,14 @@ from campaign._nodes import Nodes
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.session._peers import PeerWorker
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._worker import Job
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
+from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
+from lightning_moe_ckpt.tiers._sealed import SealedSegment
+from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
+from lightning_moe_ckpt.tiers._writer import WriteJob
 
 SETUP = Setup(
     model="stacked",
@@ -78,7 +78,7 @@ class Late:
             flush(worker, timeout)
             self.flushed.set()
 
-    def put(self, worker: PersistWorker, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
+    def put(self, worker: PersistWorker, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
         if self.storage and job.generation.step >= FIRST_UNSTORED:
             assert self.flushed.wait(PATIENCE), "nobody needed the memory of the copies"
         return put(worker, job, segment)
@@ -104,7 +104,7 @@ class Watch(Callback):
             self.late.flushed.set()  # in vain: storage must not make the room meanwhile
 
 
-def train_late(nodes: Nodes, storage: bool, flushes: bool, life: Life) -> Mapping[str, Any]:
+def train_late(nodes: Nodes, storage: bool, flushes: bool, life: Attempt) -> Mapping[str, Any]:
     """Prints how often training waited for copies, how many windows it did without, and the newest copy."""
     late = Late(storage=storage, flushes=flushes)
     watch = Watch(late)

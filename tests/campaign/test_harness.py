@@ -14,14 +14,14 @@ import pytest
 from campaign._pairs import pairwise, product
 from campaign._training import Setup
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing._lives import Life, LifeFailed, LifeResult, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptFailed, AttemptResult, assert_same_end, run_lives
 from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.testing._seam import Seam
 
 THREE_RANKS = Setup(world_size=3, strategy="ddp")
 
 
-def _lives(warm: WarmParents, workdir: Path, setup: Setup, *kills: Kill, **options: Any) -> list[LifeResult]:
+def _lives(warm: WarmParents, workdir: Path, setup: Setup, *kills: Kill, **options: Any) -> list[AttemptResult]:
     return warm.call(run_lives, setup.fit, url="", workdir=workdir, world_size=setup.world_size, kills=kills, **options)
 
 
@@ -98,23 +98,23 @@ def test_a_kill_at_a_random_time_needs_not_strike(warm: WarmParents, tmp_path: P
 
 def test_a_kill_that_never_strikes_is_a_failure(warm: WarmParents, tmp_path: Path) -> None:
     """A campaign with a typing error in a step number must not pass."""
-    with pytest.raises(LifeFailed, match="outlived"):
+    with pytest.raises(AttemptFailed, match="outlived"):
         _lives(warm, tmp_path, Setup(), Kill(phase="batch_end", step=99))
 
 
-def _hang(life: Life) -> Mapping[str, Any]:
+def _hang(life: Attempt) -> Mapping[str, Any]:
     (life.workdir / "pid").write_text(str(os.getpid()), encoding="utf-8")
     while True:
         time.sleep(1)
 
 
-def _break(life: Life) -> Mapping[str, Any]:
+def _break(life: Attempt) -> Mapping[str, Any]:
     raise RuntimeError("this is the reason")
 
 
 def test_a_hung_life_is_dumped_and_killed(warm: WarmParents, tmp_path: Path) -> None:
     """The failure shows where every thread was."""
-    with pytest.raises(LifeFailed, match=r"hung(.|\n)*in _hang"):
+    with pytest.raises(AttemptFailed, match=r"hung(.|\n)*in _hang"):
         warm.call(run_lives, _hang, url="", workdir=tmp_path, timeout=0.3)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text(encoding="utf-8")), 0)
@@ -122,7 +122,7 @@ def test_a_hung_life_is_dumped_and_killed(warm: WarmParents, tmp_path: Path) -> 
 
 def test_a_life_that_fails_shows_its_traceback(warm: WarmParents, tmp_path: Path) -> None:
     """An exception is no scripted kill, and its text reaches the test report."""
-    with pytest.raises(LifeFailed, match="this is the reason"):
+    with pytest.raises(AttemptFailed, match="this is the reason"):
         warm.call(run_lives, _break, url="", workdir=tmp_path, kills=[Kill(phase="batch_end", step=1)])
 
 
@@ -133,10 +133,10 @@ def _no_loss(self: Any, *args: Any) -> Any:
 def test_a_seam_is_replaced_in_every_process(warm: WarmParents, tmp_path: Path) -> None:
     """Ablations depend on it."""
     seam = Seam(module="campaign._training", attribute="Module.training_step", replacement=_no_loss)
-    with pytest.raises(LifeFailed, match="ArithmeticError: replaced"):
+    with pytest.raises(AttemptFailed, match="ArithmeticError: replaced"):
         _lives(warm, tmp_path, Setup(), seams=[seam])
     missing = Seam(module="campaign._training", attribute="Module.no_such_step", replacement=_no_loss)
-    with pytest.raises(LifeFailed, match="no_such_step"):
+    with pytest.raises(AttemptFailed, match="no_such_step"):
         _lives(warm, tmp_path / "missing", Setup(), seams=[missing])
 
 

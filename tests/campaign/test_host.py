@@ -17,7 +17,7 @@ from typing_extensions import override
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life, LifeResult
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
@@ -26,7 +26,7 @@ EXPERTS = replace(SPARSE, world_size=3, options=(("num_experts", 6),), expert_pa
 REPLICATED = replace(SPARSE, world_size=4, checkpointing=Checkpointing(policy="dense", every_n_steps=2))
 
 
-def train_without_segments(setup: Setup, life: Life) -> Mapping[str, Any]:
+def train_without_segments(setup: Setup, life: Attempt) -> Mapping[str, Any]:
     """Train; but for the first life, there is not one segment in storage: who asks for one gets nothing."""
     if life.index > 0 and life.rank == 0:
         for path in Path(urlparse(life.url).path).glob("snap/*/*/*.safetensors"):
@@ -34,7 +34,7 @@ def train_without_segments(setup: Setup, life: Life) -> Mapping[str, Any]:
     return train(setup, life)
 
 
-def check(campaigns: Campaigns, setup: Setup, *kills: Kill) -> list[LifeResult]:
+def check(campaigns: Campaigns, setup: Setup, *kills: Kill) -> list[AttemptResult]:
     """Every life but the first restores from memory alone, on all ranks, and the end is that of the undisturbed run."""
     lives = campaigns.check(setup, *kills, fit=partial(train_without_segments, setup), may_complain=True)
     for life in lives[1:]:
@@ -88,7 +88,7 @@ class Cleaner(Callback):
                 path.unlink(missing_ok=True)
 
 
-def train_beside_a_cleaner(setup: Setup, memory: Path, without_segments: bool, life: Life) -> Mapping[str, Any]:
+def train_beside_a_cleaner(setup: Setup, memory: Path, without_segments: bool, life: Attempt) -> Mapping[str, Any]:
     """In memory of its own, whose names are removed in the first life before step 7."""
     os.environ[DIRECTORY_VARIABLE] = str(memory)
     if life.index == 0:

@@ -17,7 +17,7 @@ from campaign._campaign import Campaigns
 from campaign._nodes import Nodes
 from campaign._stops import UserError
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 SETUP = Setup(
@@ -31,7 +31,7 @@ BOOM = signal.SIGUSR2
 """Makes the user's code raise."""
 
 
-def fit_on_nodes(nodes: Nodes, life: Life) -> Mapping[str, Any]:
+def fit_on_nodes(nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
     """On a node of its own, and looks around; a fit that the user's code ends is tried again in the same process."""
     nodes.settle(life)
     signal.signal(BOOM, _raise)

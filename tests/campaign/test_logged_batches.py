@@ -19,7 +19,7 @@ from campaign._campaign import Campaigns
 from campaign._data import SEQUENCE, VOCABULARY, make_validation_loader
 from campaign._training import Checkpointing, Module
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._lives import Life, LifeFailed, LifeResult
+from lightning_moe_ckpt.testing._lives import Attempt, AttemptFailed, AttemptResult
 from lightning_moe_ckpt.testing._lives_end import digest
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
@@ -37,15 +37,15 @@ class Queue(Variant):
     """Whether batches become larger in mid-run."""
 
     @override
-    def make_module(self, life: Life) -> Module:
+    def make_module(self, life: Attempt) -> Module:
         return QueueModule(self, life)
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         return [Fingerprints()]
 
     @override
-    def loaders(self, life: Life) -> tuple[Any, Any]:
+    def loaders(self, life: Attempt) -> tuple[Any, Any]:
         data = DataLoader(Once(self), batch_size=None, num_workers=self.workers)
         return data, make_validation_loader(self.batch_size) if self.validate_every else None
 
@@ -87,13 +87,13 @@ class Fingerprints(Callback):
         print(f"FINGERPRINT {trainer.global_step} {batch_idx} {state} {digest(batch['pair'])}")
 
 
-def seen(life: LifeResult) -> dict[str, str]:
+def seen(life: AttemptResult) -> dict[str, str]:
     """Parameters and data by step and batch."""
     lines = [line.split() for line in life.log().splitlines() if line.startswith("FINGERPRINT")]
     return {f"{step} {batch}": f"{state} {data}" for _, step, batch, state, data in lines}
 
 
-def dense_step(life: LifeResult) -> int:
+def dense_step(life: AttemptResult) -> int:
     """The step from which the state of a resumed life was dense."""
     (line,) = [line for line in life.log().splitlines() if "dense again at step" in line]
     return int(line.split("dense again at step ")[1].split()[0])
@@ -128,7 +128,7 @@ def test_without_the_log_replay_notices_other_batches(campaigns: Campaigns) -> N
 
 def test_a_batch_that_cannot_be_stored_is_refused_by_name(campaigns: Campaigns) -> None:
     """At the first one."""
-    with pytest.raises(LifeFailed, match=r"a batch cannot be stored exactly: .*lock.*Random"):
+    with pytest.raises(AttemptFailed, match=r"a batch cannot be stored exactly: .*lock.*Random"):
         campaigns.run(Queue(unknown=True, batches=12, epochs=1, checkpointing=LOG))
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.testing._seam import Seam
 
@@ -35,16 +35,16 @@ class Logging(Variant):
     prefix: str = ""
 
     @override
-    def trainer_options(self, life: Life) -> dict[str, Any]:
+    def trainer_options(self, life: Attempt) -> dict[str, Any]:
         logger = LOGGERS[self.kind](str(self._folder(life)), version=self.version, prefix=self.prefix)
         return {**super().trainer_options(life), "logger": logger, "log_every_n_steps": 1}
 
-    def _folder(self, life: Life) -> Path:
+    def _folder(self, life: Attempt) -> Path:
         """Where the logs go; fault-free runs share a work folder."""
         return life.workdir / ("logs" if self.checkpointing is not None else f"logs{life.index}")
 
     @override
-    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         if life.rank > 0:
             return {}
         root = self._folder(life)

@@ -17,7 +17,7 @@ from campaign._training import Setup
 from campaign.test_lossy_recovery import lossy_setup, restarts
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILL = Kill(phase="forward", step=9, settle=30.0)
@@ -34,7 +34,7 @@ class Ruins(Callback):
         at: value of `global_step` after which it does so.
     """
 
-    def __init__(self, ruin: Ruin, at: int, life: Life) -> None:
+    def __init__(self, ruin: Ruin, at: int, life: Attempt) -> None:
         self._ruin, self._at, self._life = ruin, at, life
 
     @override
@@ -52,7 +52,7 @@ class Ruins(Callback):
 class Down(Callback):
     """Storage refuses every segment from the start of the first life until step `until` has ended."""
 
-    def __init__(self, until: int, life: Life) -> None:
+    def __init__(self, until: int, life: Attempt) -> None:
         self._until, self._life = until, life
         self._folder = checkpoints(life.workdir) / "snap"
 
@@ -69,11 +69,11 @@ class Down(Callback):
             self._folder.unlink()
 
 
-def train_ruined(setup: Setup, machines: Machines, ruin: Ruin, at: int, life: Life) -> Mapping[str, Any]:
+def train_ruined(setup: Setup, machines: Machines, ruin: Ruin, at: int, life: Attempt) -> Mapping[str, Any]:
     return train_lossy(setup, machines, life, Ruins(ruin, at, life))
 
 
-def train_while_down(setup: Setup, machines: Machines, until: int, life: Life) -> Mapping[str, Any]:
+def train_while_down(setup: Setup, machines: Machines, until: int, life: Attempt) -> Mapping[str, Any]:
     return train_lossy(setup, machines, life, Down(until, life))
 
 

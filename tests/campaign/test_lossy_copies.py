@@ -37,7 +37,7 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.storage._names import parse_snap_key
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILL = Kill(phase="forward", step=15)
@@ -141,7 +141,7 @@ def ruin_all(workdir: Path) -> None:
         flip(checkpoints(workdir) / segment.key, record)
 
 
-def train_ruined(setup: Setup, machines: Machines, ruin: Ruin, life: Life) -> Mapping[str, Any]:
+def train_ruined(setup: Setup, machines: Machines, ruin: Ruin, life: Attempt) -> Mapping[str, Any]:
     """Memory is lost between two lives, and `ruin` comes over storage."""
     if life.index == 1 and life.rank == 0:
         ruin(life.workdir)
@@ -237,7 +237,7 @@ def test_without_any_copy_of_an_expert_the_others_come_back_if_that_is_allowed(
         assert "allow_missing_experts=True" in refused
 
 
-def train_refused_first(strict: Setup, setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
+def train_refused_first(strict: Setup, setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:
     """The second life loses all copies of an expert; on one rank it is tried without first."""
     if life.index == 1 and life.rank == 0:
         ruin_all(life.workdir)
@@ -259,7 +259,7 @@ def train_refused_first(strict: Setup, setup: Setup, machines: Machines, life: L
 class SpoilsAndScrubs(Callback):
     """Before step 9 a bit turns in what rank 0 borrows, and each rank reads again what it borrows."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Attempt) -> None:
         self._life = life
 
     @override
@@ -282,7 +282,7 @@ class SpoilsAndScrubs(Callback):
         tokens._bad.scrubber.round()
 
 
-def train_scrubbed(setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
+def train_scrubbed(setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:
     return train_lossy(setup, machines, life, SpoilsAndScrubs(life))
 
 

@@ -24,13 +24,13 @@ from campaign._nodes import Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 Policy = Literal["dense", "sparse", "partial"]
 
 
-def train_on_nodes(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
+def train_on_nodes(setup: Setup, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
     """What `setup` does, on nodes."""
     nodes.settle(life)
     return train(setup, life)
@@ -77,7 +77,7 @@ def test_a_node_that_dies_comes_back_from_the_other_one(campaigns: Campaigns, fo
     assert nodes.files() == []
 
 
-def train_with_copies_only(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
+def train_with_copies_only(setup: Setup, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
     """In the first life storage fails after its first generation, and step 9 begins when a generation has copies."""
     if life.index == 0:
         leave_only_copies(0, AwaitsCopies())
@@ -121,7 +121,7 @@ def test_memory_of_two_nodes_is_what_was_reserved(
     assert nodes.files() == []
 
 
-def train_measured(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
+def train_measured(setup: Setup, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
     """Measures shared memory of the node at every step."""
     measure = Measure(nodes.shared_memory(life))
     Seam(module="campaign._training", attribute="Setup.callbacks", replacement=lambda *_: [measure]).apply()

@@ -13,7 +13,7 @@ from campaign._campaign import Campaigns, checkpoints
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.storage import Commit, RunView, open_backend
-from lightning_moe_ckpt.testing._lives import LifeResult
+from lightning_moe_ckpt.testing._lives import AttemptResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
 from lightning_moe_ckpt.testing._seam import Seam
 
@@ -56,13 +56,13 @@ def kill(step: int, **where: Any) -> Kill:
     return Kill(phase="after_batch_end", step=step, settle=10.0, **where)
 
 
-def plans(life: LifeResult, rank: int = 0) -> list[str]:
+def plans(life: AttemptResult, rank: int = 0) -> list[str]:
     """Hashes of the plans that a life followed, in order: of plan and popularity, so that they are equal only if both are."""
     said = re.findall(r"(?:INFO:\S+?plan |, plan )([0-9a-f]{8})\b(?!.*dense after 0)", life.log(rank))
     return [each for i, each in enumerate(said) if i == 0 or said[i - 1] != each]
 
 
-def follows(lives: Sequence[LifeResult], undisturbed: list[str]) -> bool:
+def follows(lives: Sequence[AttemptResult], undisturbed: list[str]) -> bool:
     """Whether every life followed a stretch of the plans of the undisturbed run."""
     for life in lives:
         followed = plans(life)
@@ -72,13 +72,13 @@ def follows(lives: Sequence[LifeResult], undisturbed: list[str]) -> bool:
     return True
 
 
-def alone(campaigns: Campaigns, setup: Setup) -> LifeResult:
+def alone(campaigns: Campaigns, setup: Setup) -> AttemptResult:
     """A run without kills, an epoch longer: windows start at other steps after a restart, so a plan may start later."""
     (life,) = campaigns.run(replace(setup, epochs=setup.epochs + 1))
     return life
 
 
-def orders(life: LifeResult) -> set[tuple[frozenset[str], ...]]:
+def orders(life: AttemptResult) -> set[tuple[frozenset[str], ...]]:
     """Operators that committed windows took in full, slot by slot."""
     view = RunView.open(open_backend(checkpoints(life.workdir).as_uri()))
     commits = [each.commit for each in view.generations() if each.commit is not None]
@@ -118,7 +118,7 @@ def test_without_the_journal_other_plans_are_followed(campaigns: Campaigns) -> N
     """The ablation: the comparison of plans can fail."""
     setup = VARIANTS["soft, decayed"]
     forgetful = Seam(
-        module="lightning_moe_ckpt.session._popularity",
+        module="lightning_moe_ckpt.planning._popularity",
         attribute="PopularityMeter.restore",
         replacement=_restore_nothing,
     )

@@ -20,8 +20,8 @@ from campaign._campaign import Campaigns
 from campaign._faults import Breaking
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.testing import Life, fail_at
-from lightning_moe_ckpt.testing._lives import LifeResult
+from lightning_moe_ckpt.testing import Attempt, fail_at
+from lightning_moe_ckpt.testing._lives import AttemptResult
 
 _PATIENCE_SECONDS = 30.0
 STRIKES = 8
@@ -37,7 +37,7 @@ def checkpoint_of(trainer: Trainer) -> DenseCheckpoint | SparseCheckpoint:
 class Patience(Callback):
     """Holds the first life up before its end until the tiers that a test is about hold a generation."""
 
-    def __init__(self, tiers: Sequence[str], life: Life) -> None:
+    def __init__(self, tiers: Sequence[str], life: Attempt) -> None:
         self._tiers, self._life = tiers, life
 
     @override
@@ -57,7 +57,7 @@ class Watched(Breaking):
     patient_for: tuple[str, ...] = ()
 
     @override
-    def callbacks(self, life: Life) -> Sequence[Callback]:
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
         patience = [Patience(self.patient_for, life)] if self.patient_for else []
         return [*patience, *super().callbacks(life)]
 
@@ -68,7 +68,7 @@ class Watched(Breaking):
         return replace(plain, patient_for=())
 
     @override
-    def returned(self, life: Life, trainer: Trainer) -> dict[str, Any]:
+    def returned(self, life: Attempt, trainer: Trainer) -> dict[str, Any]:
         if self.checkpointing is not None:
             report = checkpoint_of(trainer).report
             told = {"from": report.resumed_from, "restored": report.restored_from}
@@ -81,7 +81,7 @@ def told_by(workdir: Path, index: int, rank: int) -> Path:
     return workdir / f"from-life{index}.rank{rank}.json"
 
 
-def told(life: LifeResult, rank: int = 0) -> dict[str, Any]:
+def told(life: AttemptResult, rank: int = 0) -> dict[str, Any]:
     return dict(json.loads(told_by(life.workdir, life.index, rank).read_text()))
 
 
@@ -97,7 +97,7 @@ def on_two_nodes(world_size: int, policy: Any, **options: Any) -> Watched:
     )
 
 
-def sources(life: LifeResult) -> list[set[str]]:
+def sources(life: AttemptResult) -> list[set[str]]:
     """Kinds of places each rank had bytes from, which its log says too."""
     found: list[set[str]] = []
     for rank in range(life.world_size):

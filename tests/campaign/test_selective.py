@@ -20,7 +20,7 @@ from campaign._nodes import leave_only_copies
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.testing._lives import Fit, Life
+from lightning_moe_ckpt.testing._lives import Attempt, Fit
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILL = Kill(phase="forward", step=9)
@@ -101,7 +101,7 @@ STORED = 3
 """The last generation that storage takes."""
 
 
-def train_with_copies(setup: Setup, machines: Machines, life: Life) -> Mapping[str, Any]:
+def train_with_copies(setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:
     """In the first life storage fails after a few generations, and the last steps wait for copies of new ones."""
     if life.index == 0:
         leave_only_copies(STORED, AwaitsCopies())

@@ -16,7 +16,7 @@ from campaign.test_dense import dense_setup
 from campaign.test_expert_parallel import LAYOUTS, parallel_setup
 from campaign.test_sparse import allowed as sparse_allowed
 from campaign.test_sparse import sparse_setup
-from lightning_moe_ckpt.testing._lives import LifeResult
+from lightning_moe_ckpt.testing._lives import AttemptResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -57,7 +57,7 @@ def test_two_hundred_kills_of_random_ranks_at_random_times(
     assert survived == KILLS
 
 
-def _tally(lives: list[LifeResult], setup: Setup, killed: int) -> str:
+def _tally(lives: list[AttemptResult], setup: Setup, killed: int) -> str:
     trained = sum(len(life.steps()) for life in lives)
     seconds = sum(life.seconds for life in lives)
     return f"{killed} kills, {setup.steps} steps exact, {trained} trained in {seconds:.0f} s"

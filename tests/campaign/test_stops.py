@@ -12,15 +12,15 @@ from campaign._campaign import Campaigns
 from campaign._stops import Repeating, looking_around, require_clean, require_same_training, seconds_to_end, twice
 from campaign._training import Checkpointing, Setup
 from campaign._variants import Variant
-from lightning_moe_ckpt.callbacks._recorder import BoundaryRecorder
-from lightning_moe_ckpt.testing._lives import LifeResult
+from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
+from lightning_moe_ckpt.testing._lives import AttemptResult
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 from lightning_moe_ckpt.testing._seam import Seam
 
 SPARSE = Setup(batches=4, checkpointing=Checkpointing(policy="sparse", window=3))
 DENSE = replace(SPARSE, checkpointing=Checkpointing(policy="dense", every_n_steps=100))
 STOPPED = 128 + signal.SIGTERM
-PATIENT = Seam(module="lightning_moe_ckpt.session._stop_signal", attribute="PATIENCE_SECONDS", replacement=20.0)
+PATIENT = Seam(module="lightning_moe_ckpt.process._stop_signal", attribute="PATIENCE_SECONDS", replacement=20.0)
 """However busy the machine is, a first step is waited for."""
 
 
@@ -28,7 +28,7 @@ def term(phase: Any, **place: Any) -> Kill:
     return Kill(phase=phase, signal=signal.SIGTERM, **place)
 
 
-def check(campaigns: Campaigns, setup: Setup, *scripts: list[Kill], **options: Any) -> list[list[LifeResult]]:
+def check(campaigns: Campaigns, setup: Setup, *scripts: list[Kill], **options: Any) -> list[list[AttemptResult]]:
     """Run every script; each stopped life must be clean, and the end that of the undisturbed run."""
     options = {"fit": looking_around(setup), **options}
     options["seams"] = [PATIENT, *options.get("seams", [])]
@@ -100,7 +100,7 @@ def test_sigterm_in_the_sanity_check_leaves_before_the_first_step(campaigns: Cam
 def test_a_stop_in_mid_epoch_taken_for_the_end_of_one_is_noticed(campaigns: Campaigns) -> None:
     """The comparison fails if the start half of the boundary is another one."""
     end_of_epoch = Seam(
-        module="lightning_moe_ckpt.callbacks._recorder",
+        module="lightning_moe_ckpt.fit._recorder",
         attribute="BoundaryRecorder.take_stopped",
         replacement=BoundaryRecorder.take_end,
     )
@@ -147,7 +147,7 @@ def test_sigterm_to_all_ranks_or_to_one_stops_all_at_one_step(campaigns: Campaig
 
 def test_a_second_sigterm_leaves_at_once(campaigns: Campaigns) -> None:
     """In mid-step; nothing of it is saved, and what was committed is there."""
-    now = Seam(module="lightning_moe_ckpt.session._stop_signal", attribute="REPEAT_SECONDS", replacement=0.0)
+    now = Seam(module="lightning_moe_ckpt.process._stop_signal", attribute="REPEAT_SECONDS", replacement=0.0)
     setup = Repeating(batches=4, checkpointing=Checkpointing(policy="dense", every_n_steps=2))
     (lives,) = check(campaigns, setup, [term("forward", step=5, settle=10.0)], seams=[now])
     assert lives[0].exit_codes == {0: STOPPED}

@@ -12,7 +12,7 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._thirdparty import Bar, Library, ThirdParty
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._lives import LifeResult
+from lightning_moe_ckpt.testing._lives import AttemptResult
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILLS = [
@@ -113,7 +113,7 @@ def test_callbacks_and_loggers_of_lightning_go_together_with_ours(campaigns: Cam
     assert float((last.workdir / "life1.timer").read_text()) > 0, "the timer goes on from where it was"
 
 
-def check_terminal(lives: list[LifeResult]) -> None:
+def check_terminal(lives: list[AttemptResult]) -> None:
     """While steps are repeated the bar says which one it is, and at no other time."""
     shown = [re.findall(r"replay[=:] ?(\d/\d)", terminal(life)) for life in lives]
     assert shown[0] == []
@@ -121,7 +121,7 @@ def check_terminal(lives: list[LifeResult]) -> None:
     assert list(dict.fromkeys(shown[1])) in (["1/2", "2/2"], ["1/2"], ["2/2"])
 
 
-def terminal(life: LifeResult) -> str:
+def terminal(life: AttemptResult) -> str:
     """What a terminal was sent, without colours and movements of the cursor."""
     sent = (life.workdir / f"life{life.index}.terminal").read_text(encoding="utf-8")
     assert "Epoch 0" in sent if life.index == 0 else "Epoch 1" in sent
@@ -131,7 +131,7 @@ def terminal(life: LifeResult) -> str:
 Rows = dict[str, dict[int, float]]
 
 
-def csv_rows(life: LifeResult) -> Rows:
+def csv_rows(life: AttemptResult) -> Rows:
     """Values by name and step, as the CSV logger wrote them."""
     found: Rows = {}
     with (life.workdir / "csv" / "run" / "metrics.csv").open() as file:
@@ -142,7 +142,7 @@ def csv_rows(life: LifeResult) -> Rows:
     return found
 
 
-def events(life: LifeResult) -> Rows:
+def events(life: AttemptResult) -> Rows:
     """Values by name and step, as TensorBoard reads them back."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -20,7 +20,7 @@ from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.storage import ObjectBackend
 from lightning_moe_ckpt.storage._backend import Pace
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 STEP = 5
@@ -60,7 +60,7 @@ def uploads(backend: ObjectBackend) -> list[str]:
     return [upload.key for upload in backend.unfinished.list(backend.full_key(""))]
 
 
-def train_and_count(setup: Setup, life: Life) -> Mapping[str, Any]:
+def train_and_count(setup: Setup, life: Attempt) -> Mapping[str, Any]:
     """Train; the first life never gets a segment stored. Prints what is unfinished before and after."""
     assert setup.checkpointing is not None
     assert setup.checkpointing.url is not None
@@ -69,7 +69,7 @@ def train_and_count(setup: Setup, life: Life) -> Mapping[str, Any]:
         wait = AwaitsUpload(backend)
         for module, attribute, replacement in (
             ("lightning_moe_ckpt.storage._object", "ObjectBackend.put", put_for_ever),
-            ("lightning_moe_ckpt.session._worker", "_MOMENT", timedelta(seconds=20)),  # a server may be slow
+            ("lightning_moe_ckpt.tiers._writer", "_MOMENT", timedelta(seconds=20)),  # a server may be slow
             ("campaign._training", "Setup.callbacks", lambda *_: [wait]),
         ):
             Seam(module=module, attribute=attribute, replacement=replacement).apply()

@@ -26,7 +26,7 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Life
+from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
 
 Policy = Literal["dense", "sparse", "partial"]
@@ -100,7 +100,7 @@ class Watch(Callback):
         self.behind.append({tier: step - at for tier, at in newest.items()})
 
 
-def train_stricken(setup: Setup, nodes: Nodes, life: Life) -> Mapping[str, Any]:
+def train_stricken(setup: Setup, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
     """Prints what struck, and how far tiers were behind at each step."""
     nodes.settle(life)
     faults = Stricken()

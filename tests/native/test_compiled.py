@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CompiledCpuEngine, CpuCopyEngine, Library, NativeError, _library, _plan
-from lightning_moe_ckpt.native._plan import Arrangement, Plan, PlannedCopies, Space, slices_of
+from lightning_moe_ckpt.native._plan import Arrangement, CopyPlan, PlannedCopies, Space, slices_of
 
 BYTES_AND_MORE = [
     *(torch.uint8, torch.bool, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
@@ -140,7 +140,7 @@ def test_copying_at_once_gives_the_bits_of_torch(library: Library, pairs: list[P
     columns = all("column" not in (p.src_form, p.dst_form) for p in pairs)
     assert slices is not None or not (simple and known and columns)
     if slices is not None:
-        Plan(library, slices, Arrangement(chunk_nbytes=512)).run(threads)
+        CopyPlan(library, slices, Arrangement(chunk_nbytes=512)).run(threads)
         _same_as_torch(made, pairs)
 
 
@@ -166,7 +166,7 @@ def test_every_kind_of_number_converts_as_in_torch(
     slices = slices_of(PlannedCopies([(src, expected)]))
     assert slices is not None
     slices[0] = (*row, slices[0]["cast"], 0, 0, 0)
-    Plan(library, slices, Arrangement()).run(1)
+    CopyPlan(library, slices, Arrangement()).run(1)
     assert torch.equal(raw_dst[offset : offset + expected.nbytes], _bits(expected))
     assert not raw_dst[offset + expected.nbytes :].any()
 
@@ -192,7 +192,7 @@ class TestPlansWithADevice:
         arrangement = Arrangement(
             has_device=True, chunk_nbytes=chunk, pack_below=pack_below, chunk_copies=3, pieces=pieces
         )
-        plan = Plan(library, slices, arrangement)
+        plan = CopyPlan(library, slices, arrangement)
         room = (plan.staging_nbytes + 1, plan.bounce_nbytes + 1)
         staging, bounce = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in room)
         plan.attach(staging.data_ptr(), bounce.data_ptr())
@@ -217,7 +217,7 @@ class TestPlansWithADevice:
         slices = slices_of(PlannedCopies(pairs))
         assert slices is not None
         slices["dst_space"], slices["src_space"] = Space.PINNED, Space.DEVICE
-        plan = Plan(library, slices, Arrangement(has_device=True))
+        plan = CopyPlan(library, slices, Arrangement(has_device=True))
         assert plan.bounce_nbytes == 64_000
         assert len(plan.copies()) == 1
 
@@ -236,7 +236,7 @@ class TestPlansWithADevice:
         assert slices is not None
         spaces = (Space.DEVICE, Space.PINNED)
         slices["dst_space"], slices["src_space"] = spaces if to_device else reversed(spaces)
-        plan = Plan(library, slices, Arrangement(has_device=True, pack_below=4096, chunk_nbytes=50_000))
+        plan = CopyPlan(library, slices, Arrangement(has_device=True, pack_below=4096, chunk_nbytes=50_000))
         assert plan.bounce_nbytes == 0
         staging = torch.zeros(plan.staging_nbytes, dtype=torch.uint8)
         assert here.nbytes <= staging.nbytes < here.nbytes + 64
@@ -250,7 +250,7 @@ class TestPlansWithADevice:
         slices = slices_of(PlannedCopies([(src, dst)]))
         assert slices is not None
         slices["dst_space"], slices["src_space"] = Space.PINNED, Space.DEVICE
-        plan = Plan(library, slices, Arrangement(has_device=True))
+        plan = CopyPlan(library, slices, Arrangement(has_device=True))
         with pytest.raises(NativeError, match="the plan needs 64 bytes to be attached first"):
             _run_on_engine(library, plan)
         staging = torch.zeros(128, dtype=torch.uint8)
@@ -264,7 +264,7 @@ class TestPlansWithADevice:
         slices = slices_of(PlannedCopies([(on_device, count), (count, counted)]))
         assert slices is not None
         slices["dst_space"], slices["src_space"] = Space.PINNED, [Space.DEVICE, Space.PAGEABLE]
-        plan = Plan(library, slices, Arrangement(has_device=True))
+        plan = CopyPlan(library, slices, Arrangement(has_device=True))
         staging, bounce = (torch.zeros(plan.bounce_nbytes, dtype=torch.uint8) for _ in range(2))
         plan.attach(staging.data_ptr(), bounce.data_ptr())
         _run_on_engine(library, plan)
@@ -282,7 +282,7 @@ class TestPlansWithADevice:
         arrangement = Arrangement(
             has_device=True, pack_below=0, chunk_nbytes=1024, pieces=[(start, start + 4096, 1536)]
         )
-        plan = Plan(library, slices, arrangement)
+        plan = CopyPlan(library, slices, arrangement)
         assert [copy.count for copy in plan.copies()] == [1024, 512, 1024, 512, 1024]
         _run_on_engine(library, plan)
         assert torch.equal(src, dst)
@@ -302,7 +302,7 @@ def _pieces(host: Tensor, nbytes: int) -> tuple[int, int, int]:
     return memory.data_ptr(), memory.data_ptr() + memory.nbytes(), nbytes
 
 
-def _run_on_engine(library: Library, plan: Plan) -> None:
+def _run_on_engine(library: Library, plan: CopyPlan) -> None:
     engine = CompiledCpuEngine(library)
     try:
         planned = PlannedCopies([])

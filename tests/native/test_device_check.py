@@ -39,7 +39,7 @@ from lightning_moe_ckpt.native._check_copies import CheckFailed, check_copies
 from lightning_moe_ckpt.native._check_kernels import check_compression, check_replay
 from lightning_moe_ckpt.native._compiled import CompiledCpuEngine
 from lightning_moe_ckpt.native._compress import compress_with
-from lightning_moe_ckpt.native._device_check import USES, Use, Verdict, cuda_for
+from lightning_moe_ckpt.native._device_check import USES, DeviceVerdict, Use, cuda_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DONE = partial(torch.empty, dtype=torch.uint8)
@@ -310,7 +310,7 @@ def test_nothing_is_checked_inside_a_capture(checked: list[Use], monkeypatch: py
 
 def test_doctor_tells_what_fails(checked: list[Use], monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     """One line for each device."""
-    verdicts = {use: Verdict(failure=None, seconds=0.002) for use in USES}
+    verdicts = {use: DeviceVerdict(failure=None, seconds=0.002) for use in USES}
     monkeypatch.setattr(_doctor, "verdict", lambda use, *_: verdicts[use])
     monkeypatch.setattr(_doctor, "cuda", lambda: library)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -318,7 +318,7 @@ def test_doctor_tells_what_fails(checked: list[Use], monkeypatch: pytest.MonkeyP
     assert [finding.name for finding in good] == ["CUDA part on cuda:0", "CUDA part on cuda:1"]
     assert {finding.state for finding in good} == {"good"}
     assert good[0].found == "copies, compression, replay give the bits of their twins, checked in 6 ms"
-    verdicts["replay"] = Verdict(failure="`exp_avg` differs", seconds=0.002)
+    verdicts["replay"] = DeviceVerdict(failure="`exp_avg` differs", seconds=0.002)
     bad = _doctor._devices()[0]
     assert (bad.state, bad.advice != "") == ("slower", True)
     assert bad.found == "fails its check, torch does this work: replay: `exp_avg` differs"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lightning_moe_ckpt.benchmarks._native_copies import DeviceCopies, Scale
+from lightning_moe_ckpt.benchmarks._native_copies import CopyScale, DeviceCopies
 from lightning_moe_ckpt.benchmarks._native_goals import judge
 from native.emulator.device import Emulator
 
 
 def test_every_measurement_of_copies_runs_on_the_compiled_engine(emulator: Emulator) -> None:
     """Registered memory, packed and batched slices, copies beside other work: each row has a figure, none a traceback."""
-    scale = Scale(megabytes=1, repeats=1, matrix=16, loop_seconds=0.005)
+    scale = CopyScale(megabytes=1, repeats=1, matrix=16, loop_seconds=0.005)
     copies = DeviceCopies(torch.device("cuda", 0), scale)
     rows = [row for row in judge(copies.goals(), "elsewhere") if "elsewhere" not in row.note] + [*copies.rates()]
     assert [f"{row.what}: {row.traceback}" for row in rows if row.value is None] == []

@@ -32,7 +32,7 @@ from lightning_moe_ckpt.native import (
 from lightning_moe_ckpt.native._device_check import USES, cuda_for, verdict
 from lightning_moe_ckpt.native._plan import Arrangement
 from lightning_moe_ckpt.native._torch_device import TorchDevice
-from lightning_moe_ckpt.session._host import Rings
+from lightning_moe_ckpt.tiers._host_writer import Rings
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from native.emulator.device import HANGS, Emulator, registered_memory
 

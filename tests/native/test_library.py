@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from lightning_moe_ckpt.native import CudaCopyEngine, _library, _prototypes, create_engine
-from lightning_moe_ckpt.native._library import Part, PartStatus
+from lightning_moe_ckpt.native._library import LibraryPart, PartStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "ext" / "build_native.py"
-PARTS: tuple[Part, ...] = ("cpu", "cuda")
+PARTS: tuple[LibraryPart, ...] = ("cpu", "cuda")
 
 
-def _compile(folder: Path, code: str, *, part: Part = "cpu") -> None:
+def _compile(folder: Path, code: str, *, part: LibraryPart = "cpu") -> None:
     """A library of our name with other contents."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
@@ -37,7 +37,7 @@ def _stub(prototypes: Iterable[str], abi: int) -> str:
     return "\n".join([*lines, f'extern "C" int moe_cpu_abi() {{ return {abi}; }}'])
 
 
-def _built(part: Part) -> Path:
+def _built(part: LibraryPart) -> Path:
     path = Path(_library.__file__).with_name(f"libmoe_ckpt_{part}.so")
     if not path.exists():
         pytest.skip(f"{path.name} was not built: {BUILD.name} does so")
@@ -60,12 +60,12 @@ def elsewhere(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _status(part: Part) -> PartStatus:
+def _status(part: LibraryPart) -> PartStatus:
     return {status.part: status for status in _library.explain()}[part]
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_exported_function_is_declared(part: Part) -> None:
+def test_every_exported_function_is_declared(part: LibraryPart) -> None:
     """A function without a prototype would be called with guessed types."""
     if shutil.which("nm") is None:
         pytest.skip("no nm")

@@ -13,9 +13,9 @@ from lightning_moe_ckpt.native import CompiledCpuEngine, Copy, CopyEngine, CopyL
 from lightning_moe_ckpt.native._plan import PlannedCopies
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session._lay_out import dense_layout
-from lightning_moe_ckpt.session._layout import PARAM, StateView
-from lightning_moe_ckpt.session._writer import SegmentWriter
+from lightning_moe_ckpt.snapshot._lay_out import dense_layout
+from lightning_moe_ckpt.snapshot._layout import PARAM, StateView
+from lightning_moe_ckpt.snapshot._writer import SegmentWriter
 
 
 class CountingTwin(CpuCopyEngine):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import (
@@ -32,8 +33,7 @@ from lightning_moe_ckpt.operators import (
     whole_slice,
 )
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, run_world
-from lightning_moe_ckpt.session._count_proof import CountProof
-from lightning_moe_ckpt.session._exchange import Exchange
+from lightning_moe_ckpt.planning._count_proof import CountProof
 from operators._families import FAMILIES, nllb_moe
 
 E, D, T = 4, 8, 32

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.journal._codec import decode, encode
 from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_tokens
 from lightning_moe_ckpt.policies import (
     LEVELS,
@@ -24,7 +25,6 @@ from lightning_moe_ckpt.policies import (
     TokenLedger,
     next_k,
 )
-from lightning_moe_ckpt.session._codec import decode, encode
 
 LAYERS = (3, 4)
 SHAPES = [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * n, nbytes=1) for i, n in enumerate(LAYERS)]

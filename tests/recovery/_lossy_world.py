@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 
 from lightning_moe_ckpt.recovery import (
-    Chosen,
     Inventory,
     Reader,
     RestoreAttempt,
     Restored,
+    RestorePlan,
     Transport,
     Version,
     memory_of,
@@ -307,7 +307,7 @@ class LossyWorld(World):
 def _attempt(attempt: RestoreAttempt, rank: int) -> Restored | None:
     marker = attempt.marker()
 
-    def lay_out(chosen: Chosen) -> list[SegmentLayout]:
+    def lay_out(chosen: RestorePlan) -> list[SegmentLayout]:
         assert marker is not None
         if not chosen.is_partial:
             names = {each.name: each.numel for each in marker.segments[0].records}

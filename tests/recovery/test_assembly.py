@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import KeyMissing
-from lightning_moe_ckpt.recovery import Assembly, Copy, Replicas, Request, SourceName, Version, Wanted, stored_index
+from lightning_moe_ckpt.recovery import Assembly, Replica, Replicas, Request, SourceName, Version, Wanted, stored_index
 from lightning_moe_ckpt.recovery._assembly import MAX_STREAMS, Exhausted, Place
 from lightning_moe_ckpt.recovery._index import RecordIndex, newest_whole
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry, digest_of
@@ -24,8 +24,8 @@ def version(step: int) -> Version:
     return Version(GenerationId(step=step, epoch=1), "plan")
 
 
-def copy_of(number: int, source: SourceName, step: int = 1) -> Copy:
-    return Copy(source, f"m{number}", "tier", (number,), version(step))
+def copy_of(number: int, source: SourceName, step: int = 1) -> Replica:
+    return Replica(source, f"m{number}", "tier", (number,), version(step))
 
 
 COPIES = [copy_of(number, source) for number, source in enumerate(SOURCES)]
@@ -56,7 +56,7 @@ class Bytes:
     """What every copy has of every file; reading is counted."""
 
     def __init__(self) -> None:
-        self.files: dict[tuple[Copy, str], bytearray | None] = {}
+        self.files: dict[tuple[Replica, str], bytearray | None] = {}
         self.requests: list[Request] = []
 
     def read(self, request: Request, out: memoryview) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from stored._segments import LAYOUT
 
+from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.parallel import build_groups
-from lightning_moe_ckpt.session._exchange import Exchange
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.tiers import Holding
 from recovery._lossy_world import EXPERTS, experts_found

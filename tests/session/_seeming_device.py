@@ -26,7 +26,7 @@ _READS = {
     for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "equal")
 } | {torch.equal, torch.allclose, torch.nonzero, torch.isclose}
 _IS_CUDA: Any = Tensor.is_cuda.__get__  # type: ignore[attr-defined]  # of an instance it is a bool
-_HOOK = "/session/_stall.py"
+_HOOK = "/process/_stall.py"
 """Every hook that is on the clock passes through it."""
 
 

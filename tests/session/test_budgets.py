@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from lightning_moe_ckpt.planning._budgets import ExpertBudgets, SlotSizes
 from lightning_moe_ckpt.policies import MEMORY, STORAGE, Budget, ExpertLayout
-from lightning_moe_ckpt.session._budgets import ExpertBudgets, SlotSizes
 
 LAYOUTS = [ExpertLayout(layer="moe", rank_of=(0,) * 8, nbytes=1000)]
 SIZES = {MEMORY: SlotSizes(bare=500, full=8500), STORAGE: SlotSizes(bare=500, full=8500)}

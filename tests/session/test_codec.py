@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, Corrupt
-from lightning_moe_ckpt.session._codec import decode, encode, refusals, register_enum
-from lightning_moe_ckpt.session._codec_leaves import FACTORIES, NUMPY_DTYPES, TORCH_DTYPES
+from lightning_moe_ckpt.journal._codec import decode, encode, refusals, register_enum
+from lightning_moe_ckpt.journal._codec_leaves import FACTORIES, NUMPY_DTYPES, TORCH_DTYPES
 
 
 @register_enum

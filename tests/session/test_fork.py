@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_moe_ckpt.session import _fork
+from lightning_moe_ckpt.process import _fork
 
 DEADLINE = 60.0
 """Seconds; what hangs takes for ever."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_moe_ckpt.session._heap import FrozenHeap, _Owner, collections_paused
+from lightning_moe_ckpt.process._heap import FrozenHeap, _Owner, collections_paused
 
 
 class Ring:

@@ -16,13 +16,13 @@ from lightning_moe_ckpt.native import create_engine
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.policies import Experts, Plan, Selection, WindowStep, assign_writers, expert_names
-from lightning_moe_ckpt.session import _lay_out
-from lightning_moe_ckpt.session._lay_out import expert_loads, lay_out
-from lightning_moe_ckpt.session._layout import Part, StateView, WindowLayout
-from lightning_moe_ckpt.session._plan_record import PlanRecord
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._writer import BoundaryCapture, SegmentWriter
+from lightning_moe_ckpt.snapshot import _lay_out
+from lightning_moe_ckpt.snapshot._lay_out import expert_loads, lay_out
+from lightning_moe_ckpt.snapshot._layout import Shard, StateView, WindowLayout
+from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.snapshot._writer import BoundaryCapture, SegmentWriter
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, digest_of
+from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
 WORLDS = [(1, 1), (3, 1), (4, 2), (3, 3)]
 """Ranks, and over how many of them the experts are spread."""
@@ -48,7 +48,7 @@ def layouts(memory: Experts, storage: Experts, world_size: int, ep_size: int) ->
     return [layout_of(rank_of_world(rank, world_size, ep_size), memory, storage) for rank in range(world_size)]
 
 
-def own_parts(layout: WindowLayout) -> list[Part]:
+def own_parts(layout: WindowLayout) -> list[Shard]:
     (step,) = layout.steps
     everything = [part for file in step.files for parts in file.parts.values() for part in parts]
     return [part for part in everything if part.writer == step.groups.rank]
@@ -79,7 +79,7 @@ def test_every_element_that_a_plan_takes_has_one_writer(world_size: int, ep_size
 @pytest.mark.parametrize(("world_size", "ep_size"), WORLDS)
 def test_a_ranks_piece_of_an_expert_is_the_same_in_every_generation(world_size: int, ep_size: int) -> None:
     """Whatever else is taken, and in whatever file."""
-    pieces: dict[tuple[int, str], set[frozenset[Part]]] = defaultdict(set)
+    pieces: dict[tuple[int, str], set[frozenset[Shard]]] = defaultdict(set)
     for taken in [(SELECTIONS[2], SELECTIONS[0]), *((each, each) for each in SELECTIONS)]:
         for rank, layout in enumerate(layouts(*taken, world_size, ep_size)):
             by_operator = defaultdict(set)

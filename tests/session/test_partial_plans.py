@@ -12,16 +12,16 @@ import torch
 from session._lossy_model import NUM_EXPERTS, rank_of_world
 from torch import nn
 
+from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
+from lightning_moe_ckpt.planning._ledger import LedgerKeeper
+from lightning_moe_ckpt.planning._loss_figures import LossFigures
+from lightning_moe_ckpt.planning._planning import Planner
 from lightning_moe_ckpt.policies import MAX_GENERATIONS, DynamicK, PartialPolicy, Selection, SelectivePolicy
-from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._layout import StateView, WindowLayout
-from lightning_moe_ckpt.session._ledger import LedgerKeeper
-from lightning_moe_ckpt.session._loss_figures import LossFigures
-from lightning_moe_ckpt.session._lossy_restore import expert_names
-from lightning_moe_ckpt.session._planning import Planner
+from lightning_moe_ckpt.recovery._token_loss import expert_names
+from lightning_moe_ckpt.snapshot._layout import StateView, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
 

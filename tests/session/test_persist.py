@@ -19,10 +19,6 @@ import torch
 from stored._segments import read_segment, verify_records
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, StorageError
-from lightning_moe_ckpt.session import _worker
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.session._worker import Announced, Base, Released
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -35,7 +31,11 @@ from lightning_moe_ckpt.storage import (
     TensorSpec,
     open_backend,
 )
+from lightning_moe_ckpt.tiers import _writer as _worker
 from lightning_moe_ckpt.tiers._ring import SegmentRing
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
+from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
+from lightning_moe_ckpt.tiers._writer import Announced, Base, Released
 
 LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
 NOW = timedelta(0)

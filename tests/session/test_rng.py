@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_moe_ckpt.errors import IdentityMismatch
-from lightning_moe_ckpt.session._codec import decode, encode
-from lightning_moe_ckpt.session._rng import HeldGenerator, capture_rng, restore_rng
+from lightning_moe_ckpt.journal._codec import decode, encode
+from lightning_moe_ckpt.journal._rng import HeldGenerator, capture_rng, restore_rng
 
 
 def draws(*generators: torch.Generator) -> list[float]:

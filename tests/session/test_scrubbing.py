@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_moe_ckpt.errors import KeyMissing, StorageError
+from lightning_moe_ckpt.planning._bad_copies import WIDTH, BadCopyList
 from lightning_moe_ckpt.policies import TierLedger
-from lightning_moe_ckpt.session._bad_copies import WIDTH, BadCopyList
-from lightning_moe_ckpt.session._scrubbing import BadCopy, Scrubber
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry, digest_of
+from lightning_moe_ckpt.tiers._scrubber import BadCopy, Scrubber
 
 FAST = 2**40
 

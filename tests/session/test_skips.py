@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from lightning_moe_ckpt.session._skips import Misses, Skips
 from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers._skips import Misses, SkipCounter
 
 
-def follow(story: str) -> Skips:
+def follow(story: str) -> SkipCounter:
     """Generations in a row, each `t`aken or `s`kipped."""
-    skips = Skips("storage")
+    skips = SkipCounter("storage")
     for step, what in enumerate(story):
         if what == "t":
             skips.taken()

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_moe_ckpt.session import EXIT_STATUS, StopSignal, _stop_signal
+from lightning_moe_ckpt.process import EXIT_STATUS, StopSignal, _stop_signal
 
 SHORT = 0.05
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from lightning_moe_ckpt.policies import Plan
-from lightning_moe_ckpt.session._layout import WindowLayout
-from lightning_moe_ckpt.session._plan_record import PlanRecord
-from lightning_moe_ckpt.session._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.session._tiers import Tiers, Window
-from lightning_moe_ckpt.session._worker import Announced, Job, TierWorker
+from lightning_moe_ckpt.snapshot._layout import WindowLayout
+from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers import SegmentRing
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ByHand(TierWorker):
     def begin(self, announced: Announced) -> None:
         self.begun.append(announced.generation.step)
         self.lost_base = False
-        self._jobs[announced.generation] = Job(announced=announced)
+        self._jobs[announced.generation] = WriteJob(announced=announced)
 
     @override
     def complete_everywhere(self, generation: GenerationId) -> None:
@@ -69,11 +69,11 @@ class ByHand(TierWorker):
         self._end(job)
 
     @override
-    def _put(self, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
+    def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
         raise NotImplementedError
 
     @override
-    def _finish(self, job: Job, marker: RankMarker) -> None:
+    def _finish(self, job: WriteJob, marker: RankMarker) -> None:
         raise NotImplementedError
 
 

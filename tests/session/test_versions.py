@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.session import _versions
+from lightning_moe_ckpt.coordination import _versions
 from lightning_moe_ckpt.storage import RunView, open_backend
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from stored._segments import read_record, read_segment, verify_records
 
+from lightning_moe_ckpt.journal import decode_journal
+from lightning_moe_ckpt.journal._codec import _READERS, decode, encode, register_enum
+from lightning_moe_ckpt.journal._codec_leaves import LEAF_READERS
 from lightning_moe_ckpt.operators import RecordKind
-from lightning_moe_ckpt.session import decode_journal
-from lightning_moe_ckpt.session._codec import _READERS, decode, encode, register_enum
-from lightning_moe_ckpt.session._codec_leaves import LEAF_READERS
-from lightning_moe_ckpt.session._layout import JOURNAL
+from lightning_moe_ckpt.snapshot._layout import JOURNAL
 from lightning_moe_ckpt.storage import FsspecBackend, GenerationId, RunStore, digest_of
 
 SEGMENT = "snap/000000000000/e000001/rank00000.000000000000.safetensors"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import SealedSegment
-from lightning_moe_ckpt.session._worker import Job
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
+from lightning_moe_ckpt.tiers._sealed import SealedSegment
+from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
+from lightning_moe_ckpt.tiers._writer import WriteJob
 
 
 def stop_storing_after(step: int) -> None:
     """In this process storage fails behind the generation of a boundary."""
     put = PersistWorker._put
 
-    def put_until(worker: PersistWorker, job: Job, segment: SealedSegment) -> list[SegmentEntry]:
+    def put_until(worker: PersistWorker, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
         if job.generation.step > step:
             raise StorageError("this store takes nothing any more.")
         return put(worker, job, segment)

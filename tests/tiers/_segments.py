@@ -11,8 +11,7 @@ import torch
 from stored._segments import verify_records
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -23,6 +22,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
 )
 from lightning_moe_ckpt.tiers import Holding, HostTier, SegmentRing
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 
 LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (1000,)), TensorSpec("b", torch.bfloat16, (3,))], metadata={})
 RUN = "0123456789abcdef0123456789abcdef"

@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, KeyMissing
-from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._sealed import Markers
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
     GenerationId,
@@ -29,6 +28,7 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.tiers import Holding, HostTier, RankMemory, SegmentRing, _ring, _shm, shared_name
 from lightning_moe_ckpt.tiers._names import MemoryName, marker_files, marker_path, unfinished_path
 from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
+from lightning_moe_ckpt.tiers._sealed import Markers
 from tiers._segments import LAYOUT, RUN, Child, check, check_whole, generation, keep, leave_behind, readable, seal
 
 URL = "file:///run"

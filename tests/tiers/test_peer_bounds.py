@@ -22,7 +22,7 @@ from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._peer import Replication
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, ReplicaStream
-from lightning_moe_ckpt.tiers._peer_wire import _MAGIC, Kind, Wire
+from lightning_moe_ckpt.tiers._peer_wire import _MAGIC, MessageKind, Wire
 from lightning_moe_ckpt.tiers._squeeze import squeeze, unsqueeze
 
 from ._nodes import Cluster, Rank, cluster, run
@@ -41,29 +41,33 @@ def header(kind: int, *numbers: int, length: int | None = None) -> Header:
 
 
 def begin(num_segments: int = 2, slot_nbytes: int = NBYTES) -> Header:
-    return header(Kind.BEGIN, 5, 0, -1, *[-1] * 6, num_segments, slot_nbytes)
+    return header(MessageKind.BEGIN, 5, 0, -1, *[-1] * 6, num_segments, slot_nbytes)
 
 
 TALKS: dict[str, Sequence[Header]] = {
     "unknown kind": [header(99)],
-    "too many numbers": [header(Kind.BYE, length=HUGE)],
-    "too few numbers": [header(Kind.BEGIN, 1)],
+    "too many numbers": [header(MessageKind.BYE, length=HUGE)],
+    "too few numbers": [header(MessageKind.BEGIN, 1)],
     "begin without segments": [begin(num_segments=0)],
     "begin with less than nothing": [begin(slot_nbytes=-1)],
-    "begin of no generation": [header(Kind.BEGIN, *[-1] * 9, 1, 1)],
-    "begin of no life": [header(Kind.BEGIN, 5, 0, HUGE, *[-1] * 6, 1, 1)],
-    "segment before begin": [header(Kind.SEGMENT, 4, NBYTES)],
-    "segment larger than its slot": [begin(), header(Kind.SEGMENT, 4, HUGE)],
-    "segment of less than nothing": [begin(), header(Kind.SEGMENT, 4, -8)],
-    "segment of nothing": [begin(), header(Kind.SEGMENT, 4, 0)],
-    "segment after one that is not whole": [begin(), header(Kind.SEGMENT, 4, 100), header(Kind.SEGMENT, 5, 100)],
-    "chunk larger than its segment": [begin(), header(Kind.SEGMENT, 4, 100), header(Kind.CHUNK, 0, HUGE)],
-    "chunk before its segment": [begin(), header(Kind.SEGMENT, 4, 100), header(Kind.CHUNK, -50, 100)],
-    "chunk of less than nothing": [begin(), header(Kind.SEGMENT, 4, 100), header(Kind.CHUNK, 50, -10)],
-    "recipe larger than a segment": [begin(), header(Kind.DELTA, 4, HUGE)],
-    "marker larger than any": [begin(), header(Kind.MARKER, HUGE, 0)],
-    "marker told by a difference, larger than any": [begin(), header(Kind.MARKER, HUGE, 1)],
-    "an answer": [header(Kind.WHOLE, 1, 2)],
+    "begin of no generation": [header(MessageKind.BEGIN, *[-1] * 9, 1, 1)],
+    "begin of no life": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 6, 1, 1)],
+    "segment before begin": [header(MessageKind.SEGMENT, 4, NBYTES)],
+    "segment larger than its slot": [begin(), header(MessageKind.SEGMENT, 4, HUGE)],
+    "segment of less than nothing": [begin(), header(MessageKind.SEGMENT, 4, -8)],
+    "segment of nothing": [begin(), header(MessageKind.SEGMENT, 4, 0)],
+    "segment after one that is not whole": [
+        begin(),
+        header(MessageKind.SEGMENT, 4, 100),
+        header(MessageKind.SEGMENT, 5, 100),
+    ],
+    "chunk larger than its segment": [begin(), header(MessageKind.SEGMENT, 4, 100), header(MessageKind.CHUNK, 0, HUGE)],
+    "chunk before its segment": [begin(), header(MessageKind.SEGMENT, 4, 100), header(MessageKind.CHUNK, -50, 100)],
+    "chunk of less than nothing": [begin(), header(MessageKind.SEGMENT, 4, 100), header(MessageKind.CHUNK, 50, -10)],
+    "recipe larger than a segment": [begin(), header(MessageKind.DELTA, 4, HUGE)],
+    "marker larger than any": [begin(), header(MessageKind.MARKER, HUGE, 0)],
+    "marker told by a difference, larger than any": [begin(), header(MessageKind.MARKER, HUGE, 1)],
+    "an answer": [header(MessageKind.WHOLE, 1, 2)],
 }
 REFUSED: dict[str, Header] = {
     "more memory than there is": begin(slot_nbytes=HUGE),
@@ -108,12 +112,12 @@ def test_whatever_an_owner_says_its_holder_makes_no_room_for_it_and_goes_on(two_
             if rank.rank == 0:
                 for message in talk:
                     say(group, message)
-                    if message == begin() and (answer := wire.receive()).kind is not Kind.READY:
+                    if message == begin() and (answer := wire.receive()).kind is not MessageKind.READY:
                         wrong.append(f"{name}: {answer}")
                 if name in REFUSED:
                     answer = wire.receive()
                     assert "bytes are free" in wire.receive_bytes(answer.numbers[0], 2**16).decode()
-                    say(group, header(Kind.BYE))
+                    say(group, header(MessageKind.BYE))
                 rank.wait_for(f"ended {name}")
             else:
                 before, made = used(), holder(rank, group)
@@ -129,11 +133,11 @@ def test_whatever_an_owner_says_its_holder_makes_no_room_for_it_and_goes_on(two_
 
 
 ANSWERS: dict[str, Sequence[Header]] = {
-    "reason larger than any": [header(Kind.REFUSED, HUGE)],
-    "reason without a length": [header(Kind.REFUSED)],
-    "whole without a digest": [header(Kind.READY), header(Kind.WHOLE, 1)],
-    "whole with half a drift": [header(Kind.READY), header(Kind.WHOLE, 1, 2, 3)],
-    "ready with numbers": [header(Kind.READY, 1)],
+    "reason larger than any": [header(MessageKind.REFUSED, HUGE)],
+    "reason without a length": [header(MessageKind.REFUSED)],
+    "whole without a digest": [header(MessageKind.READY), header(MessageKind.WHOLE, 1)],
+    "whole with half a drift": [header(MessageKind.READY), header(MessageKind.WHOLE, 1, 2, 3)],
+    "ready with numbers": [header(MessageKind.READY, 1)],
 }
 
 
@@ -157,7 +161,7 @@ def test_whatever_a_holder_answers_its_owner_leaves_it_out(
                         wrong.append(f"{name}: {used() - before} bytes")
             else:
                 wire = Wire(group, 0, to_holder=False, max_chunk=2**20)
-                assert wire.receive().kind is Kind.BEGIN
+                assert wire.receive().kind is MessageKind.BEGIN
                 for index, message in enumerate(talk):
                     if index:
                         wire.receive_bytes(wire.receive().numbers[0], 2**16)

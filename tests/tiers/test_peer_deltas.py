@@ -15,15 +15,11 @@ import torch
 from stored._segments import verify_records
 from torch import Tensor
 
+from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.native import AdamStep
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Deltas
-from lightning_moe_ckpt.session import DeltaFigures
-from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._layout import as_memoryview
-from lightning_moe_ckpt.session._peers import PeerWorker
-from lightning_moe_ckpt.session._sealed import Markers, SealedFile, SealedSegment
-from lightning_moe_ckpt.session._worker import Announced
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -33,11 +29,22 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     dtype_code,
 )
-from lightning_moe_ckpt.tiers import EncodedDelta, Gradients, HostTier, SegmentRing, encode_delta, shared_name
+from lightning_moe_ckpt.tiers import (
+    DeltaFigures,
+    EncodedDelta,
+    Gradients,
+    HostTier,
+    SegmentRing,
+    encode_delta,
+    shared_name,
+)
 from lightning_moe_ckpt.tiers import _peer_receiver as receiving
 from lightning_moe_ckpt.tiers._peer import Replication
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
-from lightning_moe_ckpt.tiers._peer_wire import Kind, Message, Wire
+from lightning_moe_ckpt.tiers._peer_wire import Message, MessageKind, Wire
+from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
+from lightning_moe_ckpt.tiers._writer import Announced
 
 from ._nodes import Cluster, Rank, cluster, run
 from ._steps import Training, baseline
@@ -251,17 +258,17 @@ def test_what_was_rebuilt_otherwise_is_not_published(two_ranks: Cluster, checked
 
 
 DEATHS = [
-    *((0, "start", kind) for kind in (Kind.BEGIN, Kind.DELTA, Kind.CHUNK, Kind.MARKER)),
-    *((1, "receive", kind) for kind in (Kind.BEGIN, Kind.DELTA, Kind.CHUNK, Kind.MARKER)),
-    *((1, "start", kind) for kind in (Kind.READY, Kind.WHOLE)),
+    *((0, "start", kind) for kind in (MessageKind.BEGIN, MessageKind.DELTA, MessageKind.CHUNK, MessageKind.MARKER)),
+    *((1, "receive", kind) for kind in (MessageKind.BEGIN, MessageKind.DELTA, MessageKind.CHUNK, MessageKind.MARKER)),
+    *((1, "start", kind) for kind in (MessageKind.READY, MessageKind.WHOLE)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("who", "moment", "kind"), DEATHS, ids=lambda value: value.name if isinstance(value, Kind) else str(value)
+    ("who", "moment", "kind"), DEATHS, ids=lambda value: value.name if isinstance(value, MessageKind) else str(value)
 )
 def test_whoever_is_killed_in_whichever_message_copies_are_whole(
-    two_ranks: Cluster, who: int, moment: str, kind: Kind
+    two_ranks: Cluster, who: int, moment: str, kind: MessageKind
 ) -> None:
     """SIGKILL right behind the message of a generation told by gradients, its bytes under way; the one before stays."""
 
@@ -273,7 +280,7 @@ def test_whoever_is_killed_in_whichever_message_copies_are_whole(
             send(made, 0, by_delta=False)
             send(made, 1, by_delta=True)
             rank.tell("last")
-            with suppress(NotReplicated) if kind is Kind.WHOLE else pytest.raises(NotReplicated):
+            with suppress(NotReplicated) if kind is MessageKind.WHOLE else pytest.raises(NotReplicated):
                 send(made, 2, by_delta=True)
         rank.wait_for(lambda: made.started and all(each.join(0) for each in made.receivers))
         end(made)
@@ -282,16 +289,16 @@ def test_whoever_is_killed_in_whichever_message_copies_are_whole(
     assert results[who] == -9
     assert results[1 - who] is None
     assert published(two_ranks, 1) in ([0, 1], [0, 1, 2])
-    assert (2 in published(two_ranks, 1)) <= (kind in {Kind.MARKER, Kind.WHOLE})
+    assert (2 in published(two_ranks, 1)) <= (kind in {MessageKind.MARKER, MessageKind.WHOLE})
 
 
-def _die_at(rank: Rank, moment: str, kind: Kind) -> None:
+def _die_at(rank: Rank, moment: str, kind: MessageKind) -> None:
     """In this process, by what its wire does in the last generation."""
     start, receive = Wire.start, Wire.receive
     chunks, is_last = iter(range(10)), (rank.cluster.folder / "event-last").exists
 
     def due(message: Message) -> bool:
-        return message.kind is kind and is_last() and (kind is not Kind.CHUNK or next(chunks) == 1)
+        return message.kind is kind and is_last() and (kind is not MessageKind.CHUNK or next(chunks) == 1)
 
     def dying_start(self: Wire, message: Message, payload: Tensor | None = None) -> Any:
         sending = start(self, message, payload)
@@ -599,7 +606,7 @@ def test_after_a_refusal_a_whole_generation_and_after_two_nothing_else(two_ranks
             def emit(self, record: logging.LogRecord) -> None:
                 told.append(record.getMessage())
 
-        log = logging.getLogger("lightning_moe_ckpt.session._deltas")
+        log = logging.getLogger("lightning_moe_ckpt.tiers._delta_chain")
         log.setLevel(logging.WARNING)
         log.addHandler(Told())
         for index in range(len(SELECTIONS)):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.session._exchange import Exchange
-from lightning_moe_ckpt.session._peers import PeerWorker
-from lightning_moe_ckpt.session._sealed import Markers
-from lightning_moe_ckpt.session._worker import Announced
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._peer import Replication
+from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
+from lightning_moe_ckpt.tiers._sealed import Markers
+from lightning_moe_ckpt.tiers._writer import Announced
 
 from ._networks import INTERFACE, two_networks
 from ._nodes import Cluster, Rank, cluster, run

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.tiers import FailureDomain, Placement, place_replicas
+from lightning_moe_ckpt.tiers import FailureDomain, ReplicaPlacement, place_replicas
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class World:
         node_of = {rank: n for n, ranks in enumerate(self.nodes) for rank in ranks}
         return [FailureDomain(node=f"n{node_of[r]}", rack=self.racks[node_of[r]]) for r in sorted(node_of)]
 
-    def place(self) -> Placement:
+    def place(self) -> ReplicaPlacement:
         return place_replicas(self.domains, self.groups, self.nbytes, self.replicas)
 
 
@@ -53,7 +53,7 @@ def worlds(draw: st.DrawFn, max_nodes: int = 6, max_ranks: int = 3, *, equal_nod
     )
 
 
-def most_held(placement: Placement) -> int:
+def most_held(placement: ReplicaPlacement) -> int:
     return max(placement.held_nbytes(rank) for rank in range(len(placement.domains)))
 
 

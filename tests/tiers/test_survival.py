@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_moe_ckpt.tiers import (
     FailureDomain,
-    Placement,
+    ReplicaPlacement,
     _survival,
     percent,
     place_replicas,
@@ -20,16 +20,16 @@ from lightning_moe_ckpt.tiers import (
 )
 
 
-def nodes_of(num_nodes: int, replicas: int, racks: int = 1) -> Placement:
+def nodes_of(num_nodes: int, replicas: int, racks: int = 1) -> ReplicaPlacement:
     domains = [FailureDomain(node=f"n{n:03}", rack=f"r{n * racks // num_nodes}") for n in range(num_nodes)]
     return place_replicas(domains, [range(num_nodes)], [1] * num_nodes, replicas)
 
 
-def scattered(holders: list[tuple[int, ...]], racks: list[str]) -> Placement:
+def scattered(holders: list[tuple[int, ...]], racks: list[str]) -> ReplicaPlacement:
     """Any holders, whether `place_replicas` would choose them or not."""
     domains = tuple(FailureDomain(node=f"n{n}", rack=rack) for n, rack in enumerate(racks))
     chosen = tuple(holders)
-    return Placement(domains=domains, nbytes=(1,) * len(domains), holders=chosen, sent_to=chosen)
+    return ReplicaPlacement(domains=domains, nbytes=(1,) * len(domains), holders=chosen, sent_to=chosen)
 
 
 def gemini(n: int, m: int, k: int) -> float:
@@ -38,7 +38,7 @@ def gemini(n: int, m: int, k: int) -> float:
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> Placement:
+def placements(draw: st.DrawFn) -> ReplicaPlacement:
     num_nodes = draw(st.integers(2, 8))
     others = [
         draw(st.lists(st.sampled_from([x for x in range(num_nodes) if x != n]), max_size=3, unique=True))
@@ -50,7 +50,9 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @settings(max_examples=150)
 @given(placements(), st.sampled_from(["node", "rack"]))
-def test_it_is_the_share_of_choices_that_leave_a_copy_of_everyone(placement: Placement, level: _survival.Level) -> None:
+def test_it_is_the_share_of_choices_that_leave_a_copy_of_everyone(
+    placement: ReplicaPlacement, level: _survival.Level
+) -> None:
     """For every number of nodes or racks lost, against all choices."""
     place = [domain.node if level == "node" else domain.rack for domain in placement.domains]
     names = sorted(set(place))
@@ -100,7 +102,7 @@ def test_racks_are_survived_where_copies_leave_them() -> None:
     assert survival_probability(known, 4, level="rack").probability == 0
     blind = nodes_of(16, 1)
     domains = tuple(FailureDomain(node=d.node, rack=k.rack) for d, k in zip(blind.domains, known.domains, strict=True))
-    told = Placement(domains=domains, nbytes=blind.nbytes, holders=blind.holders, sent_to=blind.sent_to)
+    told = ReplicaPlacement(domains=domains, nbytes=blind.nbytes, holders=blind.holders, sent_to=blind.sent_to)
     assert survival_probability(told, 1, level="rack").probability == 0
 
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported at run time only
 from typing_extensions import override
 
-from lightning_moe_ckpt.session._host import HostWorker
-from lightning_moe_ckpt.session._peers import PeerWorker
-from lightning_moe_ckpt.session._persist import PersistWorker
-from lightning_moe_ckpt.session._sealed import Markers
 from lightning_moe_ckpt.storage import Retention, RunStore, open_backend
 from lightning_moe_ckpt.testing import TierContract, TierHalves
 from lightning_moe_ckpt.tiers import HostTier, ObjectTier, RankMemory, Replication
+from lightning_moe_ckpt.tiers._host_writer import HostWorker
+from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
+from lightning_moe_ckpt.tiers._sealed import Markers
+from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 
 from ._nodes import Cluster, cluster
 from ._segments import RUN

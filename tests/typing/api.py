@@ -533,7 +533,7 @@ class TestMyTier(testing.TierContract):
         return nullcontext(self.halves)
 
 
-def fit(life: testing.Life) -> dict[str, object]:
+def fit(life: testing.Attempt) -> dict[str, object]:
     own: list[Callback] = life.callbacks(callbacks.DenseCheckpoint(life.url))
     trainer = Trainer(callbacks=own, devices=life.world_size)
     model = LightningModule()
@@ -548,9 +548,9 @@ def kill_and_resume(tmp_path: Path) -> Literal["finished", "killed", "stopped"]:
     try:
         reference = testing.run_lives(fit, url="memory://clean", workdir=tmp_path)
         killed = testing.run_lives(fit, url=str(tmp_path / "url"), workdir=tmp_path, kills=kills, seams=seams)
-    except (testing.LifeFailed, testing.Crashed) as error:
+    except (testing.AttemptFailed, testing.Crashed) as error:
         raise RuntimeError from error
-    assert_type(killed, list[testing.LifeResult])
+    assert_type(killed, list[testing.AttemptResult])
     testing.assert_same_end(reference, killed)
     assert_type(testing.differences(reference[-1].end(), killed[-1].end()), list[str])
     return killed[-1].outcome

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.testing._lives import Life, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._lives import Attempt, assert_same_end, run_lives
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 FEATURES = 8
@@ -57,7 +57,7 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def fit(policy: str | None, life: Life) -> Mapping[str, Any]:
+def fit(policy: str | None, life: Attempt) -> Mapping[str, Any]:
     """Three epochs of five steps."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

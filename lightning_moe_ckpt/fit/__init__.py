@@ -1,0 +1,4 @@
+"""One `fit` of a Trainer, hook by hook: what is captured and restored beside parameters, and when."""
+
+from lightning_moe_ckpt.fit._batches import Batches as Batches
+from lightning_moe_ckpt.fit._run import FitSession as FitSession

@@ -1,0 +1,123 @@
+"""Log batches with the journal, for data that cannot be read twice.
+
+By default a resumed run repositions its loaders: it fetches the same batches again, and replay trains on them. Some
+pipelines cannot give the same batches again (a queue, a service, live data). Their batches can be logged instead.
+Replay then trains on the logged batches, each with the random state that followed its fetch. It is exact up to the
+step at which the state is dense. After that, batches are whatever the pipeline gives: the run is valid, but not the same.
+
+A batch is logged as the loader gave it, before any hook of the module or the strategy has seen it. The batches of a step
+are part of its journal record. Every segment reserves twice the size that the first steps needed. A step that needs more
+makes its window useless. This is reported, and the next plan reserves twice what that step needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+
+from lightning_moe_ckpt._lightning import BatchTap
+from lightning_moe_ckpt._lightning_tuners import resting
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit._digests import digest_of
+from lightning_moe_ckpt.fit._extras import copied
+from lightning_moe_ckpt.journal import capture_rng, refusals, restore_rng
+
+log = logging.getLogger(__name__)
+
+Batches = Literal["reposition", "log"]
+
+Logged = Sequence[dict[str, Any]]
+
+
+class BatchLog:
+    """Log or digest the batches of the current step; in replay, give the batches of the original step.
+
+    Args:
+        trainer: the trainer whose batches are logged.
+        mode: `log` logs every batch, `reposition` none.
+        keep: whether replay needs batches; it needs none where every snapshot is complete.
+        original: in replay, returns the batches that the current step was trained on; else `None`.
+        compared: returns whether the fetched batch is compared, now or by a later process.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        mode: Batches,
+        *,
+        keep: bool,
+        original: Callable[[], Logged | None],
+        compared: Callable[[], bool],
+    ) -> None:
+        self._mode, self._keep, self._original, self._compared = mode, keep, original, compared
+        self._digest: str | None = None
+        self._step: list[dict[str, Any]] = []
+        self._accepted = False
+        self._tap = BatchTap(trainer, self._logged if mode == "log" else self._digested, resting(trainer))
+        if mode == "log":
+            log.info("batches='log': a restart replays logged batches; later batches are whatever the pipeline gives")
+
+    def take(self) -> dict[str, Any]:
+        """Return the mode in which this run treats its batches."""
+        return {"mode": self._mode}
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Do nothing: the mode does not change during a run."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Log how exact this resume is."""
+        if self._mode != state["mode"]:
+            raise ConfigurationError(
+                f"`batches={self._mode!r}`, but the checkpoint was written with {state['mode']!r}. "
+                "Resume with the same, or start anew with resume='never'."
+            )
+        if self._mode == "log":
+            log.warning(
+                "batches='log': this restart is exact up to the step at which the state is dense, not beyond: "
+                "the data goes on with what the pipeline gives"
+            )
+
+    def step_ended(self) -> list[dict[str, Any]]:
+        """Return the logged batches of the step that just ended, in order, for its journal."""
+        batches, self._step = self._step, []
+        return batches
+
+    def take_digest(self) -> str | None:
+        """Return the digest of the last fetched batch; `None` if the batch is not compared."""
+        digest, self._digest = self._digest, None
+        return digest
+
+    def remove(self) -> None:
+        """Undo the change to the trainer's method."""
+        self._tap.remove()
+
+    # -- private
+
+    def _digested(self, batch: Any) -> Any:
+        self._digest = digest_of(batch) if self._compared() else None
+        return batch
+
+    def _logged(self, batch: Any) -> Any:
+        logged = self._original()
+        if logged is not None:
+            entry = logged[len(self._step)]
+            batch = copied(entry["batch"])
+            restore_rng(entry["random"])
+        if self._keep:
+            self._require_storable(batch)
+            self._step.append({"batch": copied(batch), "random": capture_rng()})
+        return batch
+
+    def _require_storable(self, batch: Any) -> None:
+        if self._accepted:
+            return  # a later batch of another type makes its window useless, which is reported then
+        reasons = refusals(batch)
+        if reasons:
+            raise ConfigurationError(
+                f"`batches='log'`: a batch cannot be stored exactly: {'; '.join(reasons[:3])}. Let the loader give tensors, "
+                "numbers and strings in lists, tuples and dicts, or use batches='reposition'."
+            )
+        self._accepted = True

@@ -1,0 +1,423 @@
+"""Record the state of a boundary besides parameters, at the moments at which a resumed run has to restore it.
+
+A boundary is the state between two batches, or between two epochs. Its *start* half is taken when everything that
+follows the optimizer step has run: validation, schedulers, epoch end. Random state is taken at six moments. Iterators,
+samplers, workers and user hooks draw from it in between, and a new process draws at other moments than a running one:
+
+    before the epoch's hooks -> before the iterator is made -> before the first fetch -> before the fetch before this one
+    -> before this fetch -> after it
+
+A resumed process passes the same moments and restores the recorded state at each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+
+from lightning_moe_ckpt import (
+    _lightning,
+    _lightning_data,
+    _lightning_files,
+    _lightning_held,
+    _lightning_metrics,
+    _lightning_moved,
+    _lightning_workers,
+)
+from lightning_moe_ckpt.fit._extras import Extras, copied, require_storable
+from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
+from lightning_moe_ckpt.fit._trained import Trained
+from lightning_moe_ckpt.journal import RngState, capture_rng, differs, restore_rng
+from lightning_moe_ckpt.operators import groups_state, load_groups_state
+
+log = logging.getLogger(__name__)
+
+Start = dict[str, Any]
+
+
+class JournalPart(Protocol):
+    """Further state that belongs to a boundary."""
+
+    def take(self) -> dict[str, Any]:
+        """Return the state, in types that the journal stores."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state` in a resumed run. Callbacks have been restored before."""
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Set the state in replay, at the moment at which the original run took it. Callbacks have been set before."""
+
+
+class BoundaryRecorder:
+    """Build the start halves of boundaries at moments of the fit loop and, in a resumed run, restore one.
+
+    Args:
+        trainer: the trainer whose loops report the moments.
+        module: the module it trains.
+        skip_callbacks: callbacks whose state is not part of the journal (our own).
+        parts: further state of a boundary, by name.
+        trained: the state of `requires_grad` and optimizer groups.
+        deterministic_dataset: whether items of the data set depend on their index alone.
+        layers: names of modules whose attributes one of the parts records.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        skip_callbacks: tuple[type[Callback], ...],
+        parts: Mapping[str, JournalPart],
+        trained: Trained,
+        *,
+        deterministic_dataset: bool = False,
+        layers: Collection[str] = (),
+    ) -> None:
+        self._deterministic = deterministic_dataset
+        self._parts, self._trained = parts, trained
+        self._trainer, self._module = trainer, module
+        self._skip = skip_callbacks
+        self._epoch: RngState | None = None
+        self._iter: RngState | None = None
+        self._first_fetch: RngState | None = None
+        self._awaiting_first_fetch = True
+        self._fetch: RngState | None = None
+        self._last_fetch: RngState | None = None
+        self._fetches = FetchLog()
+        self._held = _lightning_held.HeldGenerators(trainer, module, skip_callbacks)
+        self._not_held: list[str] = []
+        self._moved = _lightning_moved.MovedAttributes(trainer, module, skip_callbacks, layers)
+        self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
+        self._start: Start | None = None
+        self._wanted = True
+        self._before_epoch_only = False
+        """Whether the process is between two epochs."""
+        self._resume: Start | None = None
+        self._batch: str | None = None
+        """Digest of the batch that followed this boundary in the original run."""
+        self._original: Start | None = None
+        self._mid_epoch = False
+        self._metrics_due = False
+        self._extras = Extras()
+        require_storable(
+            {f"scheduler {i}": c.scheduler.state_dict() for i, c in enumerate(trainer.lr_scheduler_configs)}
+        )
+
+    def want_start(self, original: Start | None = None) -> None:
+        """Ask for the start half of the boundary after the optimizer step that just happened.
+
+        Args:
+            original: the start half of the original run, if the step was replayed. It overrides what validation and other
+                hooks decide here, since they see weights that are frozen or loaded too early.
+        """
+        self._wanted, self._start, self._original = True, None, original
+
+    @property
+    def compares_batch(self) -> bool:
+        """Whether a digest of the next batch is needed, to check that a resumed run goes on with the original's data."""
+        return self._start is not None or self._batch is not None
+
+    def complete_start(self, batch: str | None) -> Start | None:
+        """Return the finished start half, if one was asked for; call first in `on_train_batch_start`.
+
+        Args:
+            batch: digest of the batch; `None` if it is not compared.
+        """
+        start, self._start = self._start, None
+        self._compare(batch)
+        if self._resume is not None:
+            self._restore_random(self._resume["random"]["after_fetch"])
+            self._resume = None
+            self._say_what_is_gone()
+        if start is None:
+            return None
+        start["batch"] = batch
+        start["random"] = {
+            "epoch": self._epoch,
+            "iter": self._iter,
+            "first_fetch": self._first_fetch,
+            "last_fetch": self._last_fetch,
+            "fetch": self._fetch,
+            "after_fetch": self._take_random(),
+            "workers": self._workers.take(),
+        }
+        return start
+
+    @staticmethod
+    def next_batch_begun(start: Start) -> bool:
+        """Whether hooks at the start of the next epoch had run when the state of this boundary was taken."""
+        return start["random"]["fetch"] is not None
+
+    def take_end(self) -> Start:
+        """Return the start half of the boundary at which training ends."""
+        start = self._take(between_epochs=True)
+        here = self._take_random()
+        # Later moments have not come. A process that trains on from here draws in the same order by itself.
+        unknown = dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch", "after_fetch"))
+        start["random"] = {"epoch": here, **unknown}
+        return start
+
+    @property
+    def following(self) -> bool:
+        """Whether the newest step was replayed and the next batch has not begun."""
+        return self._original is not None
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether nothing has followed the newest optimizer step: its start half is not complete."""
+        return self._wanted or self._start is not None
+
+    def take_stopped(self) -> Start:
+        """Return the start half of the boundary at which this process is stopped before training ends.
+
+        Call it if `between_steps`, before an epoch or a fetch. Later moments have not come: a process that goes on from here
+        draws in the same order by itself.
+        """
+        assert self._start is not None
+        come: dict[str, Any] = {"epoch": self._epoch, "after_fetch": None}
+        if self._before_epoch_only:
+            come |= dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch"))
+        else:
+            come |= {"iter": self._iter, "first_fetch": self._first_fetch}
+            come |= {"last_fetch": self._last_fetch, "fetch": self._fetch, "workers": self._workers.take()}
+        return {**self._start, "random": come}
+
+    # -- moments, called by the fit
+
+    def before_epoch(self) -> None:
+        """Record the moment between two epochs, before `on_train_epoch_start`."""
+        self._held.look()
+        self._moved.look()
+        if self._resume is not None and not self._mid_epoch:
+            self._restore_random(self._resume["random"]["epoch"])
+        if self._resume is not None:
+            # Hooks at the start of the fit have run. The original run called them at its own start, not here.
+            self._trained.restore(self._resume["trained"])
+            self._moved.restore(self._resume.get("attributes", {}))
+            self._restore_rates(self._resume)
+        self._epoch, self._before_epoch_only = self._take_random(), True
+        if self._wanted:
+            self._begin_start(between_epochs=True)
+
+    def before_iter(self) -> None:
+        """Record the moment before samplers and workers draw their seeds."""
+        _lightning_data.begin_epoch(self._trainer)
+        if not self._mid_epoch:
+            self._workers.before_iter(self._resume["random"].get("workers") if self._resume is not None else None)
+        self._held.look()
+        self._restore_metrics()
+        if self._mid_epoch:
+            return  # `_position` makes the iterator that counts
+        if self._resume is not None:
+            self._restore_random(self._resume["random"]["iter"])
+        self._iter = self._take_random()
+        self._awaiting_first_fetch = True
+        self._fetches.begin()
+
+    def close(self) -> None:
+        """Undo the changes to loaders."""
+        self._workers.remove()
+
+    def before_fetch(self) -> None:
+        """Record the moment between two batches, when everything that follows the last optimizer step has run."""
+        if self._resume is not None:
+            self._restore_random(self._resume["random"]["fetch"])
+        self._last_fetch, self._fetch, self._before_epoch_only = self._fetch, self._take_random(), False
+        if self._awaiting_first_fetch:
+            self._first_fetch, self._awaiting_first_fetch = self._fetch, False
+        if self._wanted:
+            self._begin_start(between_epochs=False)
+
+    def after_fetch(self) -> None:
+        """Record the moment after a fetch, before anything has seen the batch."""
+        assert self._fetch is not None
+        self._fetches.fetched(
+            self._fetch,
+            self._take_random,
+            restarted=_lightning_data.restarted_loaders(self._trainer),
+            carries=self._carries,
+        )
+
+    @property
+    def room(self) -> int:
+        """Largest number of bytes by which a journal may grow within an epoch."""
+        workers = self._workers.num_workers * _lightning_workers.STATE_NBYTES
+        return workers + self._fetches.room(
+            num_loaders=len(_lightning_data.loaders_of(self._trainer)),
+            num_batches=self._trainer.num_training_batches,
+            carries=self._carries,
+        )
+
+    @property
+    def _carries(self) -> bool:
+        return any(map(_lightning_data.draws_as_it_goes, _lightning_data.loaders_of(self._trainer)))
+
+    # -- start half
+
+    def _begin_start(self, *, between_epochs: bool) -> None:
+        original, self._original = self._original, None
+        if original is not None:
+            self._follow(original, self._take(between_epochs=between_epochs))
+            self._batch = original.get("batch")
+        self._start, self._wanted = self._take(between_epochs=between_epochs), False
+        if original is not None:
+            self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
+
+    def _take_random(self) -> RngState:
+        return capture_rng(_lightning_data.loader_generators(self._trainer), self._held.now())
+
+    def _restore_random(self, state: RngState | None) -> None:
+        if state is not None:
+            self._not_held = restore_rng(state, _lightning_data.loader_generators(self._trainer), self._held.now())
+
+    def _compare(self, batch: str | None) -> None:
+        original, self._batch = self._batch, None
+        if None not in (original, batch) and original != batch:
+            log.error(
+                "the batch that follows step %d is not the one of the original run: this restart is not bit-exact. Look for "
+                "data that changed or cannot be repositioned, or is said to be deterministic and is not.",
+                self._trainer.global_step,
+            )
+
+    def _say_what_is_gone(self) -> None:
+        if self._not_held:
+            log.warning(
+                "this restart is not exact: the run before had generators %s, which this one does not have",
+                self._not_held,
+            )
+
+    def _take(self, *, between_epochs: bool) -> Start:
+        trainer = self._trainer
+        return {
+            "between_epochs": between_epochs,
+            "loops": _lightning.take_loop_state(trainer),
+            "batches_done": _lightning.batches_done(trainer),
+            "fetches": self._fetches.take(),
+            "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+            "param_groups": groups_state(trainer.optimizers[0]),
+            "trained": self._trained.take(),
+            "attributes": self._moved.take(),
+            "precision": copied(_lightning.take_precision(trainer)),
+            "callbacks": self._extras.take_callbacks(self._callbacks()),
+            "module": self._extras.take_module(self._module),
+            "datamodule": self._extras.take_datamodule(_lightning.datamodule_of(trainer)),
+            "metrics": copied(_lightning_metrics.take_metrics(trainer, self._module)),
+            "parts": {name: part.take() for name, part in self._parts.items()},
+            "should_stop": _lightning.should_stop(trainer),
+            "seed": _lightning.take_seed(),
+            "buffer_sync": _lightning.take_buffer_sync(trainer),
+        }
+
+    def _callbacks(self) -> list[Callback]:
+        # trainer.callbacks is untyped in Lightning
+        return [c for c in self._trainer.callbacks if not isinstance(c, self._skip)]  # type: ignore[attr-defined]
+
+    # -- resume
+
+    def resume(self, start: Start) -> None:
+        """Continue from a start half; call in `on_fit_start`, before any other callback runs."""
+        trainer = self._trainer
+        self._resume, self._wanted, self._batch = start, False, start.get("batch")
+        _lightning.restore_seed(start["seed"])
+        self._restore_rates(start)
+        if start["precision"]:
+            trainer.precision_plugin.load_state_dict(start["precision"])
+        self._resume_callbacks(start["callbacks"])
+        for name, part in self._parts.items():
+            part.restore(copied(start["parts"][name]))
+        self._restore_users(start)
+        self._metrics_due = True
+        # Time limits may have passed on some ranks only.
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(start["should_stop"], all=True)
+        self._resume_loops(start)
+
+    def _restore_metrics(self) -> None:
+        """Restore metrics once, after the sanity check of the fit's start, which resets what was logged."""
+        if self._resume is None or not self._metrics_due:
+            return
+        self._metrics_due, metrics = False, copied(self._resume["metrics"])
+        _lightning_metrics.restore_metrics(
+            self._trainer, self._module, metrics, mid_epoch=not self._resume["between_epochs"]
+        )
+        _lightning.restore_buffer_sync(self._trainer, self._resume.get("buffer_sync"))
+
+    def _restore_rates(self, start: Start) -> None:
+        trainer = self._trainer
+        load_groups_state(trainer.optimizers[0], start["param_groups"])
+        for config, state in zip(trainer.lr_scheduler_configs, start["schedulers"], strict=True):
+            config.scheduler.load_state_dict(copied(state))
+        load_groups_state(trainer.optimizers[0], start["param_groups"])  # schedulers may write an initial rate on load
+
+    def _restore_users(self, start: Mapping[str, Any]) -> None:
+        if start["module"]:
+            self._module.on_load_checkpoint(copied(start["module"]))
+        datamodule = _lightning.datamodule_of(self._trainer)
+        if start["datamodule"] and datamodule is not None:
+            datamodule.load_state_dict(copied(start["datamodule"]))
+
+    def _follow(self, original: Start, here: Start) -> None:
+        """Set the state to the original run's at this boundary, where it differs.
+
+        Equal state is not loaded again: loading runs the user's code, which may have side effects.
+        """
+        if any(differs(original[name], here[name]) for name in ("param_groups", "schedulers")):
+            self._restore_rates(original)
+        callbacks = original["callbacks"].items()
+        clocks = {each.state_key for each in self._callbacks() if isinstance(each, Timer)}
+        self._resume_callbacks(
+            {key: state for key, state in callbacks if key not in clocks and differs(state, here["callbacks"].get(key))}
+        )
+        users = ("module", "datamodule")
+        self._restore_users({name: original[name] if differs(original[name], here[name]) else {} for name in users})
+        self._moved.restore(original.get("attributes", {}))
+        for name, part in self._parts.items():
+            part.follow(copied(original["parts"][name]))
+        _lightning_metrics.follow_metrics(self._trainer, self._module, copied(original["metrics"]))
+        _lightning.restore_buffer_sync(self._trainer, original.get("buffer_sync"))
+        self._trainer.should_stop |= original["should_stop"]
+
+    def _resume_callbacks(self, states: Mapping[str, Any]) -> None:
+        for callback in self._callbacks():
+            if callback.state_key in states:
+                state = copied(states[callback.state_key])
+                _lightning_files.keep_folder(callback, state, self._trainer)
+                callback.load_state_dict(state)
+
+    def _resume_loops(self, start: Start) -> None:
+        loops = copied(start["loops"])
+        if start["between_epochs"]:
+            _lightning.resume_between_epochs(self._trainer, loops)
+            return
+        self._mid_epoch = True
+        _lightning.resume_mid_epoch(self._trainer, loops, self._position)
+
+    def _position(self) -> None:
+        assert self._resume is not None
+        random = self._resume["random"]
+        self._epoch, self._iter, self._first_fetch = random["epoch"], random["iter"], random["first_fetch"]
+        self._fetch, self._awaiting_first_fetch = random["last_fetch"], False
+        # Logged batches are replayed from the log, and fetching again cannot reach the ones that follow.
+        num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
+        fetches = self._resume.get("fetches", NO_FETCHES)
+        states = {0: random["first_fetch"], **fetches["states"], num_batches - 1: random["last_fetch"]}
+        self._workers.before_iter(random.get("workers"))
+        self._held.look()
+        _lightning_data.skip_batches(
+            self._trainer,
+            num_batches,
+            before_iter=lambda: self._restore_random(random["iter"]),
+            before_fetch=lambda index: self._restore_random(states.get(index)),
+            restarts=fetches["restarts"] if self._can_advance() else None,
+        )
+        self._fetches.restore(fetches, num_fetched=num_batches)
+        self._mid_epoch = False
+
+    def _can_advance(self) -> bool:
+        """Whether loaders can move to their place without fetching consumed batches again."""
+        draws = any(name.startswith("loader") for name in self._held.now())
+        return _lightning_data.can_advance(self._trainer, draw_nothing=self._deterministic) and (
+            self._deterministic or not draws
+        )

@@ -1,0 +1,399 @@
+"""Connect the hooks of one `fit` to the checkpointing of one process.
+
+Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, which runs last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.strategies import Strategy
+
+from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
+from lightning_moe_ckpt._lightning_progress import ProgressNote
+from lightning_moe_ckpt._lightning_tuners import Findings, resting
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
+from lightning_moe_ckpt.fit._layer_state import LayerState
+from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
+from lightning_moe_ckpt.fit._stops import Stops
+from lightning_moe_ckpt.fit._trained import Trained
+from lightning_moe_ckpt.journal import Unread
+from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
+from lightning_moe_ckpt.policies import Policy
+from lightning_moe_ckpt.process import HookClock, clocked
+from lightning_moe_ckpt.session import CheckpointSession
+from lightning_moe_ckpt.tiers import SessionConfig
+
+log = logging.getLogger(__name__)
+
+
+class FitSession:
+    """Forward one trainer's hooks to the recorder of boundaries and to the process's `CheckpointSession`.
+
+    Args:
+        config: where checkpoints live and how to resume.
+        policy: chooses what is taken at which step.
+        trainer: a trainer in `on_fit_start`: parameters are on their device, the optimizer exists.
+        module: the module that it trains.
+        own_callbacks: callback classes whose state is not part of the journal.
+        stop_grace: longest time from SIGTERM to the end of the process.
+        batches: `reposition` fetches batches again for replay, `log` stores them with the journal.
+        deterministic_dataset: whether items of the data set depend on their index alone.
+    """
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        policy: Policy,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        own_callbacks: tuple[type[Callback], ...],
+        stop_grace: timedelta,
+        batches: Batches = "reposition",
+        deterministic_dataset: bool = False,
+    ) -> None:
+        _refuse_unsupported(trainer, policy)
+        self._trainer, self._module = trainer, module
+        self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
+        groups: ParallelGroups = _groups_of(trainer.strategy)
+        schema, self._trains = StateSchema.of(self._optimizer), Trained(module, self._optimizer)
+        self._num_groups = self._trains.num_groups
+        self.life = CheckpointSession(
+            config,
+            policy=policy,
+            module=module,
+            schema=schema,
+            groups=groups,
+            autocast_dtype=_lightning.autocast_dtype(trainer),
+            may_skip=_lightning.may_toggle_requires_grad(trainer),
+            compiled=_lightning.is_compiled(module),
+            extra=_lightning.checkpoint_extra(trainer, module),
+            averages=_lightning_averages.averages_of(trainer),
+            as_user=lambda start: self._trains.restore(start["trained"]),
+        )
+        _warn_if_short(trainer, self.life.least_steps)
+        self._logs = _lightning_logs.LogFolders(trainer)
+        self._batches = self._batch_log(batches, keep=policy.replays)
+        self._layers = LayerState(module, self.life.layers)
+        self._findings = Findings(trainer, module)
+        self._files = _lightning_files.CheckpointFiles(trainer)
+        parts: dict[str, JournalPart] = {
+            "files": self._files,
+            "logs": self._logs,
+            "batches": self._batches,
+            "layers": self._layers,
+            "findings": self._findings,
+        }
+        self._recorder = self._make_recorder(own_callbacks, parts, deterministic=deterministic_dataset)
+        self._ended = self._half_a_step = False
+        self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
+        self._found_inf = _lightning.FoundInf(trainer)
+        self._step = trainer.global_step
+        self._losses: list[torch.Tensor] = []
+        self._found: float | Unread | None = None
+        self._taps = _lightning.FitLoopTaps(trainer, self, resting(trainer))
+        self._stops = Stops(
+            trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.leave_nothing_behind
+        )
+        self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
+        self._disturbed = self._trained = self._told_to_stop = False
+        self._replays = policy.replays
+
+    def _make_recorder(
+        self, skip: tuple[type[Callback], ...], parts: Mapping[str, JournalPart], *, deterministic: bool
+    ) -> BoundaryRecorder:
+        return BoundaryRecorder(
+            self._trainer,
+            self._module,
+            skip,
+            parts,
+            self._trains,
+            deterministic_dataset=deterministic,
+            layers={layer.fqn for layer in self.life.layers},
+        )
+
+    def _batch_log(self, mode: Batches, *, keep: bool) -> BatchLog:
+        return BatchLog(
+            self._trainer,
+            mode,
+            keep=keep,
+            original=self._original_batches,
+            compared=lambda: self._recorder.compares_batch,
+        )
+
+    @property
+    def clock(self) -> HookClock:
+        """Clock that adds up the time of this class's hooks."""
+        return self.life.clock
+
+    def begin(self) -> bool:
+        """Open the run and return whether it was resumed from an earlier process."""
+        start = self.life.begin()
+        if start is not None:
+            self._recorder.resume(start)
+            self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
+            if not self._recorder.next_batch_begun(start):
+                self.life.waive_settling()  # hooks before the next batch have not run yet; they will run once
+        if self.life.replaying:
+            self._files.hold()
+        return start is not None
+
+    def close(self, *, keep_memory: bool = False) -> None:
+        """Undo all changes to the trainer and close the run, after a normal end or an exception.
+
+        Args:
+            keep_memory: see `CheckpointSession.close`.
+        """
+        if not self.life.replaying:  # in replay the weights are incomplete, so that nobody may save them
+            self._files.remove()
+        self._logs.remove()
+        self._batches.remove()
+        self._recorder.close()
+        self._findings.remove()
+        self._clip.remove()
+        self._taps.remove()
+        self._note.remove()
+        try:
+            self.life.close(keep_memory=keep_memory)
+        finally:
+            self._stops.close()  # last, so that its time limit also covers a close that hangs
+
+    # -- between batches
+
+    @clocked
+    def before_epoch(self) -> None:
+        """Act between two epochs: all hooks of the previous one have run, `on_train_epoch_start` has not."""
+        self._recorder.before_epoch()
+        self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
+        self.life.freeze_again()
+        self._release_files()
+        self._stop_if_agreed()
+
+    @clocked
+    def before_iter(self) -> None:
+        """Act before the loader's iterator is made."""
+        self._recorder.before_iter()
+
+    @clocked
+    def before_fetch(self) -> None:
+        """Act before the next batch is fetched."""
+        self._recorder.before_fetch()
+        self._release_files()
+        self._stop_if_agreed()
+
+    @clocked
+    def after_fetch(self) -> None:
+        """Act after a batch was fetched, before any hook has seen it."""
+        self._recorder.after_fetch()
+
+    @clocked
+    def before_epoch_end(self) -> None:
+        """Take the last state, if training ends in mid-epoch, before hooks of the epoch's end: a longer run goes on from here."""
+        if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
+            self._recorder.before_fetch()
+            self.life.end(self._step, self._recorder.take_stopped())
+            self._ended = True
+
+    @clocked
+    def after_batch(self) -> None:
+        """Take the boundary after all hooks on the batch, the module's own included, since they may edit the state.
+
+        Replay loads the snapshot of its next step only here. The snapshot contains the edits of those hooks: loaded
+        earlier, it would be edited twice.
+        """
+        self._told_to_stop = self._trainer.should_stop
+        if not self._stepped:
+            return
+        self._step = self._trainer.global_step
+        self._layers.drop_graphs()
+        original = self.life.replayed(self._step, self._losses) if self.life.replaying else None
+        if original is None:
+            self._files.dense()
+        losses, self._losses = self._losses, []
+        outcome = {
+            "step": self._step,
+            "epoch": self._trainer.current_epoch,
+            "grad_norm": self._clip.last,
+            "found_inf": self._found,
+            "losses": losses,
+            "batches": self._batches.step_ended(),
+        }
+        if self._num_groups != self._trains.num_groups:
+            self._num_groups = self._trains.num_groups
+            self.life.regrouped()
+        self.life.boundary(self._step, outcome)
+        self._recorder.want_start(original)
+
+    def after_hooks(self) -> None:
+        """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""
+        if (self.life.replaying or self._recorder.following) and not self._told_to_stop:
+            self._trainer.should_stop = False
+
+    def _missed(self) -> str | None:
+        """Return the progress bar's note on windows in a row without a generation."""
+        missed = self.life.windows_missed
+        return f"{missed} windows" if missed else None
+
+    def _original_batches(self) -> Logged | None:
+        outcome = self.life.replay_outcome(self._step + 1)
+        return None if outcome is None else outcome["batches"]
+
+    def _stop_if_agreed(self) -> None:
+        if not self._stops.agreed():
+            return
+        if not self.life.dense_possible:
+            self._stops.leave(self._step, "nothing to save beyond what is committed")
+        if not self._recorder.between_steps:
+            return  # gradients of a step are half accumulated
+        saved = self.life.stop(self._step, self._recorder.take_stopped(), timeout=self._stops.grace())
+        self._stops.leave(
+            self._step, "the next start goes on here" if saved else "this step could not be saved in time"
+        )
+
+    # -- first callback
+
+    @clocked
+    def batch_start(self) -> None:
+        if not self._trained:
+            self._say_what_is_inexact()
+        self._trained = True
+        self._stops.batch_begins()
+        start = self._recorder.complete_start(self._batches.take_digest())
+        disturbed, self._disturbed = self._disturbed, False
+        self.life.settle(disturbed=disturbed)
+        if start is not None:
+            self.life.seal(start, step=self._step, disturbed=disturbed, room=self._recorder.room)
+        outcome = self.life.replay_outcome(self._step + 1)
+        self._clip.override = None if outcome is None else outcome["grad_norm"]
+        self.life.forward_begins()
+
+    @clocked
+    def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        outcome = self.life.replay_outcome(self._step + 1)
+        if outcome is None:
+            return
+        self.life.drop_frozen_gradients()
+        if outcome["found_inf"] is not None:
+            self._found_inf.write(optimizer, outcome["found_inf"], self._module.device)
+
+    @clocked
+    def batch_end(self, outputs: Any) -> None:
+        self._half_a_step = not self._stepped
+        if isinstance(outputs, dict) and isinstance(outputs.get("loss"), torch.Tensor):
+            self._losses.append(outputs["loss"].detach().clone())
+
+    def validation_begins(self) -> None:
+        # Validation may swap weights through `.data` and back (averages), which no version counter sees.
+        self._disturbed = True
+
+    # -- last callback
+
+    @clocked
+    def before_zero_grad(self) -> None:
+        """Wait until captures have read the gradients that are about to be zeroed."""
+        self.life.fence_gradients()
+
+    @clocked
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._found = self._found_inf.read(optimizer)
+        self.life.fence()
+
+    @clocked
+    def end(self) -> None:
+        """Take the last state of training, before other hooks: one may replace the weights by averaged ones."""
+        self._release_files()
+        if not self._ended:
+            self._say_half_a_step()
+            self.life.end(self._step, self._recorder.take_end())
+
+    def _say_half_a_step(self) -> None:
+        """Warn where batches after the last step are lost: they are in gradients only, which no snapshot has."""
+        stored = self.life.report().generations.get("storage") == self._step
+        if self.life.dense_possible and self._half_a_step and not stored:
+            log.warning(
+                "training ends in the middle of an accumulation, some batches behind step %d: a run that goes on from here does "
+                "not train on those again, and is not exact. End it where a step ends, or take a generation in every step",
+                self._step,
+            )
+
+    def fit_end(self) -> None:
+        if not self._trained:
+            _lightning_averages.finish_with_averages(self._trainer, self._module)
+
+    def after_run(self) -> None:
+        """Leave the process after training ended by itself, if a signal asked for it meanwhile."""
+        if self._stops.agreed_at_end():
+            self._stops.leave(self._step, "training had ended")
+
+    # -- private
+
+    def _say_what_is_inexact(self) -> None:
+        for reason in _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays):
+            log.warning("this run cannot be reproduced bit for bit: %s", reason)
+
+    def _release_files(self) -> None:
+        """Release held files once the next batch begins, not when replay ends: validation in between is not the original's."""
+        if self._files.held and not self.life.replaying:
+            self._files.dense()
+
+    @property
+    def _stepped(self) -> bool:
+        """Whether the batch that ends now ended with an optimizer step."""
+        return self._trainer.global_step != self._step
+
+
+def _refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
+    if len(trainer.optimizers) != 1:
+        raise ConfigurationError(
+            f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
+            "Put all parameters into one optimizer with several param groups."
+        )
+    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
+            "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
+        )
+    if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that resumes "
+            "after that has none of them. Prune when training has ended."
+        )
+    if policy.replays and not trainer.lightning_module.automatic_optimization:
+        raise ConfigurationError(
+            "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "
+            "module takes them itself. Use DenseCheckpoint, or set `automatic_optimization = True`."
+        )
+    finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
+    if finetuning and not policy.exact:
+        raise ConfigurationError(
+            f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "
+            "experts from before and after that has no meaning. Use SparseCheckpoint or DenseCheckpoint."
+        )
+
+
+def _warn_if_short(trainer: Trainer, least_steps: int) -> None:
+    if 0 < trainer.max_steps < least_steps:
+        log.warning(
+            "checkpoints need %d steps and this fit ends at step %d: only its start and its end are stored, and what "
+            "fails in between starts again. Shorten the window or interval, or train longer.",
+            least_steps,
+            trainer.max_steps,
+        )
+
+
+def _groups_of(strategy: Strategy) -> ParallelGroups:
+    """Return the strategy's groups; under strategies other than `MoEStrategy`, every rank holds everything."""
+    own: object = getattr(strategy, "groups", None)
+    if isinstance(own, ParallelGroups):
+        return own
+    return build_groups() if dist.is_available() and dist.is_initialized() else ParallelGroups()

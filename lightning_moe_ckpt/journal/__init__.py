@@ -1,0 +1,19 @@
+"""What a boundary has beside records: a codec of plain values, random state, tensors on their way to the host."""
+
+from lightning_moe_ckpt.journal._arrivals import Arrival as Arrival
+from lightning_moe_ckpt.journal._arrivals import Arrivals as Arrivals
+from lightning_moe_ckpt.journal._arrivals import held as held
+from lightning_moe_ckpt.journal._codec import Unread as Unread
+from lightning_moe_ckpt.journal._codec import decode as decode
+from lightning_moe_ckpt.journal._codec import encode as encode
+from lightning_moe_ckpt.journal._codec import refusals as refusals
+from lightning_moe_ckpt.journal._journal import Journal as Journal
+from lightning_moe_ckpt.journal._journal import JournalCapacity as JournalCapacity
+from lightning_moe_ckpt.journal._journal import JournalOverflow as JournalOverflow
+from lightning_moe_ckpt.journal._journal import decode_journal as decode_journal
+from lightning_moe_ckpt.journal._journal import differs as differs
+from lightning_moe_ckpt.journal._journal import encode_journal as encode_journal
+from lightning_moe_ckpt.journal._rng import HeldGenerator as HeldGenerator
+from lightning_moe_ckpt.journal._rng import RngState as RngState
+from lightning_moe_ckpt.journal._rng import capture_rng as capture_rng
+from lightning_moe_ckpt.journal._rng import restore_rng as restore_rng

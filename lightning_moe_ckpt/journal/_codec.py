@@ -1,0 +1,473 @@
+"""Encode plain values and tensors for the journal, and decode them, equal in type and in every bit.
+
+A closed list of exact types is accepted; everything else is refused by name, so that nothing comes back as something
+only similar. There is no pickle and no import by name: bytes from a file can only build values of the list below.
+
+Bytes, little endian::
+
+    u64 length of the JSON | u64 length of the array bytes | JSON, ASCII | bytes of all arrays, in order of appearance
+
+The JSON is `[version, node]`. A node is null, true, false, a string, an integer of 64 bits, or `[tag, ...]`::
+
+    i    larger integer: hex                      dt   torch dtype: name
+    f    float: `float.hex()`                     dv   torch device: text
+    n    float NaN: 16 hex digits                 sz   torch.Size: integers
+    s    string that UTF-8 cannot hold: hex       T    tensor: dtype, shape, device it came from
+    b    bytes: hex                               A    numpy array: dtype, shape
+    l t  list, tuple: nodes                       N    numpy scalar: dtype, hex of its bytes
+    e z  set, frozenset: nodes, sorted as text    E    enum member: registered name, node of its value
+    d o  dict, OrderedDict: [key, value] pairs    p    Path: node of its text
+    c    Counter: pairs                           td   timedelta: days, seconds, microseconds
+    x    defaultdict: name of its factory, pairs
+
+Array bytes of 512 or more that equal earlier ones are stored once: the node of a tensor or array ends with one more
+integer then, the position of the earlier ones among those that are stored. (A journal holds the random state of
+several moments between which often nothing was drawn.) That is done as long as what is repeated takes no more than 16 MiB
+and 16 times the array bytes stored before it, so that a few bytes of a file cannot become gigabytes in memory.
+
+Invariant: one value has one encoding, and `decode` encodes what it read once more and compares the bytes. Duplicate
+keys, other spellings of a number, sets in another order and spare bytes therefore all fail in the same place.
+
+The encoder writes text as it goes: lists for a tree would, at every step, count towards the next garbage collection.
+
+Not kept: identity of objects, the memory layout of arrays, the device of a tensor (it returns on CPU).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from json.encoder import encode_basestring_ascii as _quoted
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import CodecError, Corrupt
+from lightning_moe_ckpt.journal._codec_leaves import (
+    FACTORIES,
+    LEAF_READERS,
+    LEAF_WRITERS,
+    NUMPY_DTYPES,
+    TORCH_DTYPES,
+    TORCH_NAMES,
+    Leaf,
+    is_plain,
+    tensor_content,
+    tensor_refusal,
+)
+
+_VERSION = 1
+_LENGTHS = struct.Struct("<QQ")
+_MAX_DEPTH = 64
+_SHARED_NBYTES = 512
+"""Bytes of the smallest array that is stored once if it repeats."""
+_REPEATED_NBYTES, _REPEATED_FACTOR = 16 * 2**20, 16
+"""Limits of repeated arrays: bytes, and multiple of the stored array bytes."""
+_NATIVE_PATH = type(Path())
+_ENUMS: dict[str, type[Enum]] = {}
+
+
+def register_enum(cls: type[Enum]) -> type[Enum]:
+    """Allow members of `cls` in the journal; also usable as a class decorator.
+
+    A member is stored as the qualified name of its class and its value. A file can name a registered class; it can
+    never load one.
+
+    Raises:
+        ValueError: another class was registered under the same name, or the class is local to a function.
+    """
+    name = _enum_name(cls)
+    if "<locals>" in name:
+        raise ValueError(f"`register_enum({name})`: another process cannot know a class inside a function.")
+    if _ENUMS.setdefault(name, cls) is not cls:
+        raise ValueError(f"`register_enum({name})`: another class has that name already.")
+    return cls
+
+
+def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
+    """Encode `value`.
+
+    Args:
+        value: the value to encode.
+        on_host: host copies of tensors on a device, by the tensor's `id`. Other tensors are read, which waits for the
+            device.
+
+    Raises:
+        CodecError: a part of `value` is not on the closed list; the message says where it sits and what it is.
+    """
+    return _Encoder(on_host=on_host).encode(value)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """Decode a value; its tensors are on the CPU, in memory of their own.
+
+    Raises:
+        Corrupt: `data` is not, byte for byte, a result of `encode`.
+        CodecError: `data` holds a member of an enum that this process has not registered.
+    """
+    view = memoryview(data).cast("B")
+    decoder = _Decoder(view)
+    try:
+        value = decoder.decode()
+        again = _Encoder(devices=decoder.devices).encode(value)
+    except CodecError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, struct.error) as error:
+        raise Corrupt(f"A journal of {len(view)} bytes cannot be read: {error}. Use another copy.") from error
+    if again != view:
+        raise Corrupt(f"A journal of {len(view)} bytes is not in canonical form. Use another copy.")
+    return value
+
+
+def refusals(value: object) -> list[str]:
+    """Return what `encode` refuses in `value`, one line each with place and type; empty if it can be stored."""
+    encoder = _Encoder(collect=True)
+    encoder.node(value)
+    return encoder.refused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unread:
+    """Number in a tensor of one element. It is stored as a number, but not read before: reading waits for the device."""
+
+    tensor: Tensor
+
+
+class _Encoder:
+    """Build the tree and gather the arrays of one value.
+
+    Args:
+        collect: note refusals and go on, instead of raising the first.
+        devices: devices to note for the tensors, in order; by default the current ones.
+        on_host: see `encode`.
+    """
+
+    def __init__(
+        self,
+        *,
+        collect: bool = False,
+        devices: Iterable[str] | None = None,
+        on_host: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.refused: list[str] = []
+        self._collect, self._on_host = collect, on_host or {}
+        self._devices = iter(devices) if devices is not None else None
+        self._arrays: list[memoryview | bytes] = []
+        self._stored: dict[bytes, int] = {}
+        self._repeats = _Repeats()
+        self._place: list[tuple[str, object]] = []
+        self._open: list[int] = []
+
+    def encode(self, value: object) -> bytes:
+        text = f"[{_VERSION},{self.node(value)}]".encode("ascii")
+        lengths = _LENGTHS.pack(len(text), sum(len(array) for array in self._arrays))
+        return b"".join([lengths, text, *self._arrays])
+
+    def node(self, value: Any) -> str:
+        kind = type(value)
+        leaf = _LEAF_TEXTS.get(kind)
+        if leaf is not None:
+            return leaf(value)
+        writer = _WRITERS.get(kind)
+        if writer is not None:
+            return self._enter(writer, value)
+        if isinstance(value, Enum):
+            return self._enum(value)
+        if isinstance(value, np.generic):
+            return self._numpy_scalar(value)
+        return self.refuse(f"{kind.__module__}.{kind.__qualname__} is not a type that can be stored exactly")
+
+    def items(self, tag: str, values: Iterable[Any]) -> str:
+        return _tagged(tag, [self._part("[{}]", index, item) for index, item in enumerate(values)])
+
+    def pairs(self, tag: str, mapping: Mapping[Any, Any]) -> str:
+        return _tagged(
+            tag, [f"[{self.key(key)},{self._part('[{!r:.80}]', key, item)}]" for key, item in mapping.items()]
+        )
+
+    def key(self, value: Any) -> str:
+        """Return the node of a dict key or set element. Tensors are refused, since they are hashed by identity."""
+        if type(value) is str:
+            return _text_of_str(value)
+        if _is_key(value):
+            return self._part("[key {!r:.80}]", value, value)
+        return self.refuse(f"{type(value).__qualname__} cannot be a key or the element of a set")
+
+    def array(self, content: memoryview | bytes) -> str:
+        """Store bytes and return the end of their node."""
+        if len(content) >= _SHARED_NBYTES:
+            position = self._stored.setdefault(bytes(content), len(self._arrays))
+            if position < len(self._arrays) and self._repeats.allow(len(content)):
+                return f",{position}]"
+        self._arrays.append(content)
+        self._repeats.stored(len(content))
+        return "]"
+
+    def content(self, tensor: Tensor) -> str:
+        """Store the elements of a tensor and return the end of its node."""
+        # When only refusals are collected, tensors are not read, which would wait for the device.
+        return "]" if self._collect else self.array(tensor_content(self.read(tensor)))
+
+    def number(self, value: Unread) -> str:
+        return "null" if self._collect else self.node(self.read(value.tensor).item())
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or its copy on the host."""
+        return self._on_host.get(id(tensor), tensor)
+
+    def device(self, tensor: Tensor) -> str:
+        return str(tensor.device) if self._devices is None else next(self._devices)
+
+    def refuse(self, reason: str) -> str:
+        place = "".join(template.format(key) for template, key in self._place)
+        line = f"`value{place}`: {reason}"
+        if not self._collect:
+            raise CodecError(f"{line}. Keep plain values or tensors there, or leave it out of the state.")
+        self.refused.append(line)
+        return "null"
+
+    def _part(self, template: str, key: object, value: Any) -> str:
+        self._place.append((template, key))  # turned into text only for a refusal
+        node = self.node(value)
+        self._place.pop()
+        return node
+
+    def _enter(self, writer: Callable[[_Encoder, Any], str], value: Any) -> str:
+        if id(value) in self._open:
+            return self.refuse("contains itself")
+        if len(self._open) >= _MAX_DEPTH:
+            return self.refuse(f"nested more than {_MAX_DEPTH} deep")
+        self._open.append(id(value))
+        node = writer(self, value)
+        self._open.pop()
+        return node
+
+    def _enum(self, member: Enum) -> str:
+        name = _enum_name(type(member))
+        if _ENUMS.get(name) is not type(member):
+            return self.refuse(f"enum {name} is not registered")
+        return _tagged("E", [_quoted(name), self._part(".value", None, member.value)])
+
+    def _numpy_scalar(self, value: np.generic) -> str:
+        if not is_plain(value.dtype) or value.dtype.type is not type(value):
+            return self.refuse(f"numpy scalar of {value.dtype}, which is not a plain number")
+        return _tagged("N", [_quoted(value.dtype.str), _quoted(value.tobytes().hex())])
+
+
+class _Decoder:
+    """Rebuild one value; may raise any error on bytes that `encode` did not write."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.devices: list[str] = []
+        self._view = view
+        self._arrays = view[:0]
+        self._taken: list[memoryview] = []
+        self._repeats = _Repeats()
+
+    def decode(self) -> Any:
+        text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._view)
+        stop = _LENGTHS.size + text_nbytes
+        if stop + arrays_nbytes != len(self._view):
+            raise ValueError("the lengths at its start do not add up to its size")
+        self._arrays = self._view[stop:]
+        version, node = _loads(str(self._view[_LENGTHS.size : stop], "ascii"))
+        if version != _VERSION:
+            raise ValueError(f"format version {version!r} is not {_VERSION}")
+        return self.value(node)
+
+    def value(self, node: Leaf) -> Any:
+        if node is None or type(node) in {bool, int, str}:
+            return node
+        tag, *args = node
+        leaf = LEAF_READERS.get(tag)
+        return leaf(args) if leaf is not None else _READERS[tag](self, args)
+
+    def values(self, nodes: list[Leaf]) -> Iterator[Any]:
+        return map(self.value, nodes)
+
+    def pairs(self, nodes: list[Leaf]) -> Iterator[tuple[Any, Any]]:
+        return ((self.value(key), self.value(item)) for key, item in nodes)
+
+    def take(self, nbytes: int, earlier: Sequence[int]) -> memoryview:
+        """Return the next array, or an earlier one; its size is checked before memory is allocated."""
+        if earlier:
+            (position,) = earlier
+            taken = self._taken[position]
+            if len(taken) != nbytes:
+                raise ValueError("an array refers to bytes of another length")
+            if not self._repeats.allow(nbytes):
+                raise ValueError("arrays are repeated until they take more than its size allows")
+            return taken
+        if not 0 <= nbytes <= len(self._arrays):
+            raise ValueError("an array is larger than the bytes that are there")
+        taken, self._arrays = self._arrays[:nbytes], self._arrays[nbytes:]
+        self._taken.append(taken)
+        self._repeats.stored(nbytes)
+        return taken
+
+
+class _Repeats:
+    """Count the memory of repeated arrays; encoder and decoder count alike."""
+
+    def __init__(self) -> None:
+        self._allowance = _REPEATED_NBYTES
+
+    def stored(self, nbytes: int) -> None:
+        """Count a stored array."""
+        self._allowance += _REPEATED_FACTOR * nbytes
+
+    def allow(self, nbytes: int) -> bool:
+        """Return whether one more array may be a repetition, and count it then."""
+        if nbytes > self._allowance:
+            return False
+        self._allowance -= nbytes
+        return True
+
+
+def _dumps(tree: Leaf) -> str:
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False)
+
+
+def _loads(text: str) -> Leaf:
+    return json.loads(text, parse_float=_no_such_token, parse_constant=_no_such_token, object_hook=_no_such_token)
+
+
+def _no_such_token(token: object) -> NoReturn:
+    raise ValueError(f"{token!r:.40} has no place in a journal")
+
+
+def _enum_name(cls: type[Enum]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_key(value: object) -> bool:
+    if type(value) in {tuple, frozenset}:
+        return all(map(_is_key, value))  # type: ignore[call-overload]  # both are iterable
+    return value is None or type(value) in _KEY_TYPES or isinstance(value, (Enum, np.generic))
+
+
+_KEY_TYPES = {*LEAF_WRITERS, _NATIVE_PATH, torch.dtype}
+
+
+def _tagged(tag: str, texts: Sequence[str]) -> str:
+    return f'["{tag}",{",".join(texts)}]' if texts else f'["{tag}"]'
+
+
+def _text_of_int(value: int) -> str:
+    return str(value) if -(2**63) <= value < 2**63 else _dumps(LEAF_WRITERS[int](value))
+
+
+def _text_of_str(value: str) -> str:
+    return _quoted(value) if value.isascii() else _dumps(LEAF_WRITERS[str](value))
+
+
+def _text_of_leaf(writer: Callable[[Any], Leaf]) -> Callable[[Any], str]:
+    return lambda value: _dumps(writer(value))
+
+
+_LEAF_TEXTS: dict[type, Callable[[Any], str]] = {
+    **{kind: _text_of_leaf(writer) for kind, writer in LEAF_WRITERS.items()},
+    type(None): lambda value: "null",  # noqa: ARG005  # the value is None
+    bool: lambda value: "true" if value else "false",
+    int: _text_of_int,
+    str: _text_of_str,
+}
+"""Writers of the most frequent leaves, without `json`."""
+
+
+def _write_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> str:
+    return _tagged("e" if type(value) is set else "z", sorted(encoder.key(item) for item in value))
+
+
+def _write_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> str:
+    name = getattr(value.default_factory, "__name__", None)
+    if FACTORIES.get(name, encoder) is not value.default_factory:
+        return encoder.refuse(f"defaultdict of {value.default_factory!r:.80}, which is not a builtin type")
+    pairs = encoder.pairs("x", value).removeprefix('["x"')
+    return f'["x",{_dumps(name)}{pairs}'
+
+
+def _write_torch_dtype(encoder: _Encoder, value: torch.dtype) -> str:
+    if value not in TORCH_NAMES:
+        return encoder.refuse(f"{value} is not a supported dtype")
+    return _tagged("dt", [_quoted(TORCH_NAMES[value])])
+
+
+def _write_tensor(encoder: _Encoder, value: Tensor) -> str:
+    reason = tensor_refusal(value)
+    if reason is not None:
+        return encoder.refuse(reason)
+    end = encoder.content(value)
+    return f'["T","{TORCH_NAMES[value.dtype]}",{_dumps(list(value.shape))},{_quoted(encoder.device(value))}{end}'
+
+
+def _write_array(encoder: _Encoder, value: np.ndarray[Any, Any]) -> str:
+    if not is_plain(value.dtype):
+        return encoder.refuse(f"numpy array of {value.dtype}, which is not a plain number")
+    end = encoder.array(value.tobytes())
+    return f'["A",{_quoted(value.dtype.str)},{_dumps(list(value.shape))}{end}'
+
+
+def _read_tensor(decoder: _Decoder, args: list[Leaf]) -> Tensor:
+    name, shape, device, *earlier = args
+    decoder.devices.append(str(torch.device(device)))
+    dtype = TORCH_DTYPES[name]
+    content = decoder.take(math.prod(shape) * dtype.itemsize, earlier)
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(content, np.uint8)
+    return tensor
+
+
+def _read_array(decoder: _Decoder, args: list[Leaf]) -> np.ndarray[Any, Any]:
+    name, shape, *earlier = args
+    dtype = NUMPY_DTYPES[name]
+    content = decoder.take(math.prod(shape) * dtype.itemsize, earlier)
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+    return array
+
+
+def _read_enum(decoder: _Decoder, args: list[Leaf]) -> Enum:
+    name, node = args
+    if name not in _ENUMS:
+        raise CodecError(f"The journal holds a member of enum {name}. Call `register_enum` for it before the restore.")
+    return _ENUMS[name](decoder.value(node))
+
+
+_WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
+    list: lambda encoder, value: encoder.items("l", value),
+    tuple: lambda encoder, value: encoder.items("t", value),
+    set: _write_set,
+    frozenset: _write_set,
+    dict: lambda encoder, value: encoder.pairs("d", value),
+    OrderedDict: lambda encoder, value: encoder.pairs("o", value),
+    Counter: lambda encoder, value: encoder.pairs("c", value),
+    defaultdict: _write_defaultdict,
+    _NATIVE_PATH: lambda encoder, value: _tagged("p", [encoder.node(str(value))]),
+    torch.dtype: _write_torch_dtype,
+    Tensor: _write_tensor,
+    np.ndarray: _write_array,
+    Unread: lambda encoder, value: encoder.number(value),
+}
+_READERS: dict[str, Callable[[_Decoder, list[Leaf]], Any]] = {
+    "l": lambda decoder, args: list(decoder.values(args)),
+    "t": lambda decoder, args: tuple(decoder.values(args)),
+    "e": lambda decoder, args: set(decoder.values(args)),
+    "z": lambda decoder, args: frozenset(decoder.values(args)),
+    "d": lambda decoder, args: dict(decoder.pairs(args)),
+    "o": lambda decoder, args: OrderedDict(decoder.pairs(args)),
+    "c": lambda decoder, args: Counter(dict(decoder.pairs(args))),
+    "x": lambda decoder, args: defaultdict(FACTORIES[args[0]], decoder.pairs(args[1:])),
+    "p": lambda decoder, args: Path(decoder.value(*args)),
+    "T": _read_tensor,
+    "A": _read_array,
+    "E": _read_enum,
+}

@@ -1,0 +1,297 @@
+"""How many bytes a generation may take: as given, or what steps can hide, the smallest of all ranks.
+
+A budget is of one rank and of everything that it writes. Of a partial generation the dense part comes first, what is left
+is for experts. How much that is differs between ranks, and so does what was measured; every rank tells its own with the
+votes of a window, and the smallest counts. So all ranks choose alike, and no rank writes more than its budget.
+
+Source: MOETION (2024), Sec. 4.3; we differ in measuring over the whole run, and in agreeing on the smallest.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from lightning_moe_ckpt.native import measure_bandwidth
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import MEMORY, STORAGE, Budget, ExpertLayout, Experts, Selection
+from lightning_moe_ckpt.snapshot import PlanRecord, StateView, StepLayout, lay_out
+from lightning_moe_ckpt.storage import SegmentLayout
+from lightning_moe_ckpt.tiers import RING_HEADROOM
+
+log = logging.getLogger(__name__)
+
+MEASURED_STEPS = 3
+"""Steps of an incarnation before what they can hide, and the precisions in which they compute, are known."""
+
+BUDGET_SHARE = 0.8
+"""Part of the measured bandwidth that a generation may use; the rest absorbs noise."""
+
+_NOISE = 0.2
+"""Part by which measured budgets must change to count."""
+
+_REMEMBERED_STEPS = 32
+"""Of which the median counts."""
+
+_BANDWIDTH_NBYTES = 16 * 2**20
+
+_NAMES = {MEMORY: "local_budget", STORAGE: "remote_budget"}
+"""What the user calls the budget of a level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotSizes:
+    """Bytes of this rank's segment of one level."""
+
+    bare: int
+    """Without any expert."""
+    full: int
+    """With all of them."""
+    gradients: int = 0
+    """Kept behind it, of all of them."""
+
+    def behind(self, nbytes: int) -> int:
+        """Bytes of gradients behind a segment of up to `nbytes`."""
+        experts = min(nbytes, self.full) - self.bare
+        return -(-self.gradients * max(0, experts) // max(1, self.full - self.bare))
+
+    def experts(self, budget: int, nbytes: int) -> int:
+        """Bytes of experts of one position that fit, of the `nbytes` that it has in all: this rank writes its share of them."""
+        return max(0, budget - self.bare) * nbytes // max(1, self.full - self.bare)
+
+    def missing(self, budget: int, wanted: int, nbytes: int) -> int:
+        """Bytes by which a budget must grow so that `wanted` bytes of experts of one position fit."""
+        return max(0, self.bare + -(-wanted * (self.full - self.bare) // max(1, nbytes)) - budget)
+
+
+class StepClock:
+    """How long steps compute: from the end of one to the optimizer step of the next, which copies must not delay."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._since: float | None = None
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        self._since = time.perf_counter()
+
+    def forward_ends(self) -> None:
+        """The optimizer is about to step."""
+        if self._since is not None:
+            self._seconds.append(time.perf_counter() - self._since)
+            self._since = None
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self._seconds)
+
+
+class Budgets:
+    """Bytes that one rank may write of a generation, by level; the same on all ranks.
+
+    Args:
+        config: what the policy says.
+        device: where records are copied from.
+        every_n_steps: steps between two generations.
+    """
+
+    def __init__(self, config: Mapping[str, Budget], device: torch.device, *, every_n_steps: int = 1) -> None:
+        self._config, self._device, self._every_n_steps = config, device, every_n_steps
+        self.clock = StepClock()
+        self.remote_rate: Callable[[], float | None] = lambda: None
+        """Bytes per second that leave the node while they are not made to wait; `None` as long as nothing did."""
+        self.in_force: dict[str, int] = {}
+        """By level; empty until ranks have agreed."""
+        self._local_rate = 0.0
+        self._ring_nbytes: int | None = None
+        """What a slot of the ring holds, once it is known: budgets that are measured later do not exceed it."""
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Of one generation and rank, as given or measured, by the name of the argument; empty until they are known."""
+        return {_NAMES[level]: self._nbytes(level) for level in self._config} if self.in_force else {}
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes per second that were measured, by the name of the argument whose budget follows from them."""
+        measured = [level for level, given in self._config.items() if self.in_force and given == "auto"]
+        return {_NAMES[level]: self._rate(level) for level in measured}
+
+    def measure(self) -> None:
+        """A first estimate of what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
+        if "auto" in self._config.values():
+            self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self._device)
+            log.info("copies to memory run at %.1f MiB/s, steps compute for %.4f s", rate / 2**20, self.clock.median)
+
+    def inputs(self) -> list[int]:
+        """What this rank adds to the exchange: what it could take, by level."""
+        return [self._nbytes(level) for level in self._config]
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """What every rank added."""
+        self.in_force = {
+            level: min(column) for level, column in zip(self._config, zip(*rows, strict=True), strict=True)
+        }
+
+    def _nbytes(self, level: str) -> int:
+        """Of a generation; what is measured does not outgrow the ring, which is made once, nor does what leaves the node."""
+        given = self._config[level]
+        if given != "auto":
+            return given
+        # Copies to memory must be over by the next optimizer step, whenever the next generation is.
+        steps = 1 if level == MEMORY else self._every_n_steps
+        nbytes = max(1, int(self._rate(level) * self.clock.median * steps * BUDGET_SHARE))
+        return nbytes if self._ring_nbytes is None else min(nbytes, self._ring_nbytes)
+
+    def _rate(self, level: str) -> float:
+        rate = self.remote_rate() if level == STORAGE else None
+        return self._local_rate if rate is None else rate
+
+
+class ExpertBudgets(Budgets):
+    """What a budget leaves for experts: bytes per position. To memory and to storage.
+
+    Args:
+        config: what the policy says.
+        device: where experts are copied from.
+        layouts: of the experts.
+        sizes: measures this rank's segments, by level.
+        every_n_steps: steps between two generations.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Budget],
+        device: torch.device,
+        layouts: Sequence[ExpertLayout],
+        sizes: Callable[[], Mapping[str, SlotSizes]],
+        *,
+        every_n_steps: int = 1,
+    ) -> None:
+        super().__init__(config, device, every_n_steps=every_n_steps)
+        self._layouts, self._sizes = layouts, sizes
+        self._warned: set[str] = set()
+
+    @override
+    def measure(self) -> None:
+        super().measure()
+        if "auto" in self._config.values():
+            self._ring_nbytes = int(self._segment_nbytes * (1 + RING_HEADROOM))
+
+    @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of this rank's segment, once a budget is in force, and of the gradients behind it."""
+        # What is measured may grow up to what memory takes; gradients are of the experts that leave the node.
+        given = self._config[STORAGE]
+        remote = self._nbytes(MEMORY) if given == "auto" else min(self._nbytes(MEMORY), given)
+        return self._segment_nbytes + self._sizes()[STORAGE].behind(max(remote, self._least_nbytes))
+
+    @property
+    def peer_nbytes(self) -> int:
+        """Bytes that holders of copies reserve for a segment of this rank, and to rebuild one from gradients."""
+        sizes, nbytes = self._sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)
+        return int((min(nbytes, sizes.full) + sizes.behind(nbytes)) * (1 + RING_HEADROOM))
+
+    @override
+    def inputs(self) -> list[int]:
+        """Bytes of experts of one position that it could take, by level."""
+        sizes, nbytes, least = self._sizes(), self._position_nbytes(), self._least()
+        found = []
+        for level in self._config:
+            budget = self._nbytes(level)
+            found.append(sizes[level].experts(budget, nbytes))
+            if found[-1] < least:
+                self._warn(level, budget, sizes[level].missing(budget, least, nbytes))
+        return found
+
+    @override
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        smallest = [max(self._least(), min(column)) for column in zip(*rows, strict=True)]
+        found = {level: self._unless_noise(level, n) for level, n in zip(self._config, smallest, strict=True)}
+        found[STORAGE] = min(found[STORAGE], found[MEMORY])
+        if found != self.in_force:
+            self.in_force = found
+            said = ", ".join(f"{nbytes / 2**20:.2f} MiB to {level}" for level, nbytes in found.items())
+            log.info("budgets: of the experts of one position, %s (of %.2f MiB)", said, self._position_nbytes() / 2**20)
+
+    # -- private
+
+    @property
+    def _segment_nbytes(self) -> int:
+        """Of this rank's segment, once a budget is in force."""
+        return min(self._nbytes(MEMORY), self._sizes()[MEMORY].full)
+
+    @property
+    def _least_nbytes(self) -> int:
+        """Of this rank's segment with the least that is taken."""
+        sizes = self._sizes()[STORAGE]
+        return sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
+
+    def _unless_noise(self, level: str, nbytes: int) -> int:
+        """What is in force, where a measured budget has changed by little: plans that stay are laid out once."""
+        before = self.in_force.get(level)
+        if before is None or self._config[level] != "auto" or abs(nbytes - before) >= _NOISE * before:
+            return nbytes
+        return before
+
+    def _position_nbytes(self) -> int:
+        positions = len({rank for each in self._layouts for rank in each.rank_of})
+        return sum(each.nbytes * each.num_experts for each in self._layouts) // positions
+
+    def _least(self) -> int:
+        """One expert of each position is taken whatever the budget: else some would never be."""
+        return max(each.nbytes for each in self._layouts)
+
+    def _warn(self, level: str, budget: int, missing: int) -> None:
+        if level not in self._warned:
+            self._warned.add(level)
+            log.warning(
+                "`%s` of %d bytes has no room for an expert beside the dense part: one is taken all the same. Give %d "
+                "bytes more, or take generations less often",
+                *(_NAMES[level], budget, missing),
+            )
+
+
+class SlotMeasure:
+    """`slot_sizes` of one rank, made once per capacity of the journal.
+
+    Args:
+        view: live state.
+        groups: this rank's place.
+    """
+
+    def __init__(self, view: StateView, groups: ParallelGroups) -> None:
+        self._view, self._groups = view, groups
+        self._known: tuple[int, dict[str, SlotSizes]] | None = None
+
+    def sizes(self, journal_nbytes: int) -> dict[str, SlotSizes]:
+        """With a journal record of that capacity."""
+        if self._known is None or self._known[0] != journal_nbytes:
+            self._known = journal_nbytes, slot_sizes(self._view, self._groups, journal_nbytes)
+        return self._known[1]
+
+
+def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
+    """What this rank's files come to at each level, without experts and with all of them."""
+    everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
+    nothing: Experts = tuple(() for _ in everything)
+
+    def step(memory: Experts, storage: Experts) -> StepLayout:
+        record = PlanRecord(plan=Selection(memory, storage).plan(view.operators), config={})
+        return lay_out(record, view, groups, journal_nbytes).steps[0]
+
+    bare, local, remote = step(nothing, nothing), step(everything, nothing), step(everything, everything)
+    gradients = remote.nbytes - remote.files_nbytes
+    second = SegmentLayout([], metadata={}).nbytes  # what a second file takes before it has any expert
+    return {
+        MEMORY: SlotSizes(bare=bare.files_nbytes + second, full=local.files_nbytes, gradients=gradients),
+        STORAGE: SlotSizes(bare=bare.files_nbytes, full=remote.files_nbytes, gradients=gradients),
+    }

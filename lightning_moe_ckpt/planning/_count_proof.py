@@ -1,0 +1,77 @@
+"""In the first steps that a life takes itself: are tokens counted as experts process them?
+
+Popularity only orders experts, and a run is exact in whatever order. Where counts decide what may be lost, training
+does not go on without them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import WrongCounts
+from lightning_moe_ckpt.operators import CountProbe, OperatorSet
+
+log = logging.getLogger(__name__)
+
+
+class CountProof:
+    """Watches whole optimizer steps until every layer is judged. All ranks call it in the same steps.
+
+    Args:
+        operators: found in `module`.
+        module: the model.
+        exchange: control exchange between the ranks.
+        required: whether wrong counts end the fit, rather than being left out.
+
+    Raises:
+        WrongCounts: counts are required, and of some layer there is none.
+    """
+
+    def __init__(self, operators: OperatorSet, module: torch.nn.Module, exchange: Exchange, *, required: bool) -> None:
+        uncounted = [layer.fqn or "root" for layer in operators.layers if layer.count is None]
+        if required and uncounted:
+            raise WrongCounts(
+                f"Nothing counts the tokens of {uncounted}, and what may be lost is decided by them. Describe the layers with "
+                "`register_adapter` and a `MoELayerSpec(count=...)`."
+            )
+        self._probe = CountProbe(operators, module)
+        self._exchange, self._required = exchange, required
+        self._watching = False
+
+    def batch_begins(self) -> None:
+        """A batch is about to run, which is no replay."""
+        if not self._watching and not self._probe.done:
+            self._watching = True
+            self._probe.install()
+
+    def before_step(self) -> Collection[str]:
+        """Gradients are whole, and the optimizer is about to step.
+
+        Returns:
+            Layers whose counts are wrong, and not required.
+
+        Raises:
+            WrongCounts: on every rank, if they are wrong on one and required.
+        """
+        if not self._watching or self._probe.done:
+            return ()
+        failures = self._probe.check(self._sum)
+        if self._required:
+            with self._exchange.together(WrongCounts):
+                if failures:
+                    raise WrongCounts(" ".join(map(str, failures)))
+        for failure in failures:
+            log.warning("%s Until then its experts keep their order; what is restored is exact all the same.", failure)
+        return [failure.layer for failure in failures]
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        self._probe.remove()
+
+    def _sum(self, vector: Tensor) -> Tensor:
+        return torch.stack(self._exchange.gather_tensor(vector)).sum(0)

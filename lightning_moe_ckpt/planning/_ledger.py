@@ -1,0 +1,229 @@
+"""The token ledger of one incarnation: tokens are counted, tiers say what they hold, bad copies are told.
+
+The exchange that opens a window carries the tokens that each rank has counted since the last one, so all ranks have the
+same ledger. What tiers are given and have completed is agreed on by the same exchange, see `Tiers`.
+
+Source: PEC/MoC (2024), Sec. 3.1 and Algorithm 1; we differ in the exchange, which is that of the windows and not one per step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.operators import LoadCounter, RecordKind
+from lightning_moe_ckpt.planning._bad_copies import WIDTH as BAD_COPIES_WIDTH
+from lightning_moe_ckpt.planning._bad_copies import BadCopyList
+from lightning_moe_ckpt.planning._count_copies import CountCopies
+from lightning_moe_ckpt.planning._loss_figures import LossFigures
+from lightning_moe_ckpt.planning._popularity import sum_in_order
+from lightning_moe_ckpt.policies import (
+    MEMORY,
+    PEER,
+    STORAGE,
+    Policy,
+    Selection,
+    TokenLedger,
+    expert_layouts,
+    expert_names,
+)
+from lightning_moe_ckpt.snapshot import StateView, WindowLayout
+from lightning_moe_ckpt.storage import BadCopies, GenerationId
+from lightning_moe_ckpt.tiers import HOST, PersistWorker, TierWorker
+from lightning_moe_ckpt.tiers import PEER as PEER_TIER
+from lightning_moe_ckpt.tiers import STORAGE as STORAGE_TIER
+
+log = logging.getLogger(__name__)
+
+LEVEL_OF_TIER = {HOST: MEMORY, STORAGE_TIER: STORAGE}
+"""Whose completion the ledger follows; copies on other nodes of all that memory has come and go with it."""
+
+
+class LedgerKeeper:
+    """Keeps the ledger, and is told by `Tiers` what they hold.
+
+    Args:
+        policy: says what restarts do to the ledger, and what copies on other nodes have.
+        view: live state.
+        module: the model, whose tokens are counted.
+    """
+
+    def __init__(self, policy: Policy, view: StateView, module: torch.nn.Module) -> None:
+        self._policy, self._view = policy, view
+        nbytes = {op.name: view.record_nbytes(op, RecordKind.FULL) for op in view.operators}
+        self.layouts = layouts = expert_layouts(view.operators, nbytes)
+        self._counter = LoadCounter(view.operators, module)
+        self.counts = CountCopies(self._counter)
+        self.ledger = policy.after_restart(TokenLedger.start([each.num_experts for each in layouts]), None)
+        self._levels = LEVEL_OF_TIER
+        self._taken: dict[str, tuple[int, ...]] = {}
+        self._bad = BadCopyList([name for layer in view.operators.layers for name in expert_names(layer)])
+
+    def begin(self) -> None:
+        """Start counting tokens."""
+        self._counter.install()
+
+    def joined(self, tiers: Mapping[str, TierWorker]) -> None:
+        """The tiers of this incarnation are these, by name."""
+        storage = tiers[STORAGE_TIER]
+        self._bad.scrubber = storage.scrub() if isinstance(storage, PersistWorker) else None
+        if PEER_TIER in tiers and "node" not in self._policy.peer_audiences:
+            self._levels = {**LEVEL_OF_TIER, PEER_TIER: PEER}
+            self.ledger = self.ledger.with_peers(kept=True)
+
+    @property
+    def to_take_again(self) -> list[int]:
+        """Places of experts of which a stored copy is bad, and that nothing under way has."""
+        return self._bad.again(self.ledger.saved[STORAGE])
+
+    def took(self, step: int, selection: Selection) -> None:
+        """The generation that begins with boundary `step` takes these experts; what tiers get of it, they are told of."""
+        self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
+        self.ledger = self.ledger.take(step, selection, levels=())
+
+    def figures(self, budgets: Mapping[str, int], rates: Mapping[str, float]) -> LossFigures:
+        """See `Report`."""
+        now = self.ledger
+        return LossFigures(
+            k=now.k,
+            plt=now.plt,
+            mlt=now.mlt,
+            faults=now.faults,
+            processed=int(now.processed.sum()),
+            lost=int(now.lost.sum()),
+            unsaved={level: int(now.unsaved(level).sum()) for level in now.saved},
+            accounting=now,
+            budgets=dict(budgets),
+            bandwidths=dict(rates),
+            taken=self._taken,
+        )
+
+    def close(self) -> None:
+        """Stop counting, and reading what is stored."""
+        self._bad.close()
+        self._counter.remove()
+
+    # -- the exchange that opens a window
+
+    @property
+    def width(self) -> int:
+        """Integers in `inputs`."""
+        return len(self.ledger.alive) + BAD_COPIES_WIDTH
+
+    def inputs(self) -> list[int]:
+        """Tokens of this rank since the last window, by expert, and copies that it found bad."""
+        return [*self.counts.take(), *self._bad.inputs()]
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """What every rank added, by rank."""
+        number = len(self.ledger.alive)
+        self.count([row[:number] for row in rows])
+        self._bad.agreed([row[number:] for row in rows], self.ledger.saved[STORAGE])
+
+    def count(self, rows: Sequence[Sequence[int]]) -> None:
+        """Tokens of every rank, by rank."""
+        tokens_E = sum_in_order([torch.tensor(list(row), dtype=torch.int64) for row in rows])
+        self.ledger = self.ledger.add(tokens_E)
+
+    # -- the journal
+
+    def state(self) -> dict[str, Any]:
+        """What the journal keeps at a boundary; call before the next optimizer step."""
+        return {"accounting": self.ledger.to_journal(), "scalars": _shared_scalars(self._view)}
+
+    def restore(self, outcome: Mapping[str, Any]) -> None:
+        """Go on from the ledger of the boundary that this incarnation starts from.
+
+        Raises:
+            IdentityMismatch: it is of other experts.
+        """
+        stored = outcome.get("accounting")
+        self._bad.restored(outcome.get("bad", {}))
+        if stored is None:
+            log.info("the generation that is resumed from was not counted: tokens are counted from here on")
+            return
+        ledger = TokenLedger.from_journal(stored)
+        if ledger.num_experts != self.ledger.num_experts:
+            raise IdentityMismatch(
+                f"The generation counted tokens of {ledger.num_experts} experts by layer, the model has "
+                f"{self.ledger.num_experts}. Resume with the code that wrote it."
+            )
+        lost_E: Tensor | None = outcome.get("lost")
+        if lost_E is None:  # it has everything, and is in storage
+            whole = torch.ones_like(ledger.alive, dtype=torch.bool)
+            at = torch.full_like(ledger.alive, outcome["step"])
+            ledger, _ = ledger.restore(ledger.alive, at, {STORAGE: whole})
+        # What others still hold of an earlier life is not gone through: they count as having nothing.
+        ledger = ledger.with_peers(kept=PEER in self._levels.values())
+        self.ledger = self._policy.after_restart(ledger, lost_E)
+
+    # -- as TierWatcher has it
+
+    @property
+    def bad_copies(self) -> BadCopies:
+        """Copies of experts in storage that are not borrowed any more."""
+        return self._bad.not_borrowed
+
+    @property
+    def all_have_copies(self) -> bool:
+        """Whether there is another one of each of these experts."""
+        return self._bad.all_have_copies
+
+    def given(
+        self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
+    ) -> None:
+        """A tier begins to take the generation of the boundary at hand."""
+        if tier in self._levels:
+            self._give(tier, generation, Selection.of_plan(layout.record.plan, self._view.operators), generations_kept)
+
+    def given_everything(self, tier: str, generation: GenerationId) -> None:
+        """A tier is to get all of the boundary at hand, in a generation of its own."""
+        self._give(tier, generation, Selection.everything(self.layouts))
+
+    def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
+        """On every rank a tier has all of a generation."""
+        if tier not in self._levels:
+            return
+        level = self._levels[tier]
+        if level == STORAGE:
+            self._bad.completed(self.ledger.saved[level], generation.step)
+        self.ledger = self.ledger.complete(level, generation.step)
+
+    def given_up(self, tier: str, generation: GenerationId) -> None:
+        """A tier will never have all of a generation that it was given."""
+        if tier in self._levels:
+            # Holders of copies know of a generation that others lack only what they have themselves: it keeps its place there.
+            self.ledger = self.ledger.give_up(self._levels[tier], generation.step, place_is_free=tier == HOST)
+
+    def lost(self, tier: str) -> None:
+        """Some rank has lost all that a tier held."""
+        if tier in self._levels:
+            self.ledger = self.ledger.forget(self._levels[tier])
+
+    # -- private
+
+    def _give(self, tier: str, generation: GenerationId, selection: Selection, kept: int | None = None) -> None:
+        level, ledger = self._levels[tier], self.ledger
+        book = ledger.saved[level].take(generation.step, selection.flat(level, self.layouts), ledger.alive, kept=kept)
+        self.ledger = replace(ledger, saved={**ledger.saved, level: book})
+
+
+def _shared_scalars(view: StateView) -> dict[str, dict[str, Tensor]]:
+    """Optimizer state that is one value for several experts, as of now: no record of one of them can have it."""
+    experts = [op for op in view.operators if op.expert_idx is not None]
+    sharing = Counter(fqn for op in experts for fqn in {piece.fqn for piece in op.slices})
+    found: dict[str, dict[str, Tensor]] = {}
+    for fqn in sorted(fqn for fqn, number in sharing.items() if number > 1):
+        param = view.params[fqn]
+        for entry in view.schema.entries(param):
+            value = None if entry.per_element else view.schema.get_state(param, entry.key)
+            if value is not None:
+                found.setdefault(fqn, {})[entry.key] = value
+    return found

@@ -1,0 +1,488 @@
+"""From a policy to bytes: when plans are due, what they are made of, and how windows look.
+
+The planner measures what a policy needs, agrees on it with the other ranks (the smallest budget, tokens and popularity
+over all ranks, the strictest compute precision), asks the policy and lays its plan out. So every rank has the same plan.
+
+A plan holds until popularity asks for another order. Where tokens are counted every window has a plan of its own: while
+a window is being taken, the next one is planned on a thread from what is known then, so a choice is one generation old
+when it is carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.journal import JournalCapacity
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, SlotMeasure
+from lightning_moe_ckpt.planning._compute_dtypes import Probe
+from lightning_moe_ckpt.planning._count_proof import CountProof
+from lightning_moe_ckpt.planning._ledger import LedgerKeeper
+from lightning_moe_ckpt.planning._loss_figures import LossFigures
+from lightning_moe_ckpt.planning._popularity import PopularityMeter
+from lightning_moe_ckpt.planning._reordering import Reordering
+from lightning_moe_ckpt.policies import (
+    MEMORY,
+    Audience,
+    Deltas,
+    Plan,
+    PlanInputs,
+    Policy,
+    Selection,
+)
+from lightning_moe_ckpt.snapshot import (
+    PlanRecord,
+    StateView,
+    WindowLayout,
+    lay_out,
+    record_nbytes,
+    split_operators,
+    why_no_deltas,
+)
+from lightning_moe_ckpt.storage import BadCopies
+from lightning_moe_ckpt.tiers import PEER, STORAGE, PeerRoom, TierWorker
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED_LAYOUTS = 64
+"""Of plans that come round again."""
+
+_IN_FLIGHT = 4
+"""Generations of which a journal says that they are under way, over all tiers, roughly."""
+
+_IN_FLIGHT_NBYTES = 64
+"""In a journal, per expert of such a generation, both levels together, roughly."""
+
+
+class Planner:
+    """Decides when a new plan is due and makes it.
+
+    Args:
+        policy: what is taken when.
+        view: live state, operators not split.
+        groups: this rank's place.
+        exchange: control exchange.
+        module: the model, in which the policy's needs are measured.
+        autocast_dtype: low precision under autocast, `None` without.
+        may_probe: whether the first steps may be watched by what later ones are not. If not, parameters are stored in
+            the precision that they have, and counts of tokens are believed unless restores depend on them.
+
+    Raises:
+        ConfigurationError: the policy cannot plan over the operators of the model.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        view: StateView,
+        groups: ParallelGroups,
+        exchange: Exchange,
+        module: torch.nn.Module,
+        *,
+        autocast_dtype: torch.dtype | None = None,
+        may_probe: bool = True,
+    ) -> None:
+        if (refusal := policy.refusal(view.operators)) is not None:
+            raise ConfigurationError(refusal)
+        self._policy, self._view, self._groups, self._exchange = policy, view, groups, exchange
+        self._period = policy.least_steps(len(view.operators))
+        low = autocast_dtype if "compute_dtypes" in policy.needs and may_probe else None
+        self._probe = Probe(module, low) if low is not None else None
+        config = policy.popularity if "popularity" in policy.needs and view.operators.num_experts else None
+        meter = None if config is None else PopularityMeter(config, view.operators, module)
+        self.order = None if config is None or meter is None else Reordering(config, meter)
+        self.tokens = LedgerKeeper(policy, view, module) if "tokens" in policy.needs else None
+        proves = may_probe and meter is not None and meter.counts_tokens
+        required = self.tokens is not None
+        self._proof = CountProof(view.operators, module, exchange, required=required) if proves or required else None
+        self._journal = JournalCapacity()
+        self._budgets = self._make_budgets()
+        self._sizes: tuple[dict[str, torch.dtype], dict[str, tuple[int, int]]] | None = None
+        self._layouts: OrderedDict[tuple[str, int], WindowLayout] = OrderedDict()
+        self._deltas: Deltas | None = None
+        self._current: WindowLayout | None = None
+        self._next: Background | None = None
+        self._step: int | None = None
+        self._boundaries = 0
+        self._kept: int | None = None
+        self._reserve_nbytes = 0
+        self._room: list[int] = []
+        """Bytes of experts of each position that ring slots are made for."""
+
+    # -- what tiers have to know
+
+    @property
+    def generations_kept(self) -> int:
+        """Generations that memory keeps; it is made for what is said after the first plan."""
+        return self._policy.generations_kept(self._inputs()) if self._kept is None else self._kept
+
+    @property
+    def peer_audiences(self) -> frozenset[Audience]:
+        """Files that copies on other nodes have."""
+        return self._policy.peer_audiences
+
+    def peer_room(self) -> PeerRoom | None:
+        """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
+        keep = self._policy.copies_kept(self._inputs())
+        if keep is None or not isinstance(self._budgets, ExpertBudgets):
+            return None
+        return PeerRoom(slot_nbytes=self._budgets.peer_nbytes, keep=keep)
+
+    def deltas(self) -> Deltas | None:
+        """Whether gradients may be sent to other nodes where they lead to what is sent; the same on all ranks. Collective."""
+        wanted = self._policy.deltas
+        if wanted is not None:
+            reason = why_no_deltas(self._view, every_n_steps=self._period, exact=wanted.kind == "lossless")
+            if not self._exchange.all_agree(reason is None):
+                log.info(
+                    "generations are sent to other nodes as they are: %s", reason or "another rank has no gradients"
+                )
+                wanted = None
+        self._deltas = wanted
+        return wanted
+
+    def joined(self, workers: Sequence[TierWorker]) -> None:
+        """The tiers of this incarnation are these."""
+        tiers = {worker.name: worker for worker in workers}
+        remote = tiers.get(PEER) or tiers[STORAGE]
+        if self._budgets is not None:
+            self._budgets.remote_rate = lambda: remote.rate
+        self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER in tiers else None
+        if self.tokens is not None:
+            self.tokens.joined(tiers)
+
+    # -- the journal
+
+    @property
+    def journal_nbytes(self) -> int:
+        """Capacity of a journal record, from the journals seen so far."""
+        return self._journal.nbytes
+
+    def journal_needs(self, nbytes: int) -> None:
+        """A journal of `nbytes` was seen, maybe before there was a generation under way; records reserve twice that."""
+        under_way = 0 if self.tokens is None else _IN_FLIGHT * len(self.tokens.ledger.alive)
+        self._journal.needs(nbytes + under_way * _IN_FLIGHT_NBYTES)
+
+    def journal_had(self, nbytes: int) -> None:
+        """The incarnation before reserved `nbytes`."""
+        self._journal.had(nbytes)
+
+    def state(self) -> dict[str, Any]:
+        """What the journal keeps at a boundary; call before the next optimizer step."""
+        counted = {} if self.tokens is None else self.tokens.state()
+        return {"popularity": None if self.order is None else self.order.state(), **counted}
+
+    def restore(self, outcome: Mapping[str, Any]) -> None:
+        """Go on from the state of the boundary that this incarnation starts from; call after `adopt`."""
+        if self.tokens is not None:
+            self.tokens.restore(outcome)
+        state = outcome.get("popularity")
+        if self.order is not None and state is not None:
+            in_force = None if self._current is None else self._current.record.popularity
+            self._replan(self.order.restore(state, in_force))
+
+    @property
+    def bad_copies(self) -> BadCopies:
+        """Copies in storage that no generation names any more."""
+        return {} if self.tokens is None else self.tokens.bad_copies
+
+    # -- training steps
+
+    def begin(self) -> None:
+        """Start measuring."""
+        if self.order is not None:
+            self.order.meter.install()
+        if self.tokens is not None:
+            self.tokens.begin()
+
+    def forward_begins(self, *, replaying: bool) -> None:
+        """A batch is about to run forward and backward."""
+        if self.tokens is not None:
+            self.tokens.counts.forward_begins()
+        if self._proof is not None and not replaying:
+            self._proof.batch_begins()
+        if self._probe is not None:
+            self._probe.enter(self._boundaries < MEASURED_STEPS and self._current is None)
+
+    def forward_ends(self) -> None:
+        """The optimizer is about to step, with whole gradients.
+
+        Raises:
+            WrongCounts: restores depend on counts of tokens, and these are not what experts process.
+        """
+        if self._probe is not None:
+            self._probe.leave()
+        if self._proof is not None:
+            wrong = self._proof.before_step()
+            if self.order is not None:
+                self.order.distrust(wrong)
+        if self.tokens is not None and (self._step is None or self._policy.due(self._step + 1, None, 1)):
+            self.tokens.counts.start()
+        if self._budgets is not None:
+            self._budgets.clock.forward_ends()
+
+    def stepped(self, step: int) -> None:
+        """Optimizer step `step` has ended."""
+        self._step = step
+        if self.order is not None:
+            self.order.meter.stepped(step)
+
+    def collect(self, exchange: Exchange) -> None:
+        """Take in the tokens counted since the last window, before a generation outside of windows. Collective."""
+        if self.tokens is not None:
+            self.tokens.count(exchange.gather(self.tokens.counts.take()))
+
+    def loss_figures(self) -> LossFigures | None:
+        """See `Report`; `None` where restarts are exact."""
+        budgets = self._budgets
+        if self.tokens is None:
+            return None
+        return self.tokens.figures({} if budgets is None else budgets.nbytes, {} if budgets is None else budgets.rates)
+
+    def close(self) -> None:
+        """Stop measuring."""
+        if self._proof is not None:
+            self._proof.remove()
+        if self._probe is not None:
+            self._probe.leave()
+        if self.order is not None:
+            self.order.meter.remove()
+        if self.tokens is not None:
+            self.tokens.close()
+
+    # -- plans
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps from one window's start to the next."""
+        return self._current.record.plan.interval_steps if self._current is not None else 1
+
+    def accepts(self, layout: WindowLayout) -> bool:
+        """Whether a restored plan is what this policy would go on with; of a partial one, experts have just been taken."""
+        return not layout.record.plan.partial and bool(layout.record.config == self._policy.config())
+
+    def adopt(self, layout: WindowLayout) -> None:
+        """`layout` is in force."""
+        self._current = layout
+
+    def forget_layout(self) -> None:
+        """Parameters were added to the optimizer: a plan is due as in the first steps, if there can be one."""
+        if self._policy.exact:
+            self._current = self._next = None
+        else:
+            log.error(
+                "parameters were added to the optimizer: generations that mix states from before and after that have no "
+                "meaning, so none is taken until training ends. Use SparseCheckpoint or DenseCheckpoint, which follow."
+            )
+
+    def first_layout(self) -> WindowLayout | None:
+        """At every boundary outside a window: the first plan of this incarnation, once what it needs is known. Collective."""
+        self._boundaries += 1
+        if self._budgets is not None:
+            self._budgets.clock.stepped()
+        wait = "bandwidths" in self._policy.needs or self._probe is not None
+        if self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
+            return None
+        popularity = None if self.order is None else self.order.first(self._exchange)
+        dtypes = {} if self._probe is None else self._probe.agreed(list(self._view.params), self._exchange)
+        if self._budgets is not None:
+            self._budgets.measure()
+            self._budgets.agreed(self._exchange.gather(self._budgets.inputs()))
+        inputs = self._inputs(popularity)
+        # One round of turns: positions give equally many then, and each has given most of all once.
+        turns = max(1, len({rank for each in inputs.layouts for rank in each.rank_of}))
+        layouts = [self._make(replace(inputs, index=inputs.index + turn), dtypes) for turn in range(turns)]
+        if self.tokens is not None:
+            self._reserve([self._selection(each) for each in layouts], max(each.slot_nbytes for each in layouts))
+            layouts[0].reserve_nbytes = self._reserve_nbytes
+        self._kept = self._policy.generations_kept(self._inputs())
+        return layouts[0]
+
+    def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
+        """A plan with room for a larger journal; the one that follows gets it too."""
+        self._journal.nbytes = journal_nbytes
+        self._layouts.clear()
+        following, self._next = self._next, None
+        if following is not None:
+            self._next = Background(lambda: self._lay_out(following.result().record))
+        larger = self._lay_out(layout.record)
+        if self._reserve_nbytes:
+            self._reserve_nbytes += max(0, larger.slot_nbytes - layout.slot_nbytes)
+            larger.reserve_nbytes = self._reserve_nbytes
+        return larger
+
+    # -- as Succession has it
+
+    def inputs(self) -> list[int]:
+        """What the components that are there have to agree on."""
+        told: list[int] = []
+        if self.tokens is not None:
+            told += self.tokens.inputs()
+            told += self._budgets.inputs() if self._budgets is not None else []
+        return told + self.order.inputs() if self.order is not None else told
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> None:
+        """What every rank added, by rank."""
+        if self.tokens is not None:
+            width = self.tokens.width
+            self.tokens.agreed([row[:width] for row in rows])
+            rows = [row[width:] for row in rows]
+            if self._budgets is not None:
+                levels = len(self._policy.budgets)
+                self._budgets.agreed([row[:levels] for row in rows])
+                rows = [row[levels:] for row in rows]
+        if self.order is not None:
+            self._replan(self.order.agreed(rows))
+
+    def take_next(self) -> WindowLayout | None:
+        """The plan of the window that may begin now; waits for it. `None` for the one in force."""
+        following, self._next = self._next, None
+        return None if following is None else following.result()
+
+    def started(self, step: int, layout: WindowLayout) -> None:
+        """A window begins; where tokens are counted, the one after it is planned from what is known now."""
+        if self.tokens is not None:
+            self.tokens.took(step, self._selection(layout))
+            self._next = Background(partial(self._make, self._inputs(), {}))
+
+    # -- private
+
+    def _make_budgets(self) -> Budgets | None:
+        config, device = self._policy.budgets, next(iter(self._view.params.values())).device
+        if not config:
+            return None
+        if self.tokens is None:
+            return Budgets(config, device)
+        measure = SlotMeasure(self._view, self._groups)
+        return ExpertBudgets(
+            config,
+            device,
+            self.tokens.layouts,
+            lambda: measure.sizes(self._journal.nbytes),
+            every_n_steps=self._period,
+        )
+
+    def _inputs(
+        self, popularity: Sequence[float] | None = None, budgets: Mapping[str, int] | None = None
+    ) -> PlanInputs:
+        """What is known now."""
+        operators, tokens = self._view.operators, self.tokens
+        in_force = {} if self._budgets is None else self._budgets.in_force
+        return PlanInputs(
+            operators=operators,
+            popularity=[0.0] * operators.num_experts if popularity is None else popularity,
+            budgets=in_force if budgets is None else budgets,
+            index=0 if tokens is None else tokens.ledger.generations,
+            ledger=None if tokens is None else tokens.ledger,
+            layouts=() if tokens is None else tokens.layouts,
+            bad=() if tokens is None else tokens.to_take_again,
+            generations_kept=self._kept,
+        )
+
+    def _replan(self, popularity: list[float] | None) -> None:
+        """Make the plan in force in another order, if one is due; what was measured for it is not measured again."""
+        if popularity is None:
+            return
+        assert self._current is not None
+        record = self._current.record
+        dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
+        budgets = {MEMORY: record.budget_nbytes} if record.budget_nbytes else {}
+        self._next = Background(partial(self._make, self._inputs(popularity, budgets), dtypes))
+
+    def _make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
+        """Ask the policy, and lay out; from any thread."""
+        inputs, limit = self._cut(replace(inputs, sizes=self._record_nbytes(dtypes)), dtypes)
+        plan = self._policy.plan(inputs)
+        if inputs.bad and not self._has_room(plan):
+            plan = self._policy.plan(replace(inputs, bad=()))  # they have to wait for the turn of their position
+        if plan.partial:
+            return self._lay_out(PlanRecord(plan=plan, config=self._policy.config()))
+        return self._lay_out(
+            PlanRecord(
+                plan=plan,
+                config=self._policy.config(),
+                popularity=tuple(inputs.popularity),
+                compute_dtypes={fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()},
+                averages_consumed=self._view.averages.consumed,
+                budget_nbytes=inputs.budgets.get(MEMORY, 0),
+                split_nbytes=limit,
+            )
+        )
+
+    def _record_nbytes(self, dtypes: dict[str, torch.dtype]) -> dict[str, tuple[int, int]]:
+        """Of whole operators, measured once."""
+        if self._sizes is None or self._sizes[0] != dtypes:
+            self._sizes = dtypes, record_nbytes(self._view.replanned(self._view.operators, dtypes), self._groups)
+        return self._sizes[1]
+
+    def _cut(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> tuple[PlanInputs, int]:
+        """The same with operators cut into pieces of so many bytes, as the policy wants them."""
+        limit = self._policy.split_nbytes(inputs)
+        if not limit:
+            return inputs, limit
+        whole = self._view.replanned(self._view.operators, dtypes)
+        view = whole.replanned(split_operators(whole, self._groups, limit), dtypes)
+        return replace(inputs, operators=view.operators, sizes=record_nbytes(view, self._groups)), limit
+
+    def _lay_out(self, record: PlanRecord) -> WindowLayout:
+        """A layout of the plan, made once while partial plans come round again."""
+        key = (record.to_json(), self._journal.nbytes)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = lay_out(record, self._view, self._groups, key[1])
+            if record.plan.partial:
+                self._layouts[key] = layout
+            while len(self._layouts) > _REMEMBERED_LAYOUTS:
+                self._layouts.popitem(last=False)
+        return layout
+
+    def _reserve(self, turns: Sequence[Selection], slot_nbytes: int) -> None:
+        """Rings are made for the first round, and for what later budgets may take."""
+        self._room = [max(column) for column in zip(*map(self._nbytes_by_position, turns), strict=True)]
+        later = self._budgets.reserve_nbytes if isinstance(self._budgets, ExpertBudgets) else 0
+        self._reserve_nbytes = max(later, slot_nbytes)
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether no position gives more than slots are made for, which they are for equal turns."""
+        sizes = self._nbytes_by_position(Selection.of_plan(plan, self._view.operators))
+        return all(nbytes <= room for nbytes, room in zip(sizes, self._room, strict=False))
+
+    def _nbytes_by_position(self, selection: Selection) -> list[int]:
+        """Bytes of the experts that memory takes from each position; the same on all ranks."""
+        layouts = () if self.tokens is None else self.tokens.layouts
+        positions = sorted({position for each in layouts for position in each.rank_of})
+        rows = list(zip(layouts, selection.memory, strict=True))
+        return [sum(e.nbytes for e, row in rows for i in row if e.rank_of[i] == position) for position in positions]
+
+    def _selection(self, layout: WindowLayout) -> Selection:
+        """The experts that a partial plan takes."""
+        return Selection.of_plan(layout.record.plan, self._view.operators)
+
+
+class Background:
+    """A plan being made on a thread of its own: for thousands of operators that takes a good part of a second."""
+
+    def __init__(self, make: Callable[[], WindowLayout]) -> None:
+        self._result: Future[WindowLayout] = Future()
+        threading.Thread(target=self._run, args=(make,), name="moe-ckpt-plan", daemon=True).start()
+
+    def _run(self, make: Callable[[], WindowLayout]) -> None:
+        try:
+            self._result.set_result(make())
+        except BaseException as error:  # noqa: BLE001  # thread entry: raised by `result` on the training thread
+            self._result.set_exception(error)
+
+    def result(self) -> WindowLayout:
+        """The plan; waits for it."""
+        return self._result.result()

@@ -1,0 +1,10 @@
+"""The training process: its forks, heap, signals, and the time it is kept waiting."""
+
+from lightning_moe_ckpt.process._fork import guard_forks as guard_forks
+from lightning_moe_ckpt.process._heap import FrozenHeap as FrozenHeap
+from lightning_moe_ckpt.process._heap import collections_paused as collections_paused
+from lightning_moe_ckpt.process._stall import HookClock as HookClock
+from lightning_moe_ckpt.process._stall import StallMeter as StallMeter
+from lightning_moe_ckpt.process._stall import clocked as clocked
+from lightning_moe_ckpt.process._stop_signal import EXIT_STATUS as EXIT_STATUS
+from lightning_moe_ckpt.process._stop_signal import StopSignal as StopSignal

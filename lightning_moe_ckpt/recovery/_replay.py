@@ -1,0 +1,286 @@
+"""Loading what was restored: at once, or slot by slot while ordinary training re-runs the steps between.
+
+At the first boundary of the window the operators of slot 0 get their full state and are active; all others get the
+weights that forward and backward consume and stay frozen. After every replayed step the next slot is loaded, until
+every operator is active and the state is dense. Forward runs through frozen operators with exact compute weights, so
+activations, and with them the gradients of active operators, are those of the original run.
+
+Frozen experts compute no weight gradient (`skip`) where that is safe. Everything else that is frozen computes its
+gradient and drops it (`discard`), so that gradients reach every collective on every rank.
+
+What one optimizer keeps for several experts together, as the step count of a stacked tensor, is of no single one of
+them: where experts may be of different ages, the journal has it, as of the generation.
+
+Source: MoEvement (2024), Sec. 3.3; we differ in replaying inside the user's own training loop, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_moe_ckpt.journal import Journal, decode_journal
+from lightning_moe_ckpt.native import Copy, CopyEngine, copy_through
+from lightning_moe_ckpt.operators import RecordKind
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, REGIONS, Field, FileLayout, StateView, versions
+
+log = logging.getLogger(__name__)
+
+Scalars = Mapping[str, Mapping[str, Tensor]]
+"""What the optimizer keeps once for several experts, by parameter and key."""
+
+
+class Replay:
+    """Rebuilds the dense state from one generation.
+
+    Args:
+        view: live state to write to.
+        groups: this rank's place.
+        slots: layouts of the generation's slots.
+        segments: this rank's segment of every slot, verified; released slot by slot.
+        first_step: the boundary of slot 0.
+        may_skip: whether `requires_grad` of frozen experts may be switched off (not under plain DDP).
+        engine: copies host memory into live tensors.
+        as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
+            what the journal has of the start of the next batch.
+        missing: operators of the model of which there is no copy. They keep the weights that they have, and no optimizer
+            state.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: StateView,
+        groups: ParallelGroups,
+        slots: Sequence[FileLayout],
+        segments: Sequence[Tensor],
+        first_step: int,
+        may_skip: bool,
+        engine: CopyEngine,
+        as_user: Callable[[Journal], None],
+        missing: Collection[str] = (),
+    ) -> None:
+        self._view, self._groups, self._engine, self._as_user = view, groups, engine, as_user
+        self._slots = list(slots)
+        self._segments: list[Tensor | None] = list(segments)
+        self._first, self._may_skip = first_step, may_skip
+        self.journals: list[Journal] = [
+            decode_journal(layout.segment.view(segment, JOURNAL))
+            for layout, segment in zip(slots, segments, strict=True)
+        ]
+        self._missing = {name for name in missing if name in view.operators}
+        self._active = set(self._missing)
+        self._dropped: list[torch.nn.Parameter] = []
+        self._newest = -1
+        self._loaded: list[Tensor] = []
+        self._versions: list[int] = []
+
+    @property
+    def dense(self) -> bool:
+        """Whether every operator is active."""
+        return len(self._active) == len(self._view.operators.operators)
+
+    def outcome(self, step: int) -> Journal:
+        """What the original run recorded of the optimizer step that ends at boundary `step`."""
+        outcome: Journal = self.journals[step - self._first]["outcome"]
+        return outcome
+
+    def start(self, step: int) -> Journal:
+        """What the original run was at boundary `step` when the next batch began."""
+        start: Journal = self.journals[step - self._first]["start"]
+        return start
+
+    def matches(self, step: int, losses: list[Tensor]) -> bool:
+        """Whether the step that ended at boundary `step` gave the losses of the original run; reported if not."""
+        expected = self.outcome(step)["losses"]
+        same = _same_bits(losses, expected)
+        if not same:
+            log.error(
+                "replay of step %d gave another loss than the original run (%s, was %s): this restart is not bit-exact. "
+                "Look for kernels that are not deterministic, or data that cannot be repositioned.",
+                step,
+                _shown(losses),
+                _shown(expected),
+            )
+        return same
+
+    def load(self, step: int) -> None:
+        """Load the slot of boundary `step`, but for buffers; every rank must call it.
+
+        Validation and the end of an epoch may still follow. What they and the user's hooks change was recorded as
+        they had left it, at the next batch start: see `settle`. Buffers are what the replayed step has made of them.
+        """
+        self._newest = step - self._first
+        layout = self._slots[self._newest]
+        self._as_user(self.start(step))
+        self._load_records()
+        self._active.update(
+            {part.operator for parts in layout.parts.values() for part in parts if part.kind is RecordKind.FULL}
+        )
+        self.freeze()
+
+    @torch.no_grad()
+    def load_buffers(self) -> None:
+        """Set the buffers to those of the slot loaded last."""
+        layout, segment = self._newest_slot()
+        for name in self._view.buffer_names:
+            buffer = self._view.buffer(name)
+            if buffer is not None:
+                if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                    buffer.data = buffer.data.contiguous()  # of an expanded one, elements share memory
+                buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
+
+    def settle(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
+        """Make the state what it was when the slot loaded last was sealed; every rank must call it.
+
+        Args:
+            agree: whether all ranks say yes.
+            disturbed: whether parameters and state may have changed unseen by their version counters.
+        """
+        untouched = not disturbed and versions(self._loaded) == self._versions
+        if not agree(untouched):
+            self._load_records()
+        self.load_buffers()
+        self._segments[self._newest] = None
+        self._loaded, self._versions = [], []
+
+    def drop_frozen_gradients(self) -> None:
+        """Before the optimizer step: what is wholly frozen takes no part in it."""
+        for param in self._dropped:
+            param.grad = None
+
+    def unfreeze(self) -> None:
+        """Give every parameter the user's own `requires_grad` back."""
+        self._as_user(self.start(self._first + self._newest))
+        self._dropped = []
+
+    def freeze(self) -> None:
+        """Freeze what no active operator shares; a parameter of which one slice is active has to take its steps.
+
+        What the user froze stays so, and what hooks of the user unfreeze later is dropped before the optimizer steps.
+        """
+        self.unfreeze()
+        active = {s.fqn for name in self._active for s in self._view.operators[name].slices}
+        operators, params = self._view.operators.operators, self._view.params
+        # Experts may get no tokens: unless something else trains, the loss would have no graph without theirs.
+        graph = any(params[s.fqn].requires_grad for op in operators if op.freeze != "skip" for s in op.slices)
+        for op in (op for op in operators if op.name not in self._active):
+            for fqn in {s.fqn for s in op.slices} - active:
+                param = params[fqn]
+                if op.freeze == "skip" and self._may_skip and graph:
+                    param.requires_grad_(False)
+                self._dropped.append(param)
+
+    # -- private
+
+    def _newest_slot(self) -> tuple[FileLayout, Tensor]:
+        segment = self._segments[self._newest]
+        assert segment is not None
+        return self._slots[self._newest], segment
+
+    @torch.no_grad()
+    def _load_records(self) -> None:
+        layout, segment = self._newest_slot()
+        scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
+        shared = frozenset[str]() if scalars is None else self._shared()
+        self._reset(shared, scalars or {})
+        for region in REGIONS:
+            for writer in self._groups.ranks("expert_data" if region == "expert_data" else "world"):
+                self._load_region(layout, segment, region, writer, shared)
+        self._load_scalars(scalars or {})
+        fqns = dict.fromkeys(part.piece.fqn for parts in layout.parts.values() for part in parts)
+        params = [self._view.params[fqn] for fqn in fqns]
+        self._loaded = [*params, *self._view.states(fqns)]
+        self._versions = versions(self._loaded)
+
+    def _shared(self) -> frozenset[str]:
+        """Parameters of which several experts have a slice each."""
+        experts = [op for op in self._view.operators if op.kind == "expert"]
+        number = Counter(fqn for op in experts for fqn in {piece.fqn for piece in op.slices})
+        return frozenset(fqn for fqn, count in number.items() if count > 1)
+
+    def _reset(self, shared: Collection[str], scalars: Scalars) -> None:
+        """Optimizer state that experts share begins at zero: an expert that had none yet when it was taken has zeros."""
+        schema, params = self._view.schema, self._view.params
+        missing = {piece.fqn for name in self._missing for piece in self._view.operators[name].slices}
+        for fqn in {*shared, *missing}:
+            schema.drop_state(params[fqn])
+        for fqn in scalars:
+            schema.ensure_state(params[fqn])
+
+    def _load_scalars(self, scalars: Scalars) -> None:
+        for fqn, values in scalars.items():
+            for key, value in values.items():
+                live = self._view.schema.get_state(self._view.params[fqn], key)
+                assert live is not None
+                live.copy_(value)
+
+    def _load_region(
+        self, layout: FileLayout, segment: Tensor, region: str, writer: int, shared: Collection[str]
+    ) -> None:
+        spans, nbytes = layout.spans(region, writer)
+        if not spans:
+            return
+        own = writer == self._groups.rank
+        source = _region_bytes(layout, segment, spans[0][0], nbytes) if own else torch.empty(nbytes, dtype=torch.uint8)
+        source = self._broadcast(source, region, writer)
+        present: dict[str, bool] = {}
+        copies: list[Copy] = []
+        for field, offset, size in spans:
+            value = _typed(source[offset : offset + size], field.dtype)
+            if field.key == PRESENT:
+                present[field.part.prefix] = bool(value.item())
+                self._make_state(field, present=bool(value.item()), is_shared=field.part.piece.fqn in shared)
+            elif self._is_stored(field, present, is_shared=field.part.piece.fqn in shared):
+                live = self._view.live(field)
+                copies += [(value, live)] if live is not None else []
+        copy_through(self._engine, copies)
+
+    def _broadcast(self, source: Tensor, region: str, writer: int) -> Tensor:
+        group = self._groups.group("expert_data" if region == "expert_data" else "world")
+        if group is None or dist.get_world_size(group) == 1:
+            return source
+        on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()
+        dist.broadcast(on_device, src=writer, group=group)
+        return on_device.cpu()
+
+    def _make_state(self, field: Field, *, present: bool, is_shared: bool) -> None:
+        """Make or drop optimizer state as the record says; what another expert has of it is not dropped."""
+        param = self._view.params[field.part.piece.fqn]
+        if present:
+            self._view.schema.ensure_state(param)
+        elif not is_shared:
+            self._view.schema.drop_state(param)
+
+    def _is_stored(self, field: Field, present: Mapping[str, bool], *, is_shared: bool) -> bool:
+        """Whether a record has the value of a field; of state that experts share, the journal has what is one number."""
+        of_state = self._view.is_state(field)
+        return not of_state or (present[field.part.prefix] and (field.per_element or not is_shared))
+
+
+def _region_bytes(layout: FileLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:
+    start = layout.segment.spans[first.name].offset
+    return segment[start : start + nbytes]
+
+
+def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _shown(losses: list[Tensor]) -> str:
+    return ", ".join(f"{loss.item():.9g}" for loss in losses)
+
+
+def _typed(slice_U8: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as elements; copied if the slice is not aligned for them once it left the segment."""
+    aligned = slice_U8.data_ptr() % dtype.itemsize == 0 and slice_U8.storage_offset() % dtype.itemsize == 0
+    return (slice_U8 if aligned else slice_U8.clone()).view(dtype)

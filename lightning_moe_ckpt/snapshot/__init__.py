@@ -1,0 +1,36 @@
+"""From a plan to bytes in memory: what lies where, and filling it from live state."""
+
+from lightning_moe_ckpt.snapshot._averages import Averages as Averages
+from lightning_moe_ckpt.snapshot._averages import is_average as is_average
+from lightning_moe_ckpt.snapshot._description import describe as describe
+from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
+from lightning_moe_ckpt.snapshot._gradients import GradientRecorder as GradientRecorder
+from lightning_moe_ckpt.snapshot._gradients import RecordedStep as RecordedStep
+from lightning_moe_ckpt.snapshot._gradients import why_no_deltas as why_no_deltas
+from lightning_moe_ckpt.snapshot._identity import Facts as Facts
+from lightning_moe_ckpt.snapshot._identity import Identity as Identity
+from lightning_moe_ckpt.snapshot._identity import live_facts as live_facts
+from lightning_moe_ckpt.snapshot._identity import live_optimizer as live_optimizer
+from lightning_moe_ckpt.snapshot._identity import model_differences as model_differences
+from lightning_moe_ckpt.snapshot._identity import stored_facts as stored_facts
+from lightning_moe_ckpt.snapshot._lay_out import dense_layout as dense_layout
+from lightning_moe_ckpt.snapshot._lay_out import dense_nbytes as dense_nbytes
+from lightning_moe_ckpt.snapshot._lay_out import lay_out as lay_out
+from lightning_moe_ckpt.snapshot._lay_out import log_plan as log_plan
+from lightning_moe_ckpt.snapshot._lay_out import record_nbytes as record_nbytes
+from lightning_moe_ckpt.snapshot._lay_out import split_operators as split_operators
+from lightning_moe_ckpt.snapshot._layout import JOURNAL as JOURNAL
+from lightning_moe_ckpt.snapshot._layout import PRESENT as PRESENT
+from lightning_moe_ckpt.snapshot._layout import REGIONS as REGIONS
+from lightning_moe_ckpt.snapshot._layout import SEGMENT_METADATA as SEGMENT_METADATA
+from lightning_moe_ckpt.snapshot._layout import Field as Field
+from lightning_moe_ckpt.snapshot._layout import FileLayout as FileLayout
+from lightning_moe_ckpt.snapshot._layout import Shard as Shard
+from lightning_moe_ckpt.snapshot._layout import StateView as StateView
+from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
+from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
+from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
+from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture
+from lightning_moe_ckpt.snapshot._writer import BufferChanged as BufferChanged
+from lightning_moe_ckpt.snapshot._writer import SegmentWriter as SegmentWriter
+from lightning_moe_ckpt.snapshot._writer import versions as versions

@@ -1,0 +1,111 @@
+"""Describe the trained module for exports by other programs.
+
+The description is taken once per process, at its start, from the module's own `state_dict`.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_moe_ckpt.journal import decode, encode, refusals
+from lightning_moe_ckpt.operators import StateSchema
+from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry
+
+log = logging.getLogger(__name__)
+
+LEFT_OUT = "left_out"
+"""Key of the names that `read_extra` returns for values that could not be stored."""
+
+
+def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]) -> ModuleEntry:
+    """Return the description of `module`.
+
+    Args:
+        module: the module, with its parameters and buffers.
+        schema: state schema of its optimizer.
+        extra: entries that the trainer adds to its own checkpoints; values that the codec refuses are left out and named.
+    """
+    owners = [*module.named_parameters(), *module.named_buffers()]  # under first names, as records are
+    names = {id(tensor): name for name, tensor in owners}
+    state: Mapping[str, object] = module.state_dict(keep_vars=True)
+    stored = {key: names.get(id(value)) for key, value in state.items()}
+    groups = schema.optimizer.param_groups
+    return ModuleEntry(
+        class_name=type(module).__qualname__,
+        unsaved=tuple(name for name, _ in owners if name not in stored),
+        aliases={key: name for key, name in stored.items() if name is not None and name != key},
+        foreign=tuple(key for key, name in stored.items() if name is None),
+        optimizer=type(schema.optimizer).__qualname__,
+        param_groups=tuple(tuple(names.get(id(each), "") for each in group["params"]) for group in groups),
+        hugging_face=tuple(_hugging_face(module)),
+        extra=_encoded(extra),
+    )
+
+
+def read_extra(entry: ModuleEntry) -> dict[str, Any]:
+    """Return the trainer's entries and, under `left_out`, the names of values that could not be stored.
+
+    Raises:
+        Corrupt: the bytes are not what was written.
+        CodecError: a value is an enum of the user's, which only the user's program knows.
+    """
+    extra: dict[str, Any] = decode(base64.b64decode(entry.extra))
+    return extra
+
+
+def _encoded(extra: Mapping[str, object]) -> str:
+    kept: dict[str, object] = {}
+    left_out: list[str] = []
+    for key, value in extra.items():
+        if not refusals(value):
+            kept[key] = value
+        elif type(value) is dict:
+            kept[key] = {name: each for name, each in value.items() if not refusals({name: each})}
+            left_out += [f"{key}[{name!r}]" for name in value if name not in kept[key]]  # type: ignore[operator]
+        else:
+            left_out.append(key)
+    if left_out:
+        log.info("not part of exported checkpoints, because it is no plain value: %s", ", ".join(left_out))
+    return base64.b64encode(encode({**kept, LEFT_OUT: left_out})).decode("ascii")
+
+
+def _hugging_face(module: nn.Module) -> Iterator[HuggingFaceEntry]:
+    """Return the outermost Hugging Face models in `module`, itself included, without importing transformers."""
+    outer: list[str] = []
+    for prefix, each in module.named_modules():
+        if any(_is_inside(prefix, other) for other in outer):
+            continue
+        # In its own namespace: wrappers (torch.compile) pass attributes on, but add to the names of parameters.
+        config = vars(each).get("config")
+        if hasattr(type(each), "save_pretrained") and hasattr(config, "to_json_string"):
+            outer.append(prefix)
+            yield _hugging_face_entry(prefix, each, config)
+
+
+def _is_inside(prefix: str, outer: str) -> bool:
+    return not outer or prefix == outer or prefix.startswith(f"{outer}.")
+
+
+def _hugging_face_entry(prefix: str, model: Any, config: Any) -> HuggingFaceEntry:
+    generation = vars(model).get("generation_config")
+    return HuggingFaceEntry(
+        prefix=prefix,
+        class_name=type(model).__name__,
+        config=config.to_json_string(),
+        generation_config=generation.to_json_string() if hasattr(generation, "to_json_string") else None,
+        tied=tuple(_tied(model, config)),
+    )
+
+
+def _tied(model: Any, config: Any) -> list[str]:
+    """Return tied names: the model's class takes them from other parameters when a file lacks them."""
+    resolved = getattr(model, "all_tied_weights_keys", None)  # transformers 5
+    if resolved is not None:
+        return sorted(resolved)
+    declared = getattr(model, "_tied_weights_keys", None)
+    return sorted(declared or ()) if getattr(config, "tie_word_embeddings", False) else []

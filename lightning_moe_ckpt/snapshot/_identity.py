@@ -1,0 +1,151 @@
+"""Whether a stored generation belongs to this job: same parameters, optimizer, precision and ranks, and if not, what differs.
+
+Fingerprints decide. Only when they differ are the records of the stored run compared with the model, to tell people
+which parameter, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_moe_ckpt.coordination import VERSIONS, Exchange, agreed_versions
+from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.operators import OperatorSet, StateSchema
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.snapshot._averages import is_average
+from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT
+from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, dtype_code
+
+_MAX_NAMED = 6
+
+Facts = dict[str, str]
+"""Shape and type by parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a job must have in common with the run that it resumes."""
+
+    fingerprint: str
+    autocast: str | None
+    """Low precision of forward under autocast."""
+    world_size: int
+    expert_parallel: int
+    versions: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Of what decides bits; with others a run is resumed, and a warning says so."""
+
+    @classmethod
+    def of_job(
+        cls,
+        operators: OperatorSet,
+        schema: StateSchema,
+        groups: ParallelGroups,
+        autocast_dtype: torch.dtype | None,
+        exchange: Exchange,
+    ) -> Identity:
+        """This job's. Collective."""
+        return cls(
+            fingerprint=f"{operators.fingerprint()}-{schema.fingerprint()}",
+            autocast=None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch."),
+            world_size=groups.world_size,
+            expert_parallel=groups.ep_size,
+            versions=agreed_versions(exchange),
+        )
+
+    @classmethod
+    def of_stored(cls, stored: Commit | RankMarker) -> Identity:
+        """That of the run that wrote a generation. Raises `Corrupt` if it does not say."""
+        policy: Mapping[str, Any] = stored.policy
+        fingerprint, expert_parallel = policy.get("fingerprint"), policy.get("expert_parallel")
+        if not isinstance(fingerprint, str) or not isinstance(expert_parallel, int) or "plan" not in policy:
+            raise Corrupt(
+                f"{stored.generation} does not say which model wrote it, and by which plan. If another program stored "
+                "it, remove it, or give another URL."
+            )
+        return cls(
+            fingerprint=fingerprint,
+            autocast=policy.get("autocast"),
+            world_size=stored.world_size,
+            expert_parallel=expert_parallel,
+        )
+
+    def policy(self) -> dict[str, object]:
+        """What every marker says of it."""
+        return {
+            "fingerprint": self.fingerprint,
+            "autocast": self.autocast,
+            "expert_parallel": self.expert_parallel,
+            VERSIONS: dict(self.versions),
+        }
+
+    def job_differences(self, stored: Identity) -> Iterator[str]:
+        """What is not in the model: ranks and precision."""
+        for what, was, now in (
+            ("processes", stored.world_size, self.world_size),
+            ("expert_parallel", stored.expert_parallel, self.expert_parallel),
+            ("autocast", stored.autocast or "none", self.autocast or "none"),
+        ):
+            if was != now:
+                yield f"{what}: {was} in the run, {now} now"
+
+
+def live_facts(operators: OperatorSet) -> Facts:
+    """Parameters on this rank."""
+    dtypes = operators.dtypes
+    slices = (each for operator in operators for each in operator.slices)
+    return {each.fqn: _fact(each.global_shape, dtype_code(dtypes[each.fqn])) for each in slices}
+
+
+def live_optimizer(operators: OperatorSet, schema: StateSchema, params: Mapping[str, torch.Tensor]) -> list[str]:
+    """The optimizer in words: class, parameters per group, state."""
+    keys = sorted({entry.key for fqn in operators.dtypes for entry in schema.entries(params[fqn])})
+    sizes = [len(group["params"]) for group in schema.optimizer.param_groups]
+    return _optimizer_words(type(schema.optimizer).__qualname__, sizes, keys)
+
+
+def stored_facts(markers: Sequence[RankMarker]) -> tuple[Facts, list[str]]:
+    """Parameters that the ranks of a run stored, and its optimizer in words."""
+    facts: Facts = {}
+    keys: set[str] = set()
+    for record in (record for marker in markers for segment in marker.segments for record in segment.records):
+        if record.kind == "full" and record.state_key == PARAM:
+            facts[record.fqn] = _fact(record.global_shape, record.dtype)
+        elif record.kind == "full" and record.state_key != PRESENT and not is_average(record.state_key):
+            keys.add(record.state_key)
+    module: ModuleEntry | None = None if markers[0].module is None else markers[0].module.read()
+    sizes = [] if module is None else [len(names) for names in module.param_groups]
+    return facts, _optimizer_words("" if module is None else module.optimizer, sizes, sorted(keys))
+
+
+def model_differences(stored: tuple[Facts, list[str]], live: tuple[Facts, list[str]]) -> Iterator[str]:
+    """Parameters and optimizer of the run against those of this job, a line each."""
+    (was, optimizer_was), (now, optimizer_now) = stored, live
+    lines = [*_name_differences(was, now)]
+    both = [name for name in was if name in now and was[name] != now[name]]
+    lines += [f"parameter `{name}`: {was[name]} in the run, {now[name]} now" for name in both]
+    changed = [pair for pair in zip(optimizer_was, optimizer_now, strict=True) if pair[0] != pair[1]]
+    lines += [f"optimizer: {old} in the run, {new} now" for old, new in changed]
+    yield from lines[:_MAX_NAMED]
+    if len(lines) > _MAX_NAMED:
+        yield f"and {len(lines) - _MAX_NAMED} more"
+
+
+def _name_differences(was: Facts, now: Facts) -> Iterator[str]:
+    gone, new = [name for name in was if name not in now], [name for name in now if name not in was]
+    if [was[name] for name in gone] == [now[name] for name in new]:
+        yield from (f"parameter `{old}` of the run is called `{name}` now" for old, name in zip(gone, new, strict=True))
+        return
+    yield from (f"parameter `{name}` ({was[name]}) of the run is not in the model" for name in gone)
+    yield from (f"parameter `{name}` ({now[name]}) of the model is not in the run" for name in new)
+
+
+def _fact(shape: Sequence[int], code: str) -> str:
+    return f"{list(shape)} {code}"
+
+
+def _optimizer_words(name: str, sizes: Sequence[int], keys: Sequence[str]) -> list[str]:
+    return [f"class {name or 'unknown'}", f"groups of {list(sizes)} parameters", f"state {', '.join(keys) or 'none'}"]

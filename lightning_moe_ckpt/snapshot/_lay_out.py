@@ -1,0 +1,252 @@
+"""From a plan to bytes: which rank writes which shard of which record, in which file, at which offset.
+
+Of a plan that takes everything, each file is balanced over the ranks that hold its records. Of a partial plan an expert
+is cut between its holders whatever else is taken: a rank's shard of an expert has the same coordinates in every
+generation, so that a reader can put a state together from several. Dense operators and routers are whole in every
+generation, so their shards may move: they go to the ranks with fewest bytes, experts included.
+
+Source: PEC/MoC (2024), Sec. 3.2 (adaptive data-parallel sharding).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.operators import Operator, OperatorSet, RecordKind, split
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import (
+    DensePolicy,
+    Plan,
+    PlanInputs,
+    RecordPiece,
+    WindowStep,
+    all_names,
+    assign_adaptively,
+    assign_writers,
+    expert_names,
+)
+from lightning_moe_ckpt.snapshot._layout import REGIONS, FileLayout, Shard, StateView, StepLayout, WindowLayout
+from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+
+log = logging.getLogger(__name__)
+
+EXPERT_SPLIT_NBYTES = 4 * 2**10
+"""Slices of an expert of this many bytes or more are cut between its holders, where plans are partial."""
+
+MAX_PIECES = 1024
+"""Into which one operator is cut at most."""
+
+Parts = dict[str, list[Shard]]
+"""By region, over all its writers, in the order in which they are stored."""
+
+
+def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
+    """Make a stored or fresh plan concrete on this rank.
+
+    Args:
+        record: equal on all ranks.
+        view: live state.
+        groups: this rank's place.
+        journal_nbytes: capacity of the journal record.
+
+    Raises:
+        IdentityMismatch: the plan is for other operators.
+    """
+    dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
+    view = view.assuming(averages_consumed=record.averages_consumed)
+    view = view.replanned(split_operators(view, groups, record.split_nbytes), dtypes)
+    _expect_operators(record.plan, view.operators)
+    shards = _stable_parts if record.plan.partial else _balanced_parts
+    return WindowLayout(
+        record=record,
+        steps=[_step(shards(step, view, groups), view, groups, journal_nbytes) for step in record.plan.steps],
+    )
+
+
+def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
+    """One step of everything, whatever the policy: the first and the last generation of a run."""
+    policy, nothing = DensePolicy(), [0.0] * view.operators.num_experts
+    inputs = PlanInputs(operators=view.operators, sizes=record_nbytes(view, groups), popularity=nothing)
+    return lay_out(PlanRecord(plan=policy.plan(inputs), config=policy.config()), view, groups, journal_nbytes)
+
+
+def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
+    """Bytes that this rank would write of a snapshot of everything, without alignment and journal."""
+    return sum(full for full, _ in record_nbytes(view, groups).values())
+
+
+def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
+    """Say what a plan comes to.
+
+    Args:
+        layout: in force from here on.
+        dense_nbytes: bytes of a snapshot of everything.
+        again: whether there is such a plan at each generation.
+    """
+    log.log(
+        logging.DEBUG if again else logging.INFO,
+        "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
+        layout.record.plan_hash[:8],
+        len(layout.steps),
+        layout.slot_nbytes / 2**20,
+        dense_nbytes / 2**20,
+    )
+
+
+def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]]:
+    """Bytes this rank writes of each operator's FULL and COMPUTE record: its even share among the holders."""
+    return {
+        op.name: (
+            -(-view.record_nbytes(op, RecordKind.FULL) // _num_holders(op, groups)),
+            -(-view.record_nbytes(op, RecordKind.COMPUTE) // _num_holders(op, groups)),
+        )
+        for op in view.operators
+    }
+
+
+def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:
+    """The operators of `view`, those of which this rank writes more than `limit` bytes cut into pieces; 0 cuts none."""
+    if limit == 0:
+        return view.operators
+    sizes = record_nbytes(view, groups)
+    cut: list[Operator] = []
+    for op in view.operators:
+        if sizes[op.name][0] <= limit:
+            cut.append(op)
+        else:
+            widths = {s.fqn: view.bytes_per_element(s.fqn, RecordKind.FULL) for s in op.slices}
+            holders = _num_holders(op, groups)
+            # However small the budget: no piece is less than an element, and there are not countless many.
+            nbytes = max(limit * holders, *widths.values(), -(-sizes[op.name][0] * holders // MAX_PIECES), 1)
+            cut += split(op, nbytes, lambda s, widths=widths: widths[s.fqn])  # type: ignore[misc]
+    return view.operators.with_operators(cut)
+
+
+def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) -> dict[int, int]:
+    """Bytes of the named experts that every rank of the world writes; experts of a layer are equal in size."""
+    loads = dict.fromkeys(range(groups.world_size), 0)
+    operators = view.operators
+    place = {name: (layer, expert) for layer in operators.layers for expert, name in enumerate(expert_names(layer))}
+    for layer, expert in (place[name] for name in names if name in place):
+        template = operators[expert_names(layer)[layer.local_expert_ids[0]]]
+        holders = _holders(template, groups, expert // len(layer.local_expert_ids))
+        for part in _cut(template, view, holders, turn=expert):
+            loads[part.writer] += part.piece.numel * view.bytes_per_element(part.piece.fqn, RecordKind.FULL)
+    return loads
+
+
+def _step(files: Sequence[Parts], view: StateView, groups: ParallelGroups, journal_nbytes: int) -> StepLayout:
+    durable = FileLayout(files[0], view, groups, journal_nbytes)
+    return StepLayout(
+        durable, *(FileLayout(each, view, groups, None, audience="node", start=durable.stop) for each in files[1:])
+    )
+
+
+def _expect_operators(plan: Plan, operators: OperatorSet) -> None:
+    named, known = set(plan.names), all_names(operators)
+    experts = {name for layer in operators.layers for name in expert_names(layer)} if plan.partial else set()
+    unknown, missing = named - set(known), [name for name in known if name not in named and name not in experts]
+    if unknown or missing:
+        raise IdentityMismatch(
+            f"The stored plan is of other operators than this model has: it lacks {missing[:4] or 'none'}, and names "
+            f"{sorted(unknown)[:4] or 'none'} that are not there. Resume with the code that wrote it, or start anew with "
+            "resume='never'."
+        )
+
+
+# -- plans that take everything
+
+
+def _balanced_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
+    """By file: every record shared out evenly among its holders."""
+    return [
+        {region: region_parts(step.files[each], region, view, groups) for region in REGIONS} for each in step.audiences
+    ]
+
+
+def region_parts(
+    records: Mapping[str, RecordKind], region: str, view: StateView, groups: ParallelGroups
+) -> list[Shard]:
+    """Parts of one region over all its writers, of those of the records that this rank's regions hold."""
+    local = ((view.operators[name], kind) for name, kind in records.items() if name in view.operators)
+    pieces: list[RecordPiece[tuple[str, RecordKind]]] = [
+        RecordPiece(record=(op.name, kind), piece=piece, nbytes_per_element=view.bytes_per_element(piece.fqn, kind))
+        for op, kind in local
+        if op.holders == region
+        for piece in op.slices
+    ]
+    return [
+        Shard(operator=p.record[0], kind=p.record[1], piece=p.piece, writer=p.writer)
+        for p in assign_writers(pieces, _ranks(region, groups))
+    ]
+
+
+# -- partial plans
+
+
+def _stable_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
+    """By file: experts cut as always; in the durable one all of the dense part, before them."""
+    found: list[Parts] = []
+    for audience in step.audiences:
+        names = list(step.files[audience])
+        parts: Parts = {region: [] for region in REGIONS}
+        if audience == "durable":
+            loads = expert_loads(view, groups, names)
+            parts = {region: _dense_parts(region, view, groups, loads) for region in REGIONS}
+        for operator in (view.operators[name] for name in names if name in view.operators):
+            if operator.expert_idx is not None:
+                holders = _ranks(operator.holders, groups)
+                parts[operator.holders] += _cut(operator, view, holders, turn=operator.expert_idx)
+        found.append(parts)
+    return found
+
+
+def _dense_parts(region: str, view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> list[Shard]:
+    """Of everything that is not an expert, beside `loads` that ranks write already."""
+    operators = [op for op in view.operators if op.kind != "expert" and op.holders == region]
+    pieces = [piece for op in operators for piece in _pieces(op, view)]
+    return [
+        Shard(operator=each.record, kind=RecordKind.FULL, piece=each.piece, writer=each.writer)
+        for each in assign_adaptively(pieces, _ranks(region, groups), loads)
+    ]
+
+
+def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:
+    """Parts of one expert; `turn` decides which holder is the first, so that small pieces do not all go to one."""
+    first = turn % len(holders)
+    turned = [*holders[first:], *holders[:first]]
+    places = assign_writers(_pieces(operator, view), range(len(turned)), split_nbytes=EXPERT_SPLIT_NBYTES)
+    return [
+        Shard(operator=operator.name, kind=RecordKind.FULL, piece=each.piece, writer=turned[each.writer])
+        for each in places
+    ]
+
+
+def _pieces(operator: Operator, view: StateView) -> list[RecordPiece[str]]:
+    return [
+        RecordPiece(
+            record=operator.name,
+            piece=piece,
+            nbytes_per_element=view.bytes_per_element(piece.fqn, RecordKind.FULL),
+        )
+        for piece in operator.slices
+    ]
+
+
+def _holders(expert: Operator, groups: ParallelGroups, position: int) -> list[int]:
+    """Ranks that hold an expert at an expert-parallel position, ascending."""
+    if expert.holders == "world":
+        return groups.ranks("world")
+    return list(range(position, groups.world_size, groups.ep_size))
+
+
+def _ranks(region: str, groups: ParallelGroups) -> list[int]:
+    return groups.ranks("expert_data" if region == "expert_data" else "world")
+
+
+def _num_holders(operator: Operator, groups: ParallelGroups) -> int:
+    return groups.dp_size if operator.holders == "expert_data" else groups.world_size

@@ -1,0 +1,390 @@
+"""Which bytes of which tensor lie where in a segment, computed alike by the writer and by every reader.
+
+A segment has three regions: records held by the whole world, records held by the ranks that share this rank's
+experts, and what belongs to this rank alone (buffers, journal). A record is cut into parts with exactly one writer
+each. Since the layout is a pure function of plan, operators and groups, a reader knows every writer's layout and can
+take a whole region from a broadcast without a description of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import Audience, all_names
+from lightning_moe_ckpt.snapshot._averages import Averages
+from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
+from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, TensorSpec, dtype_code
+from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
+
+REGIONS = ("world", "expert_data")
+JOURNAL = "journal"
+PRESENT = "present"
+PARAM = "param"
+
+SEGMENT_METADATA = {"format": "lightning-moe-ckpt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A piece of one record, written by one rank."""
+
+    operator: str
+    kind: RecordKind
+    piece: ParamSlice
+    writer: int
+
+    prefix: str = field(init=False, compare=False)
+    """Start of the names of this part's tensors, in global coordinates."""
+
+    def __post_init__(self) -> None:
+        piece = self.piece
+        object.__setattr__(self, "prefix", f"{self.kind.value}/{piece.fqn}/{piece.global_start}+{piece.numel}")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a part."""
+
+    part: Shard
+    key: str
+    """`param`, `present`, or a key of the optimizer's state."""
+    dtype: torch.dtype
+    per_element: bool
+    name: str = field(init=False, compare=False)
+    """In the segment's header."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.part.prefix}/{self.key}")
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype in the segment."""
+        return TensorSpec(self.name, self.dtype, (self.part.piece.numel,) if self.per_element else (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlace:
+    """Where the gradient of a part of an expert is kept."""
+
+    part: Shard
+    offset: int
+    """From the end of the segment."""
+
+
+class StateView:
+    """Live parameters, buffers and optimizer state by name, and the fields that records of them have.
+
+    Args:
+        module: holds the parameters and buffers.
+        operators: what was found in it.
+        schema: the optimizer's state.
+        compute_dtypes: precision of COMPUTE by parameter; a parameter not named keeps its own.
+        averages: running averages of the module; that of a parameter belongs to its operator.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        operators: OperatorSet,
+        schema: StateSchema,
+        compute_dtypes: Mapping[str, torch.dtype],
+        averages: Averages | None = None,
+    ) -> None:
+        self.module, self.operators, self.schema = module, operators, schema
+        self.params = dict(module.named_parameters())
+        self.averages = averages if averages is not None else Averages([], consumed=False)
+        # By owner, since a module may replace a buffer (`self.count = self.count + 1`) rather than change it in place.
+        self._buffer_owners = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in module.named_buffers()
+        } | self.averages.buffer_owners()
+        self.compute_dtypes = dict(compute_dtypes)
+        self.gradient_dtype: torch.dtype | None = None
+        """As what gradients of experts are kept behind segments; `None` if they are not."""
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """Persistent or not, in the order of the modules."""
+        return tuple(self._buffer_owners)
+
+    def buffer(self, name: str) -> Tensor | None:
+        """The live tensor; `None` if the module has dropped it."""
+        owner, key = self._buffer_owners[name]
+        value = getattr(owner, key, None)
+        return value if isinstance(value, Tensor) else None
+
+    def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
+        """The same live state, cut into other operators and stored at other precisions."""
+        return self._like(operators, compute_dtypes, self.averages)
+
+    def assuming(self, *, averages_consumed: bool) -> StateView:
+        """The same live state under a plan whose maker did, or did not, run forward on averages."""
+        averages = self.averages.assuming(consumed=averages_consumed)
+        return self._like(self.operators, self.compute_dtypes, averages)
+
+    def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
+        view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
+        view.gradient_dtype = self.gradient_dtype
+        return view
+
+    def keeps_gradient(self, fqn: str) -> bool:
+        """Whether the gradient of a parameter would be of use: Adam steps it, in the precision in which steps are repeated."""
+        param = self.params[fqn]
+        return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
+
+    def fields(self, part: Shard) -> Iterator[Field]:
+        """Tensors of one part, in the order in which they are stored."""
+        fqn = part.piece.fqn
+        param = self.params[fqn]
+        if part.kind is RecordKind.COMPUTE:
+            yield Field(part, PARAM, self.compute_dtypes.get(fqn, param.dtype), per_element=True)
+            for key, average in self.averages.consumed_of(fqn).items():
+                yield Field(part, key, self.compute_dtypes.get(fqn, average.dtype), per_element=True)
+            return
+        yield Field(part, PRESENT, torch.uint8, per_element=False)
+        yield Field(part, PARAM, param.dtype, per_element=True)
+        for entry in self.schema.entries(param):
+            yield Field(part, entry.key, entry.dtype, per_element=entry.per_element)
+        for key, average in self.averages.of(fqn).items():
+            yield Field(part, key, average.dtype, per_element=True)
+
+    def is_state(self, field: Field) -> bool:
+        """Whether a field is part of the optimizer's state, of which there may be none yet."""
+        return field.key not in (PARAM, PRESENT) and field.key not in self.averages.names
+
+    def states(self, fqns: Iterable[str]) -> list[Tensor]:
+        """What there is of these parameters beside themselves: optimizer state, and averages."""
+        return [
+            tensor
+            for fqn in fqns
+            for tensor in (*self.schema.tensors(self.params[fqn]), *self.averages.of(fqn).values())
+        ]
+
+    def base(self, field: Field) -> Tensor | None:
+        """The parameter, average or state tensor a field is a slice of."""
+        param = self.params[field.part.piece.fqn]
+        if field.key in self.averages.names:
+            return self.averages.of(field.part.piece.fqn)[field.key]
+        return param if field.key == PARAM else self.schema.get_state(param, field.key)
+
+    def live(self, field: Field) -> Tensor | None:
+        """The live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
+        base = self.base(field)
+        return None if base is None else self.part_of(base, field)
+
+    @staticmethod
+    def part_of(base: Tensor, field: Field) -> Tensor:
+        """The slice of `base` that a field is, flat."""
+        flat = base.detach().view(-1)
+        return flat[field.part.piece.start : field.part.piece.stop] if field.per_element else flat
+
+    def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
+        """Bytes of one record, over all its writers, without alignment."""
+        return sum(s.numel * self.bytes_per_element(s.fqn, kind) for s in operator.slices)
+
+    def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
+        """Bytes that a record of `kind` takes per element of the parameter."""
+        param = self.params[fqn]
+        if kind is RecordKind.COMPUTE:
+            tensors = [param, *self.averages.consumed_of(fqn).values()]
+            return sum(self.compute_dtypes.get(fqn, each.dtype).itemsize for each in tensors)
+        state = sum(e.dtype.itemsize for e in self.schema.entries(param) if e.per_element)
+        return param.element_size() + state + sum(each.element_size() for each in self.averages.of(fqn).values())
+
+
+class FileLayout:
+    """One file of one boundary: every writer's regions, and where this rank's tensors lie.
+
+    Args:
+        parts: of every region over all its writers, in the order in which they are stored.
+        view: live state.
+        groups: who holds what.
+        journal_nbytes: capacity of the journal record; `None` for a file without what is this rank's alone.
+        audience: who takes it.
+        start: first byte of the file in the memory of its step.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Shard]],
+        view: StateView,
+        groups: ParallelGroups,
+        journal_nbytes: int | None,
+        *,
+        audience: Audience = "durable",
+        start: int = 0,
+    ) -> None:
+        self.view, self.groups, self.audience, self.start = view, groups, audience, start
+        self.parts = {region: list(parts[region]) for region in REGIONS}
+        self._fields: dict[tuple[str, int], list[Field]] = {}
+        self.own = [field for region in REGIONS for field in self.fields(region, groups.rank)]
+        local = [] if journal_nbytes is None else self._local_specs(journal_nbytes)
+        self._local = [spec.name for spec in local]
+        self.segment = SegmentLayout([*(field.spec for field in self.own), *local], metadata=SEGMENT_METADATA)
+
+    @property
+    def stop(self) -> int:
+        """Behind its last byte, in the memory of its step."""
+        return self.start + self.segment.nbytes
+
+    def bytes_in(self, slot_U8: Tensor) -> Tensor:
+        """The file in the memory of its step, without a copy."""
+        return slot_U8[self.start : self.stop]
+
+    def _local_specs(self, journal_nbytes: int) -> list[TensorSpec]:
+        """Of what is this rank's alone."""
+        buffers = {n: b for n in self.view.buffer_names if (b := self.view.buffer(n)) is not None}
+        local = [TensorSpec(f"buffer/{n}", b.dtype, tuple(b.shape)) for n, b in buffers.items()]
+        return [*local, TensorSpec(JOURNAL, torch.uint8, (journal_nbytes,))]
+
+    def fields(self, region: str, writer: int) -> list[Field]:
+        """What `writer` stores in `region`, in order."""
+        found = self._fields.get((region, writer))
+        if found is None:
+            found = self._fields[region, writer] = self._fields_of(self.parts[region], writer)
+        return found
+
+    def spans(self, region: str, writer: int) -> tuple[list[tuple[Field, int, int]], int]:
+        """Fields of one writer's region with their places in it, as (offset, bytes); and the bytes of all of it."""
+        fields = self.fields(region, writer)
+        places = SegmentLayout.places(field.spec for field in fields)
+        spans = [(field, *place) for field, place in zip(fields, places, strict=True)]
+        return spans, sum(places[-1]) if places else 0
+
+    def entries(self, buffer: Tensor) -> list[RecordEntry]:
+        """What the marker says of the records of the file in `buffer`; digests are filled in when the bytes are final."""
+        segment, is_state = self.segment, self.view.is_state
+        present = {
+            field.part.prefix: bool(segment.view(buffer, field.name).item())
+            for field in self.own
+            if field.key == PRESENT
+        }
+        found = [self._entry(each, present=not is_state(each) or present[each.part.prefix]) for each in self.own]
+        return found + [self._local_entry(name) for name in self._local]
+
+    def _fields_of(self, parts: Iterable[Shard], writer: int) -> list[Field]:
+        return [field for part in parts if part.writer == writer for field in self.view.fields(part)]
+
+    def _entry(self, field: Field, *, present: bool) -> RecordEntry:
+        part, span = field.part, self.segment.spans[field.name]
+        return RecordEntry(
+            name=field.name,
+            operator=part.operator,
+            kind=part.kind.value,
+            fqn=part.piece.fqn,
+            state_key=field.key,
+            dtype=dtype_code(field.dtype),
+            global_shape=part.piece.global_shape if field.per_element else (),
+            global_start=part.piece.global_start if field.per_element else 0,
+            numel=part.piece.numel if field.per_element else 1,
+            offset=span.offset,
+            nbytes=span.nbytes,
+            digest="",
+            present=present,
+        )
+
+    def _local_entry(self, name: str) -> RecordEntry:
+        span = self.segment.spans[name]
+        kind, _, fqn = name.partition("/")
+        return RecordEntry(
+            name=name,
+            operator="",
+            kind=kind,
+            fqn=fqn,
+            state_key="",
+            dtype=dtype_code(span.dtype),
+            global_shape=span.shape,
+            global_start=0,
+            numel=math.prod(span.shape),
+            offset=span.offset,
+            nbytes=span.nbytes,
+            digest="",
+        )
+
+
+class StepLayout:
+    """What one boundary writes on this rank: its files, one behind the other, then gradients of experts.
+
+    Args:
+        files: the durable one first.
+    """
+
+    def __init__(self, *files: FileLayout) -> None:
+        self.files = list(files)
+        self.durable, self.view, self.groups = files[0], files[0].view, files[0].groups
+        self.gradients = self._places_of_gradients()
+        """Of the experts that leave the node."""
+
+    @property
+    def files_nbytes(self) -> int:
+        """Of all files."""
+        return self.files[-1].stop
+
+    @property
+    def gradients_at(self) -> int:
+        """Offset of what lies behind the files."""
+        return aligned_gradient(self.files_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the files and what lies behind them."""
+        if not self.gradients:
+            return self.files_nbytes
+        last = self.gradients[-1]
+        assert self.view.gradient_dtype is not None
+        return self.gradients_at + last.offset + gradient_nbytes(last.part.piece.numel, self.view.gradient_dtype)
+
+    def _places_of_gradients(self) -> list[GradientPlace]:
+        dtype, view = self.view.gradient_dtype, self.view
+        places: list[GradientPlace] = []
+        if dtype is None:
+            return places
+        offset = 0
+        for part in dict.fromkeys(each.part for each in self.durable.own):
+            full = part.kind is RecordKind.FULL and view.operators[part.operator].kind == "expert"
+            if full and view.keeps_gradient(part.piece.fqn):
+                places.append(GradientPlace(part, offset))
+                offset += gradient_nbytes(part.piece.numel, dtype)
+        return places
+
+
+@dataclass(kw_only=True)
+class WindowLayout:
+    """A plan made concrete: where every byte of every step lies."""
+
+    record: PlanRecord
+    steps: list[StepLayout]
+    reserve_nbytes: int = 0
+    """Bytes of the largest step that plans after this one may have, where they differ."""
+
+    @cached_property
+    def missing(self) -> frozenset[str]:
+        """Names of operators on this rank of which the durable files have nothing: storage takes them from older ones."""
+        return frozenset(self.steps[0].view.operators.names) - self._durable
+
+    @cached_property
+    def is_incomplete(self) -> bool:
+        """Whether there are such operators on any rank; equal on all ranks."""
+        return not self._durable.issuperset(all_names(self.steps[0].view.operators))
+
+    @cached_property
+    def _durable(self) -> frozenset[str]:
+        return frozenset(name for step in self.record.plan.steps for name in step.files["durable"])
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the largest step and what lies behind it, of those still to come too."""
+        return max(self.reserve_nbytes, *(step.nbytes for step in self.steps))
+
+
+def as_memoryview(buffer_U8: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, without a copy."""
+    return memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers

@@ -1,0 +1,285 @@
+"""Filling one segment's memory from live state, step after step, at little cost to the training thread.
+
+What is copied where changes only when a tensor is replaced or the optimizer begins to keep state of a parameter. So
+the list of copies, the header and what the marker says of the records are made once per (slot of the plan, place in
+the ring) and checked for being up to date by comparing the identity of a few tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import is_
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
+from lightning_moe_ckpt.native import Copy, CopyEngine, CopyList, Ticket
+from lightning_moe_ckpt.snapshot._layout import JOURNAL, PRESENT, StepLayout, as_memoryview
+from lightning_moe_ckpt.storage import GenerationId, RecordRows
+from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord
+
+
+class BufferChanged(Exception):
+    """A buffer does not fit its record any more; never leaves the session, which turns it into a report."""
+
+
+class _Tickets(Ticket):
+    """Several lists of copies that are one to whoever waits.
+
+    Args:
+        tickets: at least one.
+    """
+
+    def __init__(self, *tickets: Ticket) -> None:
+        self._tickets = tickets
+
+    @property
+    @override
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self._tickets)
+
+    @override
+    def fence(self) -> float:
+        return sum(ticket.fence() for ticket in self._tickets)
+
+    @override
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for ticket in self._tickets:
+            ticket.wait(timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What a segment has besides records, on its way."""
+
+    journal: Journal
+    values: Arrival
+    """Of all tensors in the journal, if some may be on a device."""
+    buffers: Ticket | None
+    """Of those on a device."""
+
+
+class SegmentWriter:
+    """Fills one piece of memory with one step of a plan.
+
+    Args:
+        layout: what lies where.
+        view_U8: memory of at least the size of its files; their headers are written at once.
+        engine: copies device memory to it.
+        arrivals: brings values of journals to the host.
+    """
+
+    def __init__(
+        self, layout: StepLayout, view_U8: Tensor, engine: CopyEngine, arrivals: Arrivals | None = None
+    ) -> None:
+        self.layout, self.view, self._engine = layout, view_U8, engine
+        self._arrivals = arrivals if arrivals is not None else Arrivals()
+        self._may_wait = any(param.is_cuda for param in layout.view.params.values())
+        self._views = [file.bytes_in(view_U8) for file in layout.files]
+        """Of each file."""
+        for file, each_U8 in zip(layout.files, self._views, strict=True):
+            file.segment.write_header(each_U8)
+        self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for file in layout.files for f in file.own))
+        self._params = [layout.view.params[fqn] for fqn in self._fqns]
+        self._bases: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._owners: list[int] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._copies: CopyList | None = None
+        self._records: list[RecordRows] = []
+        """Of each file."""
+        self._versions: list[int] = []
+
+    def start(self) -> Ticket:
+        """Begin to copy every record; the sources must not change before the ticket's fence."""
+        self._refresh()
+        assert self._copies is not None
+        self._versions = versions(self._bases)
+        return self._engine.submit(self._copies)
+
+    def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
+        """Copy again what was changed in place since `start`; it may change again from here on.
+
+        Args:
+            ticket: what `start` returned.
+            everything: whether changes may have left no trace: nothing of the first copy is kept.
+
+        Returns:
+            The ticket of all copies.
+
+        Raises:
+            CheckpointError: a copy failed.
+        """
+        now = versions(self._bases)
+        if now == self._versions and not everything:
+            return ticket
+        changed = {i for i, version in enumerate(self._versions) if version != now[i]}
+        if everything:
+            # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
+            self._refresh(under_way=ticket)
+            changed = set(range(len(self._bases)))
+        again = self._engine.submit([pair for pair, i in zip(self._pairs, self._owners, strict=True) if i in changed])
+        self._engine.fence(again)
+        return _Tickets(ticket, again)
+
+    def take_local(self, journal: Journal) -> LocalState:
+        """Begin to bring this rank's buffers and the journal to the host; they may change, and be let go of, after it.
+
+        Raises:
+            BufferChanged: a buffer has another shape or dtype than when training started.
+        """
+        on_device: list[Copy] = []
+        for name in self.layout.view.buffer_names:
+            place, buffer = self._local(f"buffer/{name}"), self.layout.view.buffer(name)
+            if buffer is None or buffer.shape != place.shape or buffer.dtype != place.dtype:
+                found = "gone" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
+                raise BufferChanged(
+                    f"buffer `{name}` is {found}, was {place.dtype} {tuple(place.shape)} when this plan was made. "
+                    "Keep the shape of buffers, or register what grows as a plain attribute that is rebuilt at start"
+                )
+            if buffer.is_cuda:
+                on_device.append((buffer.detach().clone(), place))  # the next forward changes the buffer
+            else:
+                place.copy_(buffer)
+        ticket = self._engine.submit(on_device) if on_device else None
+        values: list[Tensor] = []
+        if self._may_wait:
+            journal = held(journal, values)  # by the time it is written, training may have changed what it is made of
+        return LocalState(journal, self._arrivals.start(values), ticket)
+
+    def write_local(self, local: LocalState) -> None:
+        """Put the journal into its record; waits until its values have arrived on the host.
+
+        Raises:
+            JournalOverflow: the record is too small.
+            CodecError: a value in the journal cannot be stored exactly.
+        """
+        place = self._local(JOURNAL)
+        payload = encode_journal(local.journal, place.numel(), local.values.by_identity())
+        place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def sealed(
+        self, generation: GenerationId, step: int, ticket: Ticket, step_record: StepRecord | None = None
+    ) -> SealedSegment:
+        """What the tiers need of the segment that `generation` has of boundary `step`.
+
+        Args:
+            generation: whose segment it is.
+            step: the boundary.
+            ticket: what `start` returned.
+            step_record: what led to the boundary, of the experts that leave the node.
+        """
+        files = [
+            SealedFile(
+                generation=generation,
+                rank=self.layout.groups.rank,
+                step=step,
+                audience=file.audience,
+                view=as_memoryview(view_U8),
+                records=records,
+                ticket=ticket,
+            )
+            for file, view_U8, records in zip(self.layout.files, self._views, self._records, strict=True)
+        ]
+        view = as_memoryview(self.view)[: self.layout.files_nbytes]
+        return SealedSegment(files=files, view=view, step_record=step_record)
+
+    def _local(self, name: str) -> Tensor:
+        """Where a buffer or the journal goes."""
+        return self.layout.durable.segment.view(self._views[0], name)
+
+    def _refresh(self, under_way: Ticket | None = None) -> None:
+        """Make the list of copies anew if it is out of date, once nothing writes to the segment any more."""
+        bases = [*self._params, *self.layout.view.states(self._fqns)]
+        # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
+        addresses = [base.data_ptr() for base in bases]
+        same = len(bases) == len(self._bases) and all(map(is_, bases, self._bases))
+        if self._copies is None or not same or addresses != self._addresses:
+            if under_way is not None:
+                under_way.wait()
+            self._bases, self._addresses = bases, addresses
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        layout, index = self.layout, {id(base): i for i, base in enumerate(self._bases)}
+        self._pairs, self._owners = [], []
+        for file, view_U8 in zip(layout.files, self._views, strict=True):
+            for field in file.own:
+                place = file.segment.view(view_U8, field.name)
+                if field.key == PRESENT:
+                    place.fill_(int(layout.view.schema.has_state(layout.view.params[field.part.piece.fqn])))
+                    continue
+                base = layout.view.base(field)
+                if base is not None:
+                    self._pairs.append((layout.view.part_of(base, field), place))
+                    self._owners.append(index[id(base)])
+                else:
+                    place.zero_()  # else what lay here before would differ from what a copy on another node has here
+        self._copies = self._engine.prepare(self._pairs)
+        views = zip(layout.files, self._views, strict=True)
+        self._records = [RecordRows(file.entries(view_U8)) for file, view_U8 in views]
+
+
+class BoundaryCapture:
+    """One boundary on its way into its segment.
+
+    Args:
+        writer: of the segment; begins to copy.
+        step: the boundary.
+        outcome: the journal's outcome half.
+        step_record: what led to the boundary, of the experts that leave the node.
+    """
+
+    def __init__(
+        self, writer: SegmentWriter, step: int, outcome: Journal, step_record: StepRecord | None = None
+    ) -> None:
+        self._writer, self._step, self._outcome, self._step_record = writer, step, outcome, step_record
+        self.ticket = writer.start()
+        """Of all copies so far."""
+        self._local: LocalState | None = None
+
+    def take_rest(self, start: Journal, *, disturbed: bool) -> None:
+        """The next batch begins: copy again what has changed, and take what is no record.
+
+        Args:
+            start: the journal's start half.
+            disturbed: whether sources may have changed unseen: all of them are copied again.
+
+        Raises:
+            BufferChanged: see `SegmentWriter.take_local`.
+            CheckpointError: a copy failed.
+        """
+        self.ticket = self._writer.recopy_changed(self.ticket, everything=disturbed)
+        self._local = self._writer.take_local({"outcome": self._outcome, "start": start})
+        if self._local.buffers is not None:
+            self.ticket = _Tickets(self.ticket, self._local.buffers)
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether `arrive` has something to wait for."""
+        return self._local is not None and self._local.values.is_under_way
+
+    def arrive(self) -> None:
+        """Wait until the device has come to where `take_rest` was called."""
+        assert self._local is not None
+        self._local.values.wait()
+
+    def sealed(self, generation: GenerationId) -> SealedSegment:
+        """The segment, once its values have arrived; call after `take_rest`.
+
+        Raises:
+            JournalOverflow: its journal record is too small.
+            CodecError: a value in the journal cannot be stored exactly.
+        """
+        assert self._local is not None
+        self._writer.write_local(self._local)
+        return self._writer.sealed(generation, self._step, self.ticket, self._step_record)
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Count in-place changes of tensors and of all that share their memory; changes through `.data` stay unseen."""
+    return [tensor._version for tensor in tensors]  # noqa: SLF001  # torch has no public name for it

@@ -1,0 +1,197 @@
+"""Keeps sealed segments where they are: the worker of the tier that survives the process.
+
+The bytes are in named shared memory already. What is left to do is to wait for the copies, to digest, and to put the
+statement beside the ring that a restarted process looks for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from weakref import ref
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt.native import CopyEngine
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory, unused_memory
+from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
+from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
+
+log = logging.getLogger(__name__)
+
+HOST = "host"
+"""Name of the tier."""
+
+_DENSE_GENERATIONS = 3
+"""Bytes of a ring in snapshots of everything, roughly: snapshot, persist and recovery each hold one."""
+
+_LAG = 2
+"""Boundaries that may pass until all ranks know that a generation is complete, where windows follow each other."""
+
+RING_HEADROOM = 0.25
+"""By how much segments of a later plan may exceed those of the first one."""
+
+_LAST_SECONDS = 2.0
+"""How long the end of a life is held up for what is sealed and not digested yet."""
+
+
+def claim_memory(
+    claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, keep: int = 1
+) -> RankMemory:
+    """This rank's shared memory, with what earlier lives left in it of the generation that is resumed from.
+
+    Args:
+        claim: of this life.
+        rank: this one.
+        resumed: `None` for a fresh start.
+        dense_nbytes: bytes of a snapshot of everything on this rank.
+        keep: generations that memory keeps.
+
+    Raises:
+        ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
+    """
+    for each in unused_memory(claim, rank):
+        why = (
+            "from before its log was repaired. What led to it is not known any more, and it is removed"
+            if each.here
+            else f"taken while it was stored elsewhere than at {claim.url}: that is a copy, or was moved. It is not used. To go on "
+            "from it, start the run where it was; if it was moved for good, remove the file and those whose names begin with it"
+        )
+        older = resumed is not None and each.newest < resumed
+        log.log(logging.INFO if older else logging.WARNING, "%s has %s of this run, %s", each.path, each.newest, why)
+    memory = RankMemory(claim.tag, rank, url=claim.url)
+    memory.claim(resumed, older=keep > 1, offered=claim.offered)
+    memory.saw(claim.seen)
+    # How large a ring must be exactly is known with the first plan.
+    expect_room(shared_directory(), _DENSE_GENERATIONS * dense_nbytes - memory.nbytes)
+    return memory
+
+
+class Rings:
+    """Makes the ring of one rank, and lets copies go to it fast.
+
+    Args:
+        memory: of this rank.
+        engine: copies to the ring in use.
+    """
+
+    def __init__(self, memory: RankMemory, engine: CopyEngine) -> None:
+        self._memory, self._engine = memory, engine
+        self._registered: ref[Tensor] | None = None  # holds on to nobody's memory
+
+    def make(self, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1) -> SegmentRing:
+        """A ring for windows of `window` segments of up to `slot_nbytes`.
+
+        Args:
+            slot_nbytes: of the largest segment.
+            window: segments per generation.
+            readers: tiers that read from it at their own pace.
+            back_to_back: whether the next window begins as soon as one is full.
+            keep: generations that it keeps.
+
+        Raises:
+            ConfigurationError: there is no room; the message says how many bytes are missing.
+        """
+        # Later plans order operators differently, which packs a little differently.
+        slot_nbytes += int(slot_nbytes * RING_HEADROOM)
+        lag = _LAG if back_to_back else 0
+        slots = slots_needed(window, readers=readers, lag=lag, keep=keep)
+        self._unregister()
+        return self._register(self._memory.make(slot_nbytes, slots, keep=keep))
+
+    def renew(self) -> SegmentRing:
+        """Another one of the same size, see `RankMemory.renew`. Copies to the one before must be done."""
+        self._unregister()  # which would keep its memory
+        return self._register(self._memory.renew())
+
+    def _register(self, ring: SegmentRing) -> SegmentRing:
+        self._registered = ref(ring.memory)
+        self._engine.register(ring.memory)
+        return ring
+
+    def _unregister(self) -> None:
+        before = None if self._registered is None else self._registered()
+        self._registered = None
+        if before is not None:
+            self._engine.unregister(before)
+
+
+class HostWorker(TierWorker):
+    """Publishes the generations of one rank in its own memory; takes every one.
+
+    Args:
+        memory: its ring in use when a generation begins is the one that holds it.
+        markers: makes this rank's markers.
+    """
+
+    takes_every = True
+
+    def __init__(self, memory: RankMemory, markers: Markers) -> None:
+        super().__init__(HOST, markers)
+        self._memory = memory
+        self._rings: dict[GenerationId, SegmentRing] = {}
+
+    @override
+    def begin(self, announced: Announced) -> None:
+        assert self._memory.ring is not None
+        self._rings[announced.generation] = self._memory.ring
+        super().begin(announced)
+
+    @override
+    def complete_everywhere(self, generation: GenerationId) -> None:
+        self._memory.complete_everywhere(generation)
+
+    @override
+    def stored(self, generation: GenerationId) -> None:
+        self._memory.saw(generation)
+
+    @override
+    def give_up(self, generation: GenerationId) -> None:
+        self.abandon(generation)
+        self._memory.give_up(generation)
+
+    @property
+    @override
+    def generations_kept(self) -> int | None:
+        return None if self._memory.ring is None else self._memory.ring.keep
+
+    @property
+    @override
+    def nbytes_reserved(self) -> int:
+        return self._memory.nbytes
+
+    @override
+    def unlink(self) -> None:
+        self._memory.unlink()
+
+    @override
+    def release(self, *, unlink: bool) -> None:
+        self._memory.close(unlink=unlink)
+
+    @override
+    def close(self) -> None:
+        self.drain(_LAST_SECONDS)
+        super().close()
+
+    @override
+    def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
+        return segment.digested()
+
+    @override
+    def _finish(self, job: WriteJob, marker: RankMarker) -> None:
+        self._rings[job.generation].publish(job.generation, marker)
+
+    @override
+    def _end(self, job: WriteJob) -> None:
+        self._rings.pop(job.generation, None)
+        super()._end(job)
+
+
+def log_reserved(nbytes: Mapping[str, int], journals_nbytes: int) -> None:
+    """Say how much shared memory each tier has, and how much of a ring journals take."""
+    sizes = [f"{name} {size / 2**20:.1f} MiB" for name, size in nbytes.items()]
+    log.info("shared memory: %s; of it journals %.1f MiB", ", ".join(sizes), journals_nbytes / 2**20)

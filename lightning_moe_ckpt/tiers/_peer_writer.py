@@ -1,0 +1,382 @@
+"""The peer tier's worker: copies of this rank's generations go to memory of other nodes, at the pace of the steps.
+
+It takes a generation when it is idle on all ranks: the one that begins, whose segments then travel as they are sealed,
+or the newest complete one that passed it by. Each gets as many steps as lie between two generations. Training waits for
+a transfer only where the next generation would have no slots without those that it still reads.
+
+Copies alone bring nobody back: when a node dies, those who live need the same generation in their own memory. So what
+is complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the host tier
+has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
+
+Where generations may be told by gradients (`_deltas`), one is taken while the one before is still under way: it has to
+be of the very next boundary. All ranks then know only one window later that a generation is complete everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.policies import Audience, Deltas
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers._config import SessionConfig
+from lightning_moe_ckpt.tiers._delta_chain import DeltaChain, DeltaFigures
+from lightning_moe_ckpt.tiers._domains import FailureDomain, expect_domains, this_domain
+from lightning_moe_ckpt.tiers._peer import Replication
+from lightning_moe_ckpt.tiers._peer_store import COPIES
+from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
+from lightning_moe_ckpt.tiers._placement import ReplicaPlacement, place_replicas
+from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim
+from lightning_moe_ckpt.tiers._ring import SegmentRing
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
+from lightning_moe_ckpt.tiers._survival import survival_summary
+from lightning_moe_ckpt.tiers._writer import Announced, Released, TierWorker, WriteJob
+
+log = logging.getLogger(__name__)
+
+PEER = "peer"
+"""Name of the tier that survives the death of nodes."""
+
+_GOODBYE = timedelta(seconds=5)
+"""How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerRoom:
+    """What holders of copies reserve for one rank."""
+
+    slot_nbytes: int
+    """Of its largest segment."""
+    keep: int
+    """Generations that are kept; the same for all ranks."""
+
+
+class PeerPlan(Protocol):
+    """What is sent to other nodes, and kept there."""
+
+    @property
+    def generations_kept(self) -> int:
+        """Of every rank, as far as that is known before the first plan; the same on all ranks."""
+
+    @property
+    def peer_audiences(self) -> frozenset[Audience]:
+        """Files that copies have."""
+
+    def peer_room(self) -> PeerRoom | None:
+        """What holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
+
+    def deltas(self) -> Deltas | None:
+        """Whether gradients may be sent where they lead to it; the same on all ranks. Collective."""
+
+
+class PeerWorker(TierWorker):
+    """Replicates generations of one rank.
+
+    Args:
+        replication: where to; closed with the worker.
+        markers: makes this rank's markers.
+        resumed: the generation this life began from; copies of it stay until a newer one is complete everywhere.
+        keep: generations that holders keep.
+        room: what holders reserve, once there is a plan; `None` for a slot of the ring.
+        deltas: how gradients may be sent; of use if the replication has generations ahead.
+        on_complete: see `TierWorker`.
+    """
+
+    paced = True
+
+    def __init__(
+        self,
+        replication: Replication,
+        markers: Markers,
+        *,
+        resumed: GenerationId | None = None,
+        keep: int = 1,
+        room: Callable[[], PeerRoom | None] = lambda: None,
+        deltas: Deltas | None = None,
+        on_complete: Callable[[GenerationId, float, int], None] | None = None,
+    ) -> None:
+        super().__init__(PEER, markers, on_complete=on_complete)
+        self._room = room
+        self._waited = 0.0
+        self._replication, self._keep, self._num_kept = replication, resumed, keep
+        self._sending: GenerationId | None = None
+        self._held: dict[GenerationId, Released] = {}
+        """How to give back the slots of those whose copies are complete here; see the module."""
+        self._period_steps = 1
+        self._slot_nbytes = 0
+        self._begun: GenerationId | None = None
+        self._follows = False
+        """Whether the generation begun last is of the boundary behind that of the one before."""
+        self._chain = DeltaChain(deltas or Deltas())
+        self._nbytes_before = 0
+        """Sent before the generation under way."""
+
+    # -- called from the training thread
+
+    @override
+    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:
+        """The first plan reserves memory for the copies kept here, and begins to receive.
+
+        Holders follow a later plan by themselves, when its first generation comes.
+        """
+        room = self._room()
+        self._slot_nbytes = ring.slot_nbytes if room is None else room.slot_nbytes
+        self._num_kept = self._num_kept if room is None else room.keep
+        if self._replication.started:
+            return
+        if self._keep is not None and self._keep in ring.complete:
+            ring.pin(self._keep)
+            self._held[self._keep] = ring.unpin
+        sizes = [row[0] for row in exchange.gather([self._slot_nbytes])]
+        with exchange.together():
+            self._replication.allocate(sizes, num_segments, keep=self._num_kept)
+        self._replication.start()
+        self._start_thread()
+
+    @property
+    @override
+    def idle(self) -> bool:
+        with self._changed:
+            return len(self._jobs) <= self._replication.ahead
+
+    @property
+    @override
+    def readers(self) -> int:
+        return 1 + self._replication.ahead
+
+    @property
+    @override
+    def wants_gradients(self) -> bool:
+        return self._replication.ahead and self._follows and not self._chain.given_up
+
+    @property
+    @override
+    def deltas(self) -> DeltaFigures | None:
+        return self._chain.figures if self._replication.ahead else None
+
+    @override
+    def stepped(self, period_steps: int) -> None:
+        self._period_steps = period_steps
+        self._replication.pacer.step()
+
+    @override
+    def begin(self, announced: Announced) -> None:
+        before, self._begun = self._begun, announced.generation
+        self._follows = before is not None and before.step + 1 == announced.generation.step
+        undecided = before if self._replication.ahead else None
+        self._give_back(
+            lambda held: held not in {self._keep, undecided}
+        )  # what some rank failed to replicate is of no use
+        num_segments, name = announced.num_segments, announced.generation
+        num_steps = max(num_segments, self._period_steps)
+        self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=name)
+        super().begin(announced)
+
+    @override
+    def add(self, generation: GenerationId, segment: SealedSegment) -> None:
+        self._replication.pacer.expect(segment.of(self.audiences).view.nbytes, name=generation)
+        super().add(generation, segment)
+
+    @override
+    def abandon(self, generation: GenerationId) -> None:
+        super().abandon(generation)
+        self._replication.pacer.wake()
+
+    @override
+    def stored(self, generation: GenerationId) -> None:
+        self._replication.saw(generation)
+
+    @override
+    def complete_everywhere(self, generation: GenerationId) -> None:
+        self._keep = generation  # holders hear of it with the next generation, which is when they need the room
+        self._give_back(lambda held: held < generation)
+
+    @override
+    def drain(self, timeout: float) -> bool:
+        self._replication.pacer.hurry()  # no steps come while somebody waits
+        return super().drain(timeout)
+
+    @override
+    def flush(self, timeout: float) -> None:
+        self.drain(timeout)
+
+    @property
+    @override
+    def generations_kept(self) -> int | None:
+        return self._num_kept
+
+    @property
+    @override
+    def nbytes_reserved(self) -> int:
+        return self._replication.nbytes
+
+    @override
+    def unlink(self) -> None:
+        self._replication.unlink()
+
+    @override
+    def close(self) -> None:
+        self._closing.set()
+        self._replication.pacer.wake()
+        super().close()  # what is held stays held: this life may end because another rank died, and it is for the next
+        self._replication.end(_GOODBYE.total_seconds())
+
+    @override
+    def release(self, *, unlink: bool) -> None:
+        self._replication.close(0.0, unlink=unlink)
+
+    def _give_back(self, which: Callable[[GenerationId], bool]) -> None:
+        with self._changed:
+            given = [(held, self._held.pop(held)) for held in list(self._held) if which(held)]
+        for held, on_released in given:
+            on_released(held)
+
+    # -- the thread
+
+    @override
+    def _serve(self) -> None:
+        super()._serve()
+        self._replication.stream.bye()
+
+    @override
+    def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
+        entries, stream = segment.digested(), self._replication.stream
+        if self._sending is None:
+            self._sending, self._nbytes_before = job.generation, stream.nbytes_sent
+            stream.begin(
+                job.generation,
+                keep=self._keep,
+                base=self._chain.newest if self._replication.ahead else None,
+                num_segments=job.announced.num_segments,
+                slot_nbytes=max(self._slot_nbytes, segment.view.nbytes),
+            )
+        view_U8 = torch.frombuffer(segment.view, dtype=torch.uint8)
+        if not (self._replication.ahead and self._send_delta(job, segment, view_U8)):
+            stream.send(segment.step, view_U8, lambda: self._wanted(job))
+        return entries
+
+    def _send_delta(self, job: WriteJob, segment: SealedSegment, view_U8: Tensor) -> bool:
+        """Send what leads to a segment; `False` if that cannot be done, and nothing was sent."""
+        stream, delta = self._replication.stream, self._chain.encode(segment, view_U8)
+        if delta is None or not self._chain.offered(stream.offer(segment.step, delta)):
+            return False
+        self._replication.pacer.resize(delta.payload_nbytes)
+        stream.send_delta(delta, lambda: self._wanted(job))
+        return True
+
+    @override
+    def _take_waited(self) -> float:
+        waited, self._waited = self._waited, self._replication.pacer.waited_seconds
+        return self._waited - waited
+
+    @override
+    def _finish(self, job: WriteJob, marker: RankMarker) -> None:
+        stream = self._replication.stream
+        try:
+            drift = stream.finish(marker.to_bytes(), like=self._chain.marker)
+        except NotReplicated as error:
+            if error.refused:
+                self._chain.refused(str(error))
+            raise
+        nbytes = (stream.nbytes_sent - self._nbytes_before) // len(stream.holders)
+        if self._replication.ahead:
+            self._chain.whole(marker, nbytes, drift)
+        self._sending = None
+        with self._changed:
+            if job.on_released is not None:
+                self._held[job.generation], job.on_released = job.on_released, None
+        log.info("%s is replicated to ranks %s: %.1f MiB", job.generation, stream.holders, nbytes / 2**20)
+
+    @override
+    def _end(self, job: WriteJob) -> None:
+        sending, self._sending = self._sending, None
+        self._replication.pacer.end(job.generation)
+        if sending is not None:
+            self._replication.stream.abandon()
+        super()._end(job)
+
+
+def join_peers(
+    config: SessionConfig,
+    claim: MemoryClaim,
+    markers: Markers,
+    exchange: Exchange,
+    groups: ParallelGroups,
+    *,
+    dense_nbytes: int,
+    resumed: GenerationId | None,
+    plan: PeerPlan,
+) -> list[PeerWorker]:
+    """The worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
+
+    Args:
+        config: says how many copies there are.
+        claim: of this life on memory.
+        markers: makes this rank's markers.
+        exchange: between the ranks.
+        groups: this rank's place.
+        dense_nbytes: of a snapshot of everything on this rank.
+        resumed: the generation that this life goes on from.
+        plan: what is sent and kept.
+
+    Raises:
+        ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
+    """
+    domains = _domains(config.failure_domains, exchange, groups)
+    replicas = min(1, len({each.node for each in domains}) - 1) if config.replicas == "auto" else config.replicas
+    sizes = [row[0] for row in exchange.gather([dense_nbytes])]
+    peers = [list(range(first, groups.world_size, groups.ep_size)) for first in range(groups.ep_size)]
+    placement = place_replicas(domains, peers, sizes, replicas)
+    group = groups.group("replicate")
+    if group is None or replicas == 0:
+        return []
+    with exchange.together():
+        expect_room(shared_directory(), _nbytes_on_node(placement, groups.rank))
+    if exchange.is_coordinator:
+        log.info("%s", survival_summary(placement))
+    deltas = plan.deltas()
+    replication = Replication(
+        group,
+        run_id=markers.run_id,
+        tag=claim.tag,
+        url=claim.url,
+        resumed=resumed,
+        offered=claim.offered,
+        keep=plan.generations_kept,
+        holders=placement.sent_to[groups.rank],
+        owners=placement.owners(groups.rank),
+        max_chunk=config.max_chunk,
+        ahead=deltas is not None,
+    )
+    replication.saw(claim.seen)
+    keep, room = plan.generations_kept, plan.peer_room
+    worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room, deltas=deltas)
+    worker.audiences = plan.peer_audiences
+    return [worker]
+
+
+def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:
+    """Of every rank, as each says of itself."""
+    own = this_domain()
+    with exchange.together():
+        if given is not None:
+            own = expect_domains(given, groups.world_size)[groups.rank]
+    rows = cast("list[list[str]]", exchange.gather_values([own.node, own.rack, own.host]))
+    return [FailureDomain(node=node, rack=rack, host=host) for node, rack, host in rows]
+
+
+def _nbytes_on_node(placement: ReplicaPlacement, rank: int) -> int:
+    """What all ranks of this node reserve for copies, as far as that is known before the first plan."""
+    node = placement.domains[rank].node
+    here = [each for each, domain in enumerate(placement.domains) if domain.node == node]
+    return COPIES * sum(placement.held_nbytes(each) for each in here)

@@ -1,0 +1,217 @@
+"""A sealed segment and the marker over a generation's segments, as every tier keeps them: digested once, made once.
+
+Each tier has a thread of its own. Whichever asks first computes, the others wait for it and take the same value; so a
+copy in one tier can be checked against, and mended from, a copy in any other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native import Ticket
+from lightning_moe_ckpt.policies import Audience
+from lightning_moe_ckpt.storage import (
+    BorrowedEntry,
+    GenerationId,
+    Lineage,
+    ModuleEntry,
+    ModuleLine,
+    RankMarker,
+    RecordRows,
+    SegmentEntry,
+    digest_of,
+    segment_key,
+)
+from lightning_moe_ckpt.tiers._delta import Gradients
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+_REMEMBERED = 4
+"""Markers kept for tiers that have not asked yet; a slower one has its own made again, with the same bytes."""
+_REMEMBERED_TIMES = 1000
+"""Generations that the slowest tier may be behind for that; later only the time differs, which no reader compares."""
+
+
+class StepRecord(Protocol):
+    """What the optimizer step that led to a segment has consumed."""
+
+    def gradients(self) -> Gradients | None:
+        """As they were; waits until they are copied, from any thread. `None` if they are not known for certain."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class SealedFile:
+    """A file whose bytes are final, or will be when its ticket is done."""
+
+    generation: GenerationId
+    rank: int
+    step: int
+    view: memoryview
+    """All its bytes; not written to until the generation is released."""
+    records: RecordRows
+    """What the marker says of its records, but for their digests."""
+    ticket: Ticket | None = None
+    audience: Audience = "durable"
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
+
+    def wait(self) -> None:
+        """Until its bytes are final. Raises `CheckpointError` if the copy failed."""
+        if self.ticket is not None:
+            self.ticket.wait()
+
+    def digest(self) -> None:
+        """As `digested`, for a thread of its own: what goes wrong is raised by the next `digested`."""
+        with suppress(CheckpointError):
+            self.digested()
+
+    def digested(self) -> SegmentEntry:
+        """What the marker says of it; the first call waits for the copy and digests, from any thread.
+
+        Raises:
+            CheckpointError: the copy failed.
+        """
+        with self._lock:
+            if self._entry is None:
+                self._entry = self._digest()
+            return self._entry
+
+    def _digest(self) -> SegmentEntry:
+        self.wait()
+        return SegmentEntry(
+            step=self.step,
+            key=segment_key(self.generation, self.rank, self.step, self.audience),
+            nbytes=self.view.nbytes,
+            digest=digest_of(self.view),
+            records=self.records.with_digests(self.records.digests(self.view)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class SealedSegment:
+    """What one boundary has written: files one behind the other, the durable one first."""
+
+    files: Sequence[SealedFile]
+    view: memoryview
+    """Their bytes, all together."""
+    step_record: StepRecord | None = None
+    """From which the durable file can be rebuilt by who has that of the boundary before."""
+
+    @classmethod
+    def of_file(cls, file: SealedFile) -> SealedSegment:
+        """A boundary that has written one file."""
+        return cls(files=[file], view=file.view)
+
+    @property
+    def generation(self) -> GenerationId:
+        """Whose it is."""
+        return self.files[0].generation
+
+    @property
+    def step(self) -> int:
+        """The boundary."""
+        return self.files[0].step
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """Of all copies."""
+        return self.files[0].ticket
+
+    def of(self, audiences: Collection[Audience]) -> SealedSegment:
+        """The part that a tier takes; the durable file, or all."""
+        files = [each for each in self.files if each.audience in audiences]
+        return replace(self, files=files, view=self.view[: sum(each.view.nbytes for each in files)])
+
+    def digested(self) -> list[SegmentEntry]:
+        """What the marker says of its files; see `SealedFile.digested`."""
+        return [each.digested() for each in self.files]
+
+
+class Markers:
+    """Makes the markers of one rank.
+
+    Args:
+        run_id: of the run in storage.
+        rank: this rank; rank 0 is the coordinator, which commits and deletes.
+        world_size: ranks whose markers a commit needs.
+        policy: what the markers say of the policy, the same on all ranks; JSON values.
+        module: what the marker of rank 0 says of the module.
+        lineage: what it says of this life's past.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        rank: int,
+        world_size: int,
+        policy: Mapping[str, object] | None = None,
+        module: ModuleEntry | None = None,
+        lineage: Lineage | None = None,
+    ) -> None:
+        self.run_id, self.rank, self.world_size = run_id, rank, world_size
+        self._policy = dict(policy or {})
+        self._lineage = lineage
+        self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
+        self._lock = threading.Lock()
+        self._made: dict[tuple[GenerationId, int, bool], RankMarker] = {}
+        """By generation, files, and whether they refer to others: tiers that hold the same have the same marker."""
+        self._times: dict[GenerationId, int] = {}
+
+    def of(
+        self,
+        generation: GenerationId,
+        entries: Sequence[SegmentEntry],
+        *,
+        plan_hash: str,
+        plan_json: str,
+        borrowed: Sequence[BorrowedEntry] = (),
+        spares: Sequence[BorrowedEntry] = (),
+    ) -> RankMarker:
+        """The marker of a generation whose segments are all digested; from any thread.
+
+        Args:
+            generation: its name.
+            entries: of all its segments, in any order.
+            plan_hash: equal on all ranks, or the commit fails.
+            plan_json: kept as `plan` in the marker's policy.
+            borrowed: what older generations hold of this rank's part.
+            spares: what they hold besides, for what turns out bad.
+        """
+        segments = tuple(sorted(entries, key=lambda entry: entry.step))  # files of one step stay as they lie
+        with self._lock:
+            key = generation, len(segments), bool(borrowed or spares)
+            known = self._made.get(key)
+            if known is not None and [e.digest for e in known.segments] == [e.digest for e in segments]:
+                return known
+            marker = RankMarker(
+                run_id=self.run_id,
+                rank=self.rank,
+                world_size=self.world_size,
+                generation=generation,
+                plan_hash=plan_hash,
+                segments=segments,
+                policy={**self._policy, "plan": plan_json},
+                module=self._module,
+                unix_time=self._times.setdefault(generation, int(time.time())),
+                borrowed=tuple(borrowed),
+                spares=tuple(spares),
+                lineage=self._lineage,
+            )
+            self._made[key] = marker
+            _forget(self._made, _REMEMBERED)
+            _forget(self._times, _REMEMBERED_TIMES)
+            return marker
+
+
+def _forget(remembered: dict[K, T], limit: int) -> None:
+    """Leave the `limit` newest entries."""
+    for oldest in list(remembered)[:-limit]:
+        del remembered[oldest]

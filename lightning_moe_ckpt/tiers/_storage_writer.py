@@ -1,0 +1,230 @@
+"""Makes generations durable while training goes on: the worker of the tier that survives everything.
+
+Wait for the copy, digest every record and the whole file, store. After a generation's last segment comes this rank's
+marker; on the coordinator then the commit over all ranks, and retention. Complete means committed on the coordinator,
+and "my part is stored" elsewhere.
+
+Invariant: a marker is stored only after every segment it names, a commit only after every marker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable
+from datetime import timedelta
+from typing import Protocol
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt
+from lightning_moe_ckpt.operators import Operator
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RankMarker,
+    Retention,
+    SegmentEntry,
+    carry_forward,
+    carry_spares,
+    full_records,
+)
+from lightning_moe_ckpt.tiers._config import SessionConfig
+from lightning_moe_ckpt.tiers._scrubber import Scrubber
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
+from lightning_moe_ckpt.tiers._writer import Base, References, TierWorker, WriteJob
+
+log = logging.getLogger(__name__)
+
+STORAGE = "storage"
+"""Name of the tier."""
+
+
+_BASES = 4
+"""Generations of which markers are kept; what ranks have agreed on is one of the two newest."""
+
+
+class GenerationSink(Protocol):
+    """What the worker needs of a run's storage; `RunStore` is one. Called from the worker's thread, but for `close`."""
+
+    def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
+        """Store a segment; durable when its key is returned, and `view` is not read any more."""
+
+    def put_marker(self, marker: RankMarker) -> None:
+        """State that all segments of `marker` are durable."""
+
+    def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> object:
+        """Wait for the markers of all ranks, or until `cancelled`, and make the generation visible. Coordinator only."""
+
+    def retain(self, retention: Retention) -> object:
+        """Delete what `retention` does not keep. Coordinator only."""
+
+    def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a stored segment; from any thread. Raises `Corrupt` or `StorageError`."""
+
+    def close(self) -> None:
+        """Interrupt the call under way, from another thread: it fails soon and leaves nothing half written."""
+
+
+def join_storage(
+    store: GenerationSink,
+    markers: Markers,
+    config: SessionConfig,
+    in_turns: Iterable[Operator],
+    *,
+    on_commit: Callable[[GenerationId], None],
+) -> PersistWorker:
+    """The worker of one life.
+
+    Args:
+        store: where to.
+        markers: makes this rank's markers.
+        config: what stays, and how long a commit may take.
+        in_turns: operators of this rank that generations take in turns, if any.
+        on_commit: called with each generation that this rank, the coordinator, has committed.
+    """
+    return PersistWorker(
+        store,
+        markers,
+        retention=config.retention,
+        commit_timeout=config.commit_timeout,
+        twofold=[operator.name for operator in in_turns if operator.kind == "expert"],
+        on_complete=(lambda generation, *_: on_commit(generation)) if markers.rank == 0 else None,
+    )
+
+
+class PersistWorker(TierWorker):
+    """Takes sealed segments of one rank and makes their generations durable.
+
+    A generation with only some of the operators borrows the others: its markers say in which older files they are. If
+    those turn out to be gone, `lost_base` says so, and the next generation must be whole. Where experts are taken in turns,
+    markers also say where the copy before the newest one of each is.
+
+    Args:
+        store: where to.
+        markers: makes this rank's markers.
+        retention: which committed generations stay.
+        on_complete: see `TierWorker`.
+        commit_timeout: how long the coordinator waits for the other ranks.
+        twofold: names of operators on this rank of which two copies stay.
+    """
+
+    borrows = True
+    audiences = frozenset({"durable"})
+
+    def __init__(
+        self,
+        store: GenerationSink,
+        markers: Markers,
+        *,
+        retention: Retention,
+        on_complete: Callable[[GenerationId, float, int], None] | None = None,
+        commit_timeout: timedelta = timedelta(minutes=2),
+        twofold: Collection[str] = (),
+    ) -> None:
+        super().__init__(STORAGE, markers, on_complete=on_complete)
+        self._store, self._rank = store, markers.rank
+        self._retention = retention
+        self._commit_timeout, self._twofold = commit_timeout, frozenset(twofold)
+        self._bases: dict[GenerationId, RankMarker] = {}
+        """This rank's markers of the newest generations that it stored: later ones take from them what they lack."""
+        self._agreed: GenerationId | None = None
+        """The newest of them that is known to be committed."""
+
+    def build_on(self, marker: RankMarker) -> None:
+        """A committed generation of an earlier life, of which `marker` is this rank's; later ones may be built on it."""
+        self._bases[marker.generation] = marker
+        self._agreed = marker.generation
+
+    @override
+    def complete_everywhere(self, generation: GenerationId) -> None:
+        self._agreed = generation
+
+    def scrub(self) -> Scrubber:
+        """Begin to read again what this rank's newest generation names of older ones."""
+        scrubber = Scrubber(self._store, lambda: self.newest_marker)
+        scrubber.start()
+        return scrubber
+
+    @property
+    def newest_marker(self) -> RankMarker | None:
+        """Of the newest generation that this rank stored, or may build on; from any thread."""
+        bases = list(self._bases.items())
+        return max(bases, key=lambda each: each[0])[1] if bases else None
+
+    def marker_of(self, generation: GenerationId) -> RankMarker | None:
+        """This rank's marker of one of the newest generations that it knows to be stored; from any thread."""
+        return self._bases.get(generation)
+
+    @override
+    def give_up(self, generation: GenerationId) -> None:
+        self.abandon(generation)  # the coordinator may be waiting for a marker that never comes
+
+    @override
+    def _interrupt(self) -> None:
+        self._store.close()
+
+    @override
+    def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
+        (file,) = segment.files
+        file.wait()
+        digests = threading.Thread(target=file.digest, name="moe-ckpt-digest", daemon=True)
+        digests.start()  # beside the write, which takes as long or longer: neither holds the interpreter lock
+        try:
+            self._store.put_segment(job.generation, self._rank, file.step, file.view)
+        finally:
+            digests.join()  # it reads the segment's memory, which is given back after this
+        return segment.digested()
+
+    @override
+    def _references(self, job: WriteJob) -> References:
+        base = job.announced.base or Base(generation=self._agreed, missing=frozenset())
+        marker = None if base.generation is None else self._bases.get(base.generation)
+        if marker is None:
+            if base.missing:
+                self.lost_base = True
+                raise CheckpointError(
+                    "it has only some experts, and storage has no whole generation of this run to take the others from."
+                )
+            return References()
+        if len(marker.steps) != 1 or not (base.missing or self._twofold):
+            return References()  # of a window of several steps, which holds no states of one step
+        bad = job.announced.bad
+        borrowed = carry_forward(marker, base.missing, bad)
+        gone = {record.operator for _, record in full_records(marker)} & base.missing
+        gone -= {record.operator for each in borrowed for record in each.segment.records}
+        if gone:
+            self.lost_base = True
+            raise CheckpointError(
+                f"storage has no good copy of {', '.join(sorted(gone))}, which it was to take from there."
+            )
+        return References(borrowed, carry_spares(marker, base.missing, self._twofold - base.missing, bad))
+
+    @override
+    def _finish(self, job: WriteJob, marker: RankMarker) -> None:
+        self._release(job)  # storage has the bytes; other ranks may take long
+        self._store.put_marker(marker)
+        if self._rank == 0:
+            self._commit(job, marker)
+            self._retain(job.generation)
+        self._bases[job.generation] = marker
+        # What all ranks have may be older than many that are whole on this one: others may have failed at those.
+        agreed = {self._agreed, None if job.announced.base is None else job.announced.base.generation}
+        for oldest in sorted(self._bases.keys() - agreed)[:-_BASES]:
+            del self._bases[oldest]
+        nbytes = sum(entry.nbytes for entry in job.entries)
+        log.info("%s is durable: %.1f MiB, read and written in %.2f s", job.generation, nbytes / 2**20, job.seconds)
+
+    def _commit(self, job: WriteJob, marker: RankMarker) -> None:
+        try:
+            self._store.commit(marker, timeout=self._commit_timeout, cancelled=lambda: not self._wanted(job))
+        except Corrupt:
+            # What the next one would borrow is what this one has borrowed: it would be refused for the same reason.
+            self.lost_base = job.announced.base is not None
+            raise
+
+    def _retain(self, generation: GenerationId) -> None:
+        """Deleting can fail without harm to what was just committed; the next time goes on where this one stopped."""
+        try:
+            self._store.retain(self._retention)
+        except CheckpointError as error:
+            self._note(generation, f"committed, but older ones could not be deleted: {error}", error)
