@@ -42,7 +42,7 @@ from lightning_moe_ckpt.tiers import STORAGE as STORAGE_TIER
 
 log = logging.getLogger(__name__)
 
-LEVEL_OF_TIER = {HOST: MEMORY, STORAGE_TIER: STORAGE}
+LEVEL_OF_TIER: dict[str, str] = {HOST: MEMORY, STORAGE_TIER: STORAGE}
 """Whose completion the ledger follows; copies on other nodes of all that memory has come and go with it."""
 
 

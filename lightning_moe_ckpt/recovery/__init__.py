@@ -17,7 +17,6 @@ from lightning_moe_ckpt.recovery._index import Replicas as Replicas
 from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Inventory as Inventory
 from lightning_moe_ckpt.recovery._inventory import Replica as Replica
-from lightning_moe_ckpt.recovery._inventory import SourceName as SourceName
 from lightning_moe_ckpt.recovery._inventory import Stock as Stock
 from lightning_moe_ckpt.recovery._inventory import Version as Version
 from lightning_moe_ckpt.recovery._inventory import memory_of as memory_of

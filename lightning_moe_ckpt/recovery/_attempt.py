@@ -33,31 +33,19 @@ import torch
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE, Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._carriage import Transfer, read_local
 from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, newest_whole
-from lightning_moe_ckpt.recovery._inventory import (
-    STORAGE_TIER,
-    Inventory,
-    Replica,
-    SourceName,
-    Version,
-    is_partial,
-    plain_versions,
-    version_of,
-)
+from lightning_moe_ckpt.recovery._inventory import Inventory, Replica, Version, is_partial, plain_versions, version_of
 from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds, Transport
 from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
+from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName
 
 log = logging.getLogger(__name__)
 
-HOST: SourceName = "host"
-PEER: SourceName = "peer"
-STORAGE: SourceName = "storage"
-
 LedgerLevel = Literal["host", "peer", "memory", "storage"]
 
-LEVELS: Mapping[LedgerLevel, Collection[SourceName]] = {
+LEVELS: Mapping[LedgerLevel, Collection[TierName]] = {
     "host": [HOST],
     "peer": [PEER],
     "memory": [HOST, PEER],
@@ -278,7 +266,7 @@ class RestoreAttempt:
         lent = {each.generation: each for each in self._inventory.in_storage}
         for borrowed in (*marker.borrowed, *marker.spares):
             owner = lent.get(borrowed.generation, Version(borrowed.generation, ""))
-            self._index.add(owner, borrowed.segment, [Replica(STORAGE, "", STORAGE_TIER, (rank,), owner)])
+            self._index.add(owner, borrowed.segment, [Replica(STORAGE, "", STORAGE, (rank,), owner)])
 
     # -- agreement
 

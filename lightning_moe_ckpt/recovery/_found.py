@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.recovery._attempt import Restored, RestorePlan
-from lightning_moe_ckpt.recovery._inventory import SourceName
 from lightning_moe_ckpt.snapshot import JOURNAL, SEGMENT_METADATA, PlanRecord
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry, SegmentLayout, TensorSpec, dtype_of
+from lightning_moe_ckpt.tiers import TierName
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class RestoreSource:
     segments: list[Tensor]
     """One uint8 tensor per step, laid out as `layouts` says."""
     layouts: list[SegmentLayout]
-    nbytes: Mapping[SourceName, int]
+    nbytes: Mapping[TierName, int]
     """Bytes of this rank, by where they were read."""
     committed: bool
     """Whether it is in storage; if not, it is in memory only."""
@@ -87,7 +87,7 @@ class RestoreSource:
     @classmethod
     def of(cls, part: Restored, tokens: Mapping[GenerationId, Tensor], *, committed: bool) -> RestoreSource:
         """What was put together."""
-        nbytes = Counter[SourceName]()
+        nbytes = Counter[TierName]()
         for copy, count in part.nbytes.items():
             nbytes[copy.source] += count
         return cls(

@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.recovery._assembly import Place
-from lightning_moe_ckpt.recovery._inventory import STORAGE_TIER, Replica, Version
+from lightning_moe_ckpt.recovery._inventory import Replica, Version
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry
+from lightning_moe_ckpt.tiers import CHEAPEST, STORAGE
 
 FULL, PARAM = "full", "param"
 """Kind and state key in markers: of whole states, and of the parameter itself."""
-
-_CHEAPEST = ("host", "peer", "storage")
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class RecordIndex:
             replicas = records.setdefault(record.name, Replicas(record))
             if (replicas.record.digest, replicas.record.nbytes) == (record.digest, record.nbytes):
                 replicas.places += [Place(copy, entry, record.offset) for copy in copies]
-                replicas.places.sort(key=lambda place: _CHEAPEST.index(place.copy.source))
+                replicas.places.sort(key=lambda place: CHEAPEST.index(place.copy.source))
 
     @property
     def operators(self) -> list[str]:
@@ -108,7 +107,7 @@ def stored_index(marker: RankMarker, older: Iterable[BorrowedEntry] | None = Non
     files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
     for generation, entry in files:
         version = Version(generation, "")
-        index.add(version, entry, [Replica("storage", "", STORAGE_TIER, (marker.rank,), version)])
+        index.add(version, entry, [Replica("storage", "", STORAGE, (marker.rank,), version)])
     return index
 
 

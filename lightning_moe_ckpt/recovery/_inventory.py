@@ -13,17 +13,13 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.tiers import STORAGE, TierName
 
 T = TypeVar("T")
 
-SourceName = Literal["host", "peer", "storage"]
-"""Where a rank's bytes come from, cheapest first: memory of its own node, memory of another, commits in storage."""
-
-STORAGE_TIER = "object"
-"""Name of the tier over commits."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -84,7 +80,7 @@ class Stock:
 class Replica:
     """One copy of one rank's part of a version, as seen by that rank."""
 
-    source: SourceName
+    source: TierName
     memory: str
     """Whose memory, as in `Stock`; empty for storage."""
     tier: str
@@ -172,7 +168,7 @@ class Inventory:
             for (memory, tier), ranks in found.items()
             if memory != own
         ]
-        storage = [Replica("storage", "", STORAGE_TIER, (owner,), version)] if version in self.in_storage else []
+        storage = [Replica("storage", "", STORAGE, (owner,), version)] if version in self.in_storage else []
         return [*host, *_rotated(peers, owner), *storage]
 
     def _in_memory(self, version: Version, owner: int) -> dict[tuple[str, str], list[int]]:

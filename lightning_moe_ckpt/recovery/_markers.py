@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._assembly import UNREADABLE, described
-from lightning_moe_ckpt.recovery._inventory import Item, Replica, SourceName, Version, is_partial
+from lightning_moe_ckpt.recovery._inventory import Item, Replica, Version, is_partial
 from lightning_moe_ckpt.recovery._reader import Reader
 from lightning_moe_ckpt.recovery._rounds import Rounds
 from lightning_moe_ckpt.recovery._schedule import FetchRequest
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
+from lightning_moe_ckpt.tiers import TierName
 
 log = logging.getLogger(__name__)
 
-Which = tuple[Version, SourceName | None]
+Which = tuple[Version, TierName | None]
 """A version, and the kind of copies whose marker is wanted, where they may hold different files."""
 
 

@@ -4,8 +4,13 @@ All tiers have the same short contract (`Tier`). Recovery asks them in order of 
 """
 
 from lightning_moe_ckpt.tiers._config import SessionConfig as SessionConfig
+from lightning_moe_ckpt.tiers._contract import CHEAPEST as CHEAPEST
+from lightning_moe_ckpt.tiers._contract import HOST as HOST
+from lightning_moe_ckpt.tiers._contract import PEER as PEER
+from lightning_moe_ckpt.tiers._contract import STORAGE as STORAGE
 from lightning_moe_ckpt.tiers._contract import Holding as Holding
 from lightning_moe_ckpt.tiers._contract import Tier as Tier
+from lightning_moe_ckpt.tiers._contract import TierName as TierName
 from lightning_moe_ckpt.tiers._delta import Baseline as Baseline
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder as DeltaDecoder
 from lightning_moe_ckpt.tiers._delta import EncodedDelta as EncodedDelta
@@ -20,7 +25,6 @@ from lightning_moe_ckpt.tiers._domains import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._domains import expect_domains as expect_domains
 from lightning_moe_ckpt.tiers._domains import this_domain as this_domain
 from lightning_moe_ckpt.tiers._host import HostTier as HostTier
-from lightning_moe_ckpt.tiers._host_writer import HOST as HOST
 from lightning_moe_ckpt.tiers._host_writer import RING_HEADROOM as RING_HEADROOM
 from lightning_moe_ckpt.tiers._host_writer import HostWorker as HostWorker
 from lightning_moe_ckpt.tiers._host_writer import Rings as Rings
@@ -32,7 +36,6 @@ from lightning_moe_ckpt.tiers._peer import DEFAULT_MAX_CHUNK as DEFAULT_MAX_CHUN
 from lightning_moe_ckpt.tiers._peer import Replication as Replication
 from lightning_moe_ckpt.tiers._peer_store import COPIES as COPIES
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated as NotReplicated
-from lightning_moe_ckpt.tiers._peer_writer import PEER as PEER
 from lightning_moe_ckpt.tiers._peer_writer import PeerRoom as PeerRoom
 from lightning_moe_ckpt.tiers._peer_writer import join_peers as join_peers
 from lightning_moe_ckpt.tiers._placement import ReplicaPlacement as ReplicaPlacement
@@ -54,7 +57,6 @@ from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
 from lightning_moe_ckpt.tiers._shm import unlink_shared_file as unlink_shared_file
 from lightning_moe_ckpt.tiers._skips import Misses as Misses
 from lightning_moe_ckpt.tiers._skips import SkipCounter as SkipCounter
-from lightning_moe_ckpt.tiers._storage_writer import STORAGE as STORAGE
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker as PersistWorker
 from lightning_moe_ckpt.tiers._storage_writer import join_storage as join_storage
 from lightning_moe_ckpt.tiers._survival import Survival as Survival

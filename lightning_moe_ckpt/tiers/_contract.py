@@ -7,9 +7,16 @@ A copy in any tier can therefore be checked against the marker of any other, and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+
+TierName = Literal["host", "peer", "storage"]
+"""Memory of the own node, memory of another one, or commits in storage."""
+HOST: TierName = "host"
+PEER: TierName = "peer"
+STORAGE: TierName = "storage"
+CHEAPEST: tuple[TierName, ...] = (HOST, PEER, STORAGE)
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
@@ -36,7 +43,7 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the tier: `host`, `peer` or `object`."""
+        """Name of the tier: `host`, `peer` or `storage`."""
 
     def holdings(self) -> list[Holding]:
         """Return every complete copy, newest first; incomplete copies and those of other runs are left out."""

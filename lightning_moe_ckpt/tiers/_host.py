@@ -14,13 +14,10 @@ from typing import TypeVar
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, RankMarker, RingHeader, SegmentEntry
-from lightning_moe_ckpt.tiers._contract import Holding
+from lightning_moe_ckpt.tiers._contract import HOST, Holding
 from lightning_moe_ckpt.tiers._names import MemoryName, marker_paths, memory_files
 from lightning_moe_ckpt.tiers._ring import read_header
 from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, read_shared, shared_directory
-
-HOST = "host"
-"""Name of the tier."""
 
 T = TypeVar("T")
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers._contract import HOST
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory, unused_memory
 from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
@@ -23,8 +24,6 @@ from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
 
 log = logging.getLogger(__name__)
 
-HOST = "host"
-"""Name of the tier."""
 
 _DENSE_GENERATIONS = 3
 """Bytes of a ring in snapshots of everything, roughly: snapshot, persist and recovery each hold one."""

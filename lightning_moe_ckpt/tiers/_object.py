@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_moe_ckpt.errors import KeyMissing
 from lightning_moe_ckpt.storage import Commit, RankMarker, RunStore, SegmentEntry
-from lightning_moe_ckpt.tiers._contract import Holding
+from lightning_moe_ckpt.tiers._contract import STORAGE, Holding
 
 
 class ObjectTier:
@@ -23,8 +23,8 @@ class ObjectTier:
 
     @property
     def name(self) -> str:
-        """Always `object`."""
-        return "object"
+        """Always `storage`."""
+        return STORAGE
 
     def holdings(self) -> list[Holding]:
         """Return one copy per rank and commit, newest first. No bytes are read, and a rank's share of them is not known."""

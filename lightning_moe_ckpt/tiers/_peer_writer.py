@@ -29,6 +29,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Deltas
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers._config import SessionConfig
+from lightning_moe_ckpt.tiers._contract import PEER
 from lightning_moe_ckpt.tiers._delta_chain import DeltaChain, DeltaFigures
 from lightning_moe_ckpt.tiers._domains import FailureDomain, expect_domains, this_domain
 from lightning_moe_ckpt.tiers._peer import Replication
@@ -44,8 +45,6 @@ from lightning_moe_ckpt.tiers._writer import Announced, Released, TierWorker, Wr
 
 log = logging.getLogger(__name__)
 
-PEER = "peer"
-"""Name of the tier that survives the death of nodes."""
 
 _GOODBYE = timedelta(seconds=5)
 """How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""

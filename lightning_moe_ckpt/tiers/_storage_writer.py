@@ -29,14 +29,12 @@ from lightning_moe_ckpt.storage import (
     full_records,
 )
 from lightning_moe_ckpt.tiers._config import SessionConfig
+from lightning_moe_ckpt.tiers._contract import STORAGE
 from lightning_moe_ckpt.tiers._scrubber import Scrubber
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._writer import Base, References, TierWorker, WriteJob
 
 log = logging.getLogger(__name__)
-
-STORAGE = "storage"
-"""Name of the tier."""
 
 
 _BASES = 4

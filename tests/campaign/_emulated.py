@@ -52,7 +52,7 @@ def emulated_device(life: Attempt) -> Iterator[Emulator]:
         values.append(nbytes)
         return emulator.page_locked(nbytes)
 
-    Seam(module="lightning_moe_ckpt.session._life", attribute="create_engine", replacement=create).apply()
+    Seam(module="lightning_moe_ckpt.session._session", attribute="create_engine", replacement=create).apply()
     Seam(module="lightning_moe_ckpt.journal._arrivals", attribute="_page_locked", replacement=page_locked).apply()
     yield emulator
     used = {call: emulator.calls(call.encode()) for call in _CALLS}

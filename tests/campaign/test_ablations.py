@@ -53,15 +53,15 @@ class Ablation:
     """The run without the mechanism, where no seam but an option takes it away."""
 
 
-OUTCOME = "Life.replay_outcome"
+OUTCOME = "CheckpointSession.replay_outcome"
 ABLATIONS = {
     "norm": Ablation(
         setup=replace(SPARSE, clip=0.1),
-        seams=[Seam(module="lightning_moe_ckpt.session._life", attribute=OUTCOME, replacement=_no_norm)],
+        seams=[Seam(module="lightning_moe_ckpt.session._session", attribute=OUTCOME, replacement=_no_norm)],
     ),
     "found_inf": Ablation(
         setup=replace(SPARSE, precision="16-mixed", overflow_steps=(3, 4, 5, 6, 7)),
-        seams=[Seam(module="lightning_moe_ckpt.session._life", attribute=OUTCOME, replacement=_no_found_inf)],
+        seams=[Seam(module="lightning_moe_ckpt.session._session", attribute=OUTCOME, replacement=_no_found_inf)],
     ),
     "random_state": Ablation(
         setup=SPARSE,

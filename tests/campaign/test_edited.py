@@ -75,7 +75,9 @@ def _early(replay: Replay, step: int) -> None:
 
 _load = Replay.load
 SEAMS = {
-    "unsettled": Seam(module="lightning_moe_ckpt.session._life", attribute="Life.settle", replacement=_unsettled),
+    "unsettled": Seam(
+        module="lightning_moe_ckpt.session._session", attribute="CheckpointSession.settle", replacement=_unsettled
+    ),
     "early": Seam(module="lightning_moe_ckpt.recovery._replay", attribute="Replay.load", replacement=_early),
 }
 

@@ -10,21 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import KeyMissing
-from lightning_moe_ckpt.recovery import Assembly, Replica, Replicas, Request, SourceName, Version, Wanted, stored_index
+from lightning_moe_ckpt.recovery import Assembly, Replica, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.recovery._assembly import MAX_STREAMS, Exhausted, Place
 from lightning_moe_ckpt.recovery._index import RecordIndex, newest_whole
 from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry, digest_of
+from lightning_moe_ckpt.tiers import TierName
 
 NAMES = "abcde"
 SIZES = dict(zip(NAMES, (4096, 64, 10000, 1, 5000), strict=True))
-SOURCES: tuple[SourceName, ...] = ("host", "peer", "peer", "storage")
+SOURCES: tuple[TierName, ...] = ("host", "peer", "peer", "storage")
 
 
 def version(step: int) -> Version:
     return Version(GenerationId(step=step, epoch=1), "plan")
 
 
-def copy_of(number: int, source: SourceName, step: int = 1) -> Replica:
+def copy_of(number: int, source: TierName, step: int = 1) -> Replica:
     return Replica(source, f"m{number}", "tier", (number,), version(step))
 
 
@@ -195,7 +196,7 @@ def test_nothing_wanted_is_done_at_once() -> None:
 # -- the index
 
 
-def places(replicas: Replicas) -> list[tuple[SourceName, str]]:
+def places(replicas: Replicas) -> list[tuple[TierName, str]]:
     return [(place.copy.source, place.entry.key) for place in replicas.places]
 
 
