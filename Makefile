@@ -1,5 +1,6 @@
 # Every target makes its own environment in .venv first. Needed beforehand: make, a C++ compiler, Python 3.10 or newer.
 #   make demo   train, kill a worker, resume, compare bit by bit; writes out/demo/
+#   make quick  between two of those, a minute: lint of what changed, unit tests, 20 drawn runs that are killed
 #   make test   lint, types and every test but the long campaigns, in JOBS processes; some twelve minutes of processor time
 #   make soak   the long campaigns of kills        make bench  throughput, recovery, storage, quality after faults; an hour
 #   make wheel  with both compiled parts, into dist/; needs nvcc, and runs with the drivers that its CUDA version runs with
@@ -32,10 +33,15 @@ emulated = MOE_CKPT_EMULATED=$$($(BIN)/python tests/native/emulator/build.py --s
 SANITIZED := -p no:cacheprovider --hypothesis-profile=sanitized -k 'not forked and not other_builds' $(SANITIZED_TESTS)
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint style soak bench sanitize versions wheel clean distclean
+.PHONY: demo quick test lint style soak bench sanitize versions wheel clean distclean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
+
+QUICK := $(addprefix tests/,policies recovery session test_layering.py test_public_api.py campaign/test_configurations.py)
+quick: $(STAMP)
+	git diff --name-only --diff-filter=d HEAD -- '*.py' | xargs -r $(BIN)/ruff check --force-exclude
+	MOE_CKPT_ROWS=20 $(BIN)/pytest -q -n $(JOBS) --dist worksteal $(QUICK) $(PYTEST_ARGS)
 
 # mypy takes one core for a minute when its cache is empty, and pytest does not have two to do at every moment: side by side.
 test: style $(SERVERS)/.stamp

@@ -60,7 +60,7 @@ class CheckpointFiles:
         return self._held
 
     def dense(self) -> None:
-        """Write held files: a step has ended and every operator is active. Call on all ranks."""
+        """Stop holding files and repair damaged ones: a step has ended and every operator is active. Call on all ranks."""
         self._held = False
         if self._suspects:
             self._suspects = False

@@ -149,5 +149,5 @@ def _expected(nbytes: int) -> int:
 
 
 def _writable(view: memoryview) -> memoryview | bytearray:
-    """Return a writable copy of the bytes, which torch wraps without a warning."""
+    """Return bytes that torch wraps without a warning: a copy if `view` is read-only."""
     return bytearray(view) if view.readonly else view

@@ -322,7 +322,7 @@ class Planner:
             larger.reserve_nbytes = self._reserve_nbytes
         return larger
 
-    # -- as Succession has it
+    # -- at window boundaries
 
     def inputs(self) -> list[int]:
         """What the components that are there have to agree on."""

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from fsspec.registry import known_implementations
@@ -135,39 +136,39 @@ class Retrying:
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
         """Store an object."""
-        self._retry(lambda: self._backend.put(key, *views), sum(memoryview(view).nbytes for view in views))
+        self._retry(partial(self._backend.put, key, *views), sum(memoryview(view).nbytes for view in views))
 
     def create(self, key: str, data: bytes) -> None:
         """Store an object if the key is free."""
-        self._retry(lambda: self._backend.create(key, data))
+        self._retry(partial(self._backend.create, key, data))
 
     def get(self, key: str) -> bytes:
         """Read an object."""
-        return self._retry(lambda: self._backend.get(key))
+        return self._retry(partial(self._backend.get, key))
 
     def get_into(self, key: str, out: memoryview) -> None:
         """Fill `out`."""
-        self._retry(lambda: self._backend.get_into(key, out), out.nbytes)
+        self._retry(partial(self._backend.get_into, key, out), out.nbytes)
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` from `start` on."""
-        self._retry(lambda: self._backend.get_range(key, start, out), out.nbytes)
+        self._retry(partial(self._backend.get_range, key, start, out), out.nbytes)
 
     def list(self, prefix: str) -> list[Entry]:
         """List objects."""
-        return self._retry(lambda: self._backend.list(prefix))
+        return self._retry(partial(self._backend.list, prefix))
 
     def delete(self, key: str) -> None:
         """Remove an object."""
-        self._retry(lambda: self._backend.delete(key))
+        self._retry(partial(self._backend.delete, key))
 
     def leftovers(self, prefix: str) -> Sequence[Entry]:
         """List leftovers."""
-        return self._retry(lambda: self._backend.leftovers(prefix))
+        return self._retry(partial(self._backend.leftovers, prefix))
 
     def sweep(self, prefix: str) -> None:
         """Remove leftovers."""
-        self._retry(lambda: self._backend.sweep(prefix))
+        self._retry(partial(self._backend.sweep, prefix))
 
     def close(self) -> None:
         """Release connections and end all retries."""

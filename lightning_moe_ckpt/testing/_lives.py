@@ -175,7 +175,7 @@ def run_lives(
         most_lives: how many lives it may take until one finishes.
 
     Raises:
-        LifeFailed: a life did not end as scripted.
+        AttemptFailed: an attempt did not end as scripted.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     script = _Script(

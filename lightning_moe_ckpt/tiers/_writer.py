@@ -339,17 +339,18 @@ class TierWorker(ABC):
     def _take(self, job: WriteJob, segment: SealedSegment | None) -> None:
         if self._jobs.get(job.generation) is not job:
             return  # it ended while this segment was waiting in the queue
-        if not self._guarded(job, lambda: self._advance(job, segment)):
-            self._guarded(job, lambda: self._end(job))
-
-    def _guarded(self, job: WriteJob, action: Callable[[], None]) -> bool:
         try:
-            action()
+            self._advance(job, segment)
         except BaseException as error:  # thread entry: the session takes it from `take_failures`
             self._note(job.generation, f"not stored: {error or type(error).__name__}", error)
             log.debug("%s: %s failed", self.name, job.generation, exc_info=error)
-            return False
-        return True
+            self._end_failed(job)
+
+    def _end_failed(self, job: WriteJob) -> None:
+        try:
+            self._end(job)
+        except BaseException as error:  # noqa: BLE001  # thread entry, as above: what gives memory back may fail too
+            self._note(job.generation, f"not released: {error or type(error).__name__}", error)
 
     def _advance(self, job: WriteJob, segment: SealedSegment | None) -> None:
         if segment is None or not self._wanted(job):

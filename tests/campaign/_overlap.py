@@ -110,7 +110,7 @@ def run_overlapping(fit: Fit, overlap: Overlap, *, url: str, workdir: Path, worl
         How the first ended, and the second.
 
     Raises:
-        LifeFailed: one of them did not get to its place, or did not end.
+        AttemptFailed: one of them did not get to its place, or did not end.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     script = _Script(fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=60.0, seams=tuple(overlap.seams))
