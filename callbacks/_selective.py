@@ -32,10 +32,9 @@ class SelectiveExpertCheckpoint(CheckpointCallback):
             moves while a step computes.
         remote_budget: bytes per snapshot that each rank may send to storage, at most `local_budget`; `auto` for what
             measured bandwidth moves between two snapshots.
-        delta: send other nodes the step's gradients instead of states, for experts of the previous snapshot. `lossless`
-            rebuilds states to the last bit, or sends them whole. `bf16` takes half the bytes; replicas are approximate.
-            Needs `every_n_steps=1` and Adam or AdamW in float32 (`lossless`: plain, on a CPU). Otherwise, and with
-            `None`, states are sent whole.
+        delta: send other nodes gradients instead of states, for experts of the previous snapshot. `lossless` rebuilds
+            states to the last bit; `bf16` takes half the bytes, and replicas are approximate. Needs `every_n_steps=1` and
+            Adam or AdamW in float32 (`lossless` plain, on a CPU); otherwise, and with `None`, states are sent whole.
         resync_every: with `bf16`, generations until replicas are sent whole again; their error is logged then.
         allow_missing_experts: whether to restore the rest if every copy of some experts is bad. These experts keep the
             weights that the model starts with and have no optimizer state; a warning names them.
