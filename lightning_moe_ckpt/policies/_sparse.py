@@ -22,7 +22,7 @@ from lightning_moe_ckpt.policies._plan import Plan
 from lightning_moe_ckpt.policies._planner import PlanItem, plan_for_window, plan_window, split_nbytes
 from lightning_moe_ckpt.policies._policy import Budget, Measurement, PlanInputs, Policy
 from lightning_moe_ckpt.policies._popularity import Popularity
-from lightning_moe_ckpt.policies._positions import assign_positions, positions
+from lightning_moe_ckpt.policies._positions import all_names, assign_positions, positions
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class SparsePolicy(Policy):
 
     @override
     def refusal(self, operators: OperatorSet) -> str | None:
-        """A schedule must name every operator once."""
+        """A schedule must name every operator of all ranks once."""
         if self.schedule is None:
             return None
-        names = operators.names
+        names = all_names(operators)
         times = Counter(name for slot in self.schedule for name in slot)
         missing = [name for name in names if name not in times]
         wrong = sorted(name for name, count in times.items() if count > 1 or name not in set(names))

@@ -9,6 +9,7 @@ import pytest
 
 from campaign._campaign import AFTER_STEP, BEFORE_STEP, Campaigns
 from campaign._training import Checkpointing, Setup
+from campaign.test_mixtral import operator_names
 from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
 
 LAYOUTS = [(3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
@@ -49,6 +50,17 @@ def test_killed_on_random_ranks_the_job_ends_the_same(
     lives = campaigns.check(setup, *random_kills(setup, count, seed=10 * world_size + expert_parallel))
     assert [life.outcome for life in lives] == ["killed"] * count + ["finished"]
     assert lives[-1].steps()[0] > 1, "it did not start over"
+
+
+def test_a_schedule_names_the_operators_of_all_ranks(campaigns: Campaigns) -> None:
+    """Each rank takes those that it holds; killed in a window, the job ends the same."""
+    names = operator_names("stacked")
+    layer = next(name.partition("/expert.")[0] for name in names if "/expert." in name)
+    experts = [f"{layer}/expert.{index}" for index in range(12)]
+    dense = tuple(name for name in names if "/expert." not in name)
+    checkpointing = Checkpointing(policy="sparse", schedule=(tuple(experts[::2]), tuple(experts[1::2]), dense))
+    setup = replace(parallel_setup(3, 3), checkpointing=checkpointing)
+    campaigns.check(setup, *random_kills(setup, 1, seed=3))
 
 
 @pytest.mark.soak
