@@ -2,8 +2,6 @@
 
 Documentation of a store says what it should do; proxies, gateways and mount options decide what it does. All tests
 run under `_doctor/` below the URL, through the same code that training writes with, and remove their objects.
-
-Source: the storage study, Sec. 1.2 and 4.
 """
 
 from __future__ import annotations

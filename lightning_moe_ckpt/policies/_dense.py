@@ -18,7 +18,7 @@ from lightning_moe_ckpt.policies._positions import assign_positions, positions
 
 @dataclass(frozen=True, kw_only=True)
 class DensePolicy(PeriodicPolicy):
-    """See the module."""
+    """Everything at multiples of `every_n_steps`."""
 
     kind = "dense"
 

@@ -63,7 +63,7 @@ _SPARE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PartialPolicy(ExpertPolicy):
-    """See the module."""
+    """K experts of every layer in each generation."""
 
     k: int = 1
     """Experts per layer that go to storage; a layer with fewer gives all."""

@@ -47,7 +47,7 @@ ExpertRows = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class SelectivePolicy(ExpertPolicy):
-    """See the module."""
+    """As many experts as byte budgets allow, those with most unsaved tokens first."""
 
     local_budget: Budget = "auto"
     """Bytes of a generation that each rank may copy to host memory."""

@@ -38,7 +38,7 @@ from lightning_moe_ckpt.policies._tier_ledger import NEVER, TierLedger, counts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLedger:
-    """See the module."""
+    """Tokens of every expert: in live weights, saved by tier, and lost for good. Methods return a new ledger."""
 
     num_experts: tuple[int, ...]
     """By layer."""

@@ -14,7 +14,7 @@ For that, markers are read as far back as needed: those of every generation in m
 commit, which says where older files hold what it lacks, and a second copy of it; then those of older commits, at last
 of those that are only there for what others borrow.
 
-Sources: the design, Sec. 6; Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ
+Sources: Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ
 from that in agreeing per expert, on what every rank verified.
 """
 

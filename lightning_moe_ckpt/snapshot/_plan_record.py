@@ -15,7 +15,7 @@ from lightning_moe_ckpt.policies import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """See the module; equal on all ranks."""
+    """A plan and the facts that its layout depends on; equal on all ranks."""
 
     plan: Plan
     config: Mapping[str, Any]
