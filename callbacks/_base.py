@@ -82,7 +82,7 @@ class CheckpointCallback(Checkpoint):
             ConfigurationError: `fit` was not called yet.
         """
         if self._run is not None:
-            return self._run.life.report()
+            return self._run.session.report()
         if self._report is None:
             raise ConfigurationError("`report` has no figures before `Trainer.fit`. Read it during or after the fit.")
         return self._report
@@ -90,22 +90,22 @@ class CheckpointCallback(Checkpoint):
     @property
     def run_id(self) -> str | None:
         """Name of the run at `url`. Its files and its shared memory carry it; `None` outside of `fit`."""
-        return self._run.life.run_id if self._run is not None else None
+        return self._run.session.run_id if self._run is not None else None
 
     @property
     def memory_tag(self) -> str | None:
         """Text that all names of this run's shared memory contain; `None` outside of `fit`."""
-        return self._run.life.memory_tag if self._run is not None else None
+        return self._run.session.memory_tag if self._run is not None else None
 
     @property
     def replaying(self) -> bool:
         """Whether a resumed fit is still repeating steps that the previous process had taken."""
-        return self._run is not None and self._run.life.replaying
+        return self._run is not None and self._run.session.replaying
 
     @property
     def accounting(self) -> TokenLedger | None:
         """Saved and lost tokens of every expert; `None` outside of `fit` and under policies whose restarts are exact."""
-        figures = self._run.life.report().lost if self._run is not None else None
+        figures = self._run.session.report().lost if self._run is not None else None
         return None if figures is None else figures.accounting
 
     def wait_committed(self, timeout: float = 60.0) -> bool:
@@ -117,7 +117,7 @@ class CheckpointCallback(Checkpoint):
         Returns:
             Whether all of it became durable in time.
         """
-        return self._run is None or self._run.life.drain(timeout)
+        return self._run is None or self._run.session.drain(timeout)
 
     # -- hooks
 
@@ -216,7 +216,7 @@ class CheckpointCallback(Checkpoint):
     def _close(self, trainer: Trainer, *, keep_memory: bool = False) -> None:
         run, self._run = self._run, None
         if run is not None:
-            self._report = run.life.report()
+            self._report = run.session.report()
             run.close(keep_memory=keep_memory)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [c for c in callbacks if not isinstance(c, ReplayHooks)]  # type: ignore[attr-defined]

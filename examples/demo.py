@@ -170,7 +170,7 @@ def kill_one(tail: Tail) -> Kill:
 
 def committed_window(folder: Path) -> bool:
     """Whether something newer than the dense generation 0 is committed, so that the resume has to replay."""
-    return any(int(path.parts[-3]) > 0 for path in folder.glob("snap/*/e*/_COMMITTED"))
+    return any(int(path.parts[-3]) > 0 for path in folder.glob("snap/*/i*/_COMMITTED"))
 
 
 @contextmanager

@@ -159,7 +159,7 @@ _LS = """\
 List what is stored under URL, newest first, and say of each generation whether a restart would try it.
 
 Reads names, the log and manifests, no segments: `verify` reads those. KIND is dense if one step holds everything,
-sparse if a window of steps adds up to it, partial if it borrows experts from older ones; NEEDS says from which. Works
+sparse if a window of steps adds up to it, partial if it references experts from older ones; NEEDS says from which. Works
 while the run goes on, and writes nothing.
 
 Exit status: 0 listed, 2 there is no run or it could not be read."""
@@ -167,7 +167,7 @@ Exit status: 0 listed, 2 there is no run or it could not be read."""
 _INSPECT = """\
 Show one generation: how it was planned, which operator was captured at which step, and which rank wrote what.
 
-Reads the markers of all ranks, no segments. What a partial generation borrows is shown with the step it is of. Sizes
+Reads the markers of all ranks, no segments. What a partial generation references is shown with the step it is of. Sizes
 are without padding; `compute` is what forward and backward of replayed steps need of an operator whose full state comes
 later in the window.
 
@@ -176,14 +176,14 @@ Exit status: 0 shown, 2 there is no such generation or its markers could not be 
 _VERIFY = """\
 Read every byte of committed generations, and the log, and compare all digests.
 
-Without --step and --all: each generation that a restart would try, and what it borrows. Files stream past, so memory
+Without --step and --all: each generation that a restart would try, and what it references. Files stream past, so memory
 does not depend on their size.
 
 Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
 
 _EXPORT = """\
 Write a generation as files that other programs read; experts of all ranks are put together. Those that a partial
-generation borrows are as old as they are; the file says which.
+generation references are as old as they are; the file says which.
 
 \b
 OUT decides what is written:
@@ -205,11 +205,11 @@ _GC = """\
 Delete what nobody may restore any more, and say why; with --dry-run only say it.
 
 Without --keep-...: what the run itself has given up but not deleted, because it was killed or its storage failed:
-generations below the watermark, of lives that others took over from, never committed by lives that are over, and of
+generations below the watermark, of incarnations that others took over from, never committed by incarnations that are over, and of
 earlier runs once the newer one has more than it keeps; and what interrupted writes and uploads of those left.
 
 With --keep-...: first gives up all that none of these rules keeps, the newest always being kept. What a generation
-that stays borrows from stays with it; if the newest borrows, the last two are kept, since a save may borrow from both,
+that stays refers to stays with it; if the newest references, the last two are kept, since a save may refer to both,
 and with them the copy before the newest one of each operator that is taken in turns.
 
 Manifests and sizes say what is whole. With --verify, which reads every byte of as many of the newest as --keep-last says

@@ -57,7 +57,7 @@ class Corrupt(CheckpointError, ValueError):
 
 
 class Fenced(CheckpointError, RuntimeError):
-    """A later life of the run has opened a newer epoch; this process must not write any more."""
+    """A later incarnation of the run has begun; this process must not write any more."""
 
 
 class NoUsableGeneration(CheckpointError, RuntimeError):

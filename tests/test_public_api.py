@@ -54,7 +54,7 @@ PUBLIC: dict[str, str] = {
         plain_all_reduce restart_is_likely run_world set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
-        Backend BadCopies BorrowedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
+        Backend BadCopies ReferencedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry
         JudgedGeneration Lineage MAX_MARKER_NBYTES MemoryMarker ModuleEntry ModuleLine ObjectBackend
         Pace
         PosixBackend RING_HEADER_NBYTES RankMarker RecordEntry RecordRows RepairedLog Resume Retention Retrying RingHeader

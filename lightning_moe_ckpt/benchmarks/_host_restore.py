@@ -55,7 +55,7 @@ def made_up_rows(layout: SegmentLayout) -> RecordRows:
 
 
 GOAL = Goal("host", "from a SIGKILL to 50 MB out of host memory", 100, "ms", at_least=False)
-_RUN, _GENERATION = "bench", GenerationId(step=1, epoch=1)
+_RUN, _GENERATION = "bench", GenerationId(step=1, incarnation=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

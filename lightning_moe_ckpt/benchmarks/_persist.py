@@ -154,7 +154,7 @@ def take_pairs(
     bare = _bare(url, storage_options)
     store = RunStore.open(open_backend(f"{url}/run", storage_options=storage_options), resume="auto")
     store.candidates()
-    if store.open_epoch(None) is None:
+    if store.open_incarnation(None) is None:
         raise CheckpointError(f"another process uses {url}. Name a place for this measurement alone.")
     markers, kept = Markers(run_id=store.run_id, rank=0, world_size=1), Retention(last=_NEVER_DELETES)
     with closing(PersistWorker(store, markers, retention=kept)) as worker:

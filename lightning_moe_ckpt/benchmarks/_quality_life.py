@@ -87,7 +87,7 @@ class Scale:
     every: int = 1
     """Steps between two partial generations."""
     keep: int = 2
-    """Generations that storage keeps, besides what they borrow from."""
+    """Generations that storage keeps, besides what they refer to."""
     size: ModelSize = field(
         default_factory=lambda: ModelSize(
             num_blocks=3, model_dim=64, num_experts=12, expert_dim=128, batch_size=8, capacity_factor=2.5, balance=0.0

@@ -69,7 +69,7 @@ class Exchange:
         return all(row[0] for row in self.gather([int(flag)]))
 
     @contextmanager
-    def together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
+    def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
         """Raise on all ranks if the context fails on one rank, so that no rank waits for it. Collective.
 
         Args:
@@ -126,7 +126,7 @@ class Exchange:
 
         return wait
 
-    def told(self, action: Callable[[], object]) -> object:
+    def run_on_coordinator(self, action: Callable[[], object]) -> object:
         """Run an action on the coordinator, and return its result or raise its error on every rank. Collective."""
         value: object = None
         if self.is_coordinator:

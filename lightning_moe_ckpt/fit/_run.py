@@ -68,7 +68,7 @@ class FitSession:
         groups: ParallelGroups = _groups_of(trainer.strategy)
         schema, self._trains = StateSchema.of(self._optimizer), Trained(module, self._optimizer)
         self._num_groups = self._trains.num_groups
-        self.life = CheckpointSession(
+        self.session = CheckpointSession(
             config,
             policy=policy,
             module=module,
@@ -81,10 +81,10 @@ class FitSession:
             averages=_lightning_averages.averages_of(trainer),
             as_user=lambda start: self._trains.restore(start["trained"]),
         )
-        _warn_if_short(trainer, self.life.least_steps)
+        _warn_if_short(trainer, self.session.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
         self._batches = self._batch_log(batches, keep=policy.replays)
-        self._layers = LayerState(module, self.life.layers)
+        self._layers = LayerState(module, self.session.layers)
         self._findings = Findings(trainer, module)
         self._files = _lightning_files.CheckpointFiles(trainer)
         parts: dict[str, JournalPart] = {
@@ -103,7 +103,7 @@ class FitSession:
         self._found: float | Unread | None = None
         self._taps = _lightning.FitLoopTaps(trainer, self, resting(trainer))
         self._stops = Stops(
-            trainer, stop_grace, any_rank=self.life.any_rank, before_exit=self.life.leave_nothing_behind
+            trainer, stop_grace, any_rank=self.session.any_rank, before_exit=self.session.leave_nothing_behind
         )
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._disturbed = self._trained = self._told_to_stop = False
@@ -119,7 +119,7 @@ class FitSession:
             parts,
             self._trains,
             deterministic_dataset=deterministic,
-            layers={layer.fqn for layer in self.life.layers},
+            layers={layer.fqn for layer in self.session.layers},
         )
 
     def _batch_log(self, mode: Batches, *, keep: bool) -> BatchLog:
@@ -134,17 +134,17 @@ class FitSession:
     @property
     def clock(self) -> HookClock:
         """Clock that adds up the time of this class's hooks."""
-        return self.life.clock
+        return self.session.clock
 
     def begin(self) -> bool:
         """Open the run and return whether it was resumed from an earlier process."""
-        start = self.life.begin()
+        start = self.session.begin()
         if start is not None:
             self._recorder.resume(start)
             self._step, self._num_groups = self._trainer.global_step, self._trains.num_groups
             if not self._recorder.next_batch_begun(start):
-                self.life.waive_settling()  # hooks before the next batch have not run yet; they will run once
-        if self.life.replaying:
+                self.session.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
+        if self.session.replaying:
             self._files.hold()
         return start is not None
 
@@ -154,7 +154,7 @@ class FitSession:
         Args:
             keep_memory: see `CheckpointSession.close`.
         """
-        if not self.life.replaying:  # in replay the weights are incomplete, so that nobody may save them
+        if not self.session.replaying:  # in replay the weights are incomplete, so that nobody may save them
             self._files.remove()
         self._logs.remove()
         self._batches.remove()
@@ -164,7 +164,7 @@ class FitSession:
         self._taps.remove()
         self._note.remove()
         try:
-            self.life.close(keep_memory=keep_memory)
+            self.session.close(keep_memory=keep_memory)
         finally:
             self._stops.close()  # last, so that its time limit also covers a close that hangs
 
@@ -175,7 +175,7 @@ class FitSession:
         """Act between two epochs: all hooks of the previous one have run, `on_train_epoch_start` has not."""
         self._recorder.before_epoch()
         self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
-        self.life.freeze_again()
+        self.session.freeze_again()
         self._release_files()
         self._stop_if_agreed()
 
@@ -201,7 +201,7 @@ class FitSession:
         """Take the last state, if training ends in mid-epoch, before hooks of the epoch's end: a longer run goes on from here."""
         if _lightning.ends_in_mid_epoch(self._trainer) and self._recorder.between_steps:
             self._recorder.before_fetch()
-            self.life.end(self._step, self._recorder.take_stopped())
+            self.session.end(self._step, self._recorder.take_stopped())
             self._ended = True
 
     @clocked
@@ -216,7 +216,7 @@ class FitSession:
             return
         self._step = self._trainer.global_step
         self._layers.drop_graphs()
-        original = self.life.replayed(self._step, self._losses) if self.life.replaying else None
+        original = self.session.replayed(self._step, self._losses) if self.session.replaying else None
         if original is None:
             self._files.dense()
         losses, self._losses = self._losses, []
@@ -230,32 +230,32 @@ class FitSession:
         }
         if self._num_groups != self._trains.num_groups:
             self._num_groups = self._trains.num_groups
-            self.life.regrouped()
-        self.life.boundary(self._step, outcome)
+            self.session.regrouped()
+        self.session.boundary(self._step, outcome)
         self._recorder.want_start(original)
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""
-        if (self.life.replaying or self._recorder.following) and not self._told_to_stop:
+        if (self.session.replaying or self._recorder.following) and not self._told_to_stop:
             self._trainer.should_stop = False
 
     def _missed(self) -> str | None:
         """Return the progress bar's note on windows in a row without a generation."""
-        missed = self.life.windows_missed
+        missed = self.session.windows_missed
         return f"{missed} windows" if missed else None
 
     def _original_batches(self) -> Logged | None:
-        outcome = self.life.replay_outcome(self._step + 1)
+        outcome = self.session.replay_outcome(self._step + 1)
         return None if outcome is None else outcome["batches"]
 
     def _stop_if_agreed(self) -> None:
         if not self._stops.agreed():
             return
-        if not self.life.dense_possible:
+        if not self.session.dense_possible:
             self._stops.leave(self._step, "nothing to save beyond what is committed")
         if not self._recorder.between_steps:
             return  # gradients of a step are half accumulated
-        saved = self.life.stop(self._step, self._recorder.take_stopped(), timeout=self._stops.grace())
+        saved = self.session.stop(self._step, self._recorder.take_stopped(), timeout=self._stops.grace())
         self._stops.leave(
             self._step, "the next start goes on here" if saved else "this step could not be saved in time"
         )
@@ -270,19 +270,19 @@ class FitSession:
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
         disturbed, self._disturbed = self._disturbed, False
-        self.life.settle(disturbed=disturbed)
+        self.session.reconcile(disturbed=disturbed)
         if start is not None:
-            self.life.seal(start, step=self._step, disturbed=disturbed, room=self._recorder.room)
-        outcome = self.life.replay_outcome(self._step + 1)
+            self.session.seal(start, step=self._step, disturbed=disturbed, room=self._recorder.room)
+        outcome = self.session.replay_outcome(self._step + 1)
         self._clip.override = None if outcome is None else outcome["grad_norm"]
-        self.life.forward_begins()
+        self.session.forward_begins()
 
     @clocked
     def replay_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        outcome = self.life.replay_outcome(self._step + 1)
+        outcome = self.session.replay_outcome(self._step + 1)
         if outcome is None:
             return
-        self.life.drop_frozen_gradients()
+        self.session.drop_frozen_gradients()
         if outcome["found_inf"] is not None:
             self._found_inf.write(optimizer, outcome["found_inf"], self._module.device)
 
@@ -301,12 +301,12 @@ class FitSession:
     @clocked
     def before_zero_grad(self) -> None:
         """Wait until captures have read the gradients that are about to be zeroed."""
-        self.life.fence_gradients()
+        self.session.fence_gradients()
 
     @clocked
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._found = self._found_inf.read(optimizer)
-        self.life.fence()
+        self.session.fence()
 
     @clocked
     def end(self) -> None:
@@ -314,12 +314,12 @@ class FitSession:
         self._release_files()
         if not self._ended:
             self._say_half_a_step()
-            self.life.end(self._step, self._recorder.take_end())
+            self.session.end(self._step, self._recorder.take_end())
 
     def _say_half_a_step(self) -> None:
         """Warn where batches after the last step are lost: they are in gradients only, which no snapshot has."""
-        stored = self.life.report().generations.get("storage") == self._step
-        if self.life.dense_possible and self._half_a_step and not stored:
+        stored = self.session.report().generations.get("storage") == self._step
+        if self.session.dense_possible and self._half_a_step and not stored:
             log.warning(
                 "training ends in the middle of an accumulation, some batches behind step %d: a run that goes on from here does "
                 "not train on those again, and is not exact. End it where a step ends, or take a generation in every step",
@@ -343,7 +343,7 @@ class FitSession:
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not when replay ends: validation in between is not the original's."""
-        if self._files.held and not self.life.replaying:
+        if self._files.held and not self.session.replaying:
             self._files.dense()
 
     @property

@@ -49,7 +49,7 @@ def disagreements(markers: Sequence[RankMarker]) -> list[str]:
 
 
 def _records(marker: RankMarker) -> Iterator[RecordEntry]:
-    segments = [*marker.segments, *(each.segment for each in marker.borrowed)]
+    segments = [*marker.segments, *(each.segment for each in marker.referenced)]
     return (record for segment in segments for record in segment.records if record.fqn)
 
 

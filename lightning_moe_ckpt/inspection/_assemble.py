@@ -54,7 +54,7 @@ class _Tensor:
 
 
 class Assembler:
-    """Assembles the tensors of one generation that holds, or borrows, the full state of everything.
+    """Assembles the tensors of one generation that holds, or references, the full state of everything.
 
     Args:
         backend: where its segments are.
@@ -78,7 +78,7 @@ class Assembler:
         self._choose()
 
     @property
-    def borrowed(self) -> dict[str, GenerationId]:
+    def referenced(self) -> dict[str, GenerationId]:
         """Operators that are of older generations."""
         sources = {name: each.generation for name, each in self._sources.items()}
         return {name: generation for name, generation in sources.items() if generation != self._generation}

@@ -124,8 +124,8 @@ class LightningCheckpoint:
         return {extra["datamodule"]: self._plain("the data module", state)} if state and "datamodule" in extra else {}
 
     def _versions(self) -> dict[str, Any]:
-        """Of a generation that borrows: which operators are of which older step."""
-        older = {name: generation.step for name, generation in self._parts.borrowed.items()}
+        """Of a generation that references: which operators are of which older step."""
+        older = {name: generation.step for name, generation in self._parts.referenced.items()}
         return {VERSIONS: older} if older else {}
 
     # -- what is stored

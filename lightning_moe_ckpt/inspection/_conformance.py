@@ -274,7 +274,7 @@ def _half_written(place: _Place) -> Tried:
     return "good", "an object under way is not seen" + (", and gone when its writer gives up" if early else "")
 
 
-def _leftovers(place: _Place) -> Tried:
+def _unfinished(place: _Place) -> Tried:
     if isinstance(place.raw, PosixBackend):
         return "good", "temporary files are found and removed at the next start"
     uploads = _uploads(place)
@@ -353,7 +353,7 @@ _CHECKS: dict[str, _Try] = {
     _CREATE: _create,
     _RACE: _race,
     "half-written objects": _half_written,
-    "leftovers": _leftovers,
+    "leftovers": _unfinished,
     _SMALL_PARTS: _small_parts,
     _CHECKSUMS: _checksums,
     _NESTED: _nested,

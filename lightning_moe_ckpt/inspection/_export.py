@@ -35,7 +35,7 @@ class Export:
     """Result of `export`."""
 
     step: int
-    epoch: int
+    incarnation: int
     format: ExportFormat
     files: dict[str, int] = field(default_factory=dict)
     """Bytes by path."""
@@ -67,7 +67,7 @@ class ExportOptions:
 
 
 def export(backend: Backend, out: Path, options: ExportOptions | None = None, *, step: int | None = None) -> Export:
-    """Write a generation to `out`, with operators that it borrows as they were when they were stored last.
+    """Write a generation to `out`, with operators that it references as they were when they were stored last.
 
     If the newest copy of an operator is bad, its previous stored copy is used, if there is one, and a warning names it.
 
@@ -115,7 +115,7 @@ class _Job:
 
     def write(self, chosen: ExportFormat) -> Export:
         """Write the chosen format. Raises `Corrupt` if bytes that it needs are damaged."""
-        done = Export(step=self.commit.generation.step, epoch=self.commit.generation.epoch, format=chosen)
+        done = Export(step=self.commit.generation.step, incarnation=self.commit.generation.incarnation, format=chosen)
         files = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "huggingface": self.folder}[chosen](done)
         done.files = {str(path): path.stat().st_size for path in files}
         done.notes += [*_age_note(self.commit, self.parts), *self.parts.notes]
@@ -257,14 +257,19 @@ def _is_dense(commit: Commit) -> bool:
 
 def _metadata(commit: Commit, parts: Assembler) -> dict[str, str]:
     generation = commit.generation
-    told = {"format": "pt", "run_id": commit.run_id, "step": str(generation.step), "epoch": str(generation.epoch)}
-    older = {name: each.step for name, each in parts.borrowed.items()}
+    told = {
+        "format": "pt",
+        "run_id": commit.run_id,
+        "step": str(generation.step),
+        "incarnation": str(generation.incarnation),
+    }
+    older = {name: each.step for name, each in parts.referenced.items()}
     return {**told, VERSIONS: json.dumps(older, sort_keys=True)} if older else told
 
 
 def _age_note(commit: Commit, parts: Assembler) -> list[str]:
-    """What a user should know of a generation that borrows."""
-    numbers = Counter(generation.step for generation in parts.borrowed.values())
+    """What a user should know of a generation that references."""
+    numbers = Counter(generation.step for generation in parts.referenced.values())
     told = ", ".join(f"{number} of step {step}" for step, number in sorted(numbers.items(), reverse=True))
     return [f"operators older than step {commit.generation.step}: {told}"] if told else []
 

@@ -43,7 +43,7 @@ def garbage(
 
 
 def _what_is_wrong(backend: Backend, generation: GenerationId) -> str | None:
-    """Return what is wrong with a generation's files, own or borrowed; `None` if nothing is."""
+    """Return what is wrong with a generation's files, own or referenced; `None` if nothing is."""
     problems = verify(backend, step=generation.step).problems
     return next((each.reason for each in problems if each.generation == str(generation)), None)
 
@@ -64,9 +64,9 @@ def document(found: Garbage) -> dict[str, Any]:
 def _row(each: JudgedGeneration) -> dict[str, Any]:
     return {
         "step": each.generation.step,
-        "epoch": each.generation.epoch,
+        "incarnation": each.generation.incarnation,
         "objects": each.num_objects,
-        "unfinished": each.num_leftovers,
+        "unfinished": each.num_unfinished,
         "nbytes": each.nbytes,
         "reason": each.reason,
     }
@@ -75,13 +75,13 @@ def _row(each: JudgedGeneration) -> dict[str, Any]:
 def tables(found: Garbage) -> list[RenderableType]:
     """Return a table of generations, newest first as in `ls`, and the sum."""
     goes = "deleted" if found.deleted else "would go"
-    table = Table("step", "epoch", "objects", "size", "", "why")
+    table = Table("step", "incarnation", "objects", "size", "", "why")
     for column in table.columns[:4]:
         column.justify = "right"
     rows = [(each, goes) for each in found.goes] + [(each, "stays") for each in found.stays]
     for each, fate in sorted(rows, key=lambda row: row[0].generation, reverse=True):
-        objects = str(each.num_objects) + (f" + {each.num_leftovers} unfinished" if each.num_leftovers else "")
-        place = (str(each.generation.step), str(each.generation.epoch), objects)
+        objects = str(each.num_objects) + (f" + {each.num_unfinished} unfinished" if each.num_unfinished else "")
+        place = (str(each.generation.step), str(each.generation.incarnation), objects)
         table.add_row(*place, decimal(each.nbytes), fate, each.reason)
     said = f"{goes}: {_sum(found.goes)}; stays: {_sum(found.stays)}"
     return [f"{found.url}\nrun {found.run_id}", table, said]

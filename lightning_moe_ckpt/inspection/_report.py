@@ -16,10 +16,10 @@ from lightning_moe_ckpt.coordination import VERSIONS, in_words
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.inspection._select import kind_of
 from lightning_moe_ckpt.storage import (
-    BorrowedEntry,
     GenerationId,
     RankMarker,
     RecordEntry,
+    ReferencedEntry,
     RepairedLog,
     RunView,
     SegmentEntry,
@@ -38,7 +38,7 @@ def _generation_row(stored: StoredGeneration) -> Row:
     commit = stored.commit
     return {
         "step": stored.generation.step,
-        "epoch": stored.generation.epoch,
+        "incarnation": stored.generation.incarnation,
         "kind": None if commit is None else kind_of(commit),
         "window": None if commit is None else len(commit.steps),
         "first_step": None if commit is None else commit.steps[0],
@@ -52,14 +52,14 @@ def _generation_row(stored: StoredGeneration) -> Row:
 
 
 def _place(generation: GenerationId) -> Row:
-    return {"step": generation.step, "epoch": generation.epoch}
+    return {"step": generation.step, "incarnation": generation.incarnation}
 
 
 def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
     """Return the rows as a table, with facts of the whole run above it."""
-    borrow = any(row["needs"] for row in rows)
-    titles = ("step", "epoch", "kind", "window", "steps", "ranks", "size", "committed", "usable")
-    table = Table(*titles, *(["needs"] if borrow else []))
+    refers = any(row["needs"] for row in rows)
+    titles = ("step", "incarnation", "kind", "window", "steps", "ranks", "size", "committed", "usable")
+    table = Table(*titles, *(["needs"] if refers else []))
     for column in table.columns[:2] + table.columns[3:7]:
         column.justify = "right"
     for row in rows:
@@ -67,15 +67,17 @@ def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
         if row["window"] is not None:
             window, steps = str(row["window"]), _steps(row["first_step"], row["step"])
         committed, usable = ("yes" if row["committed"] else "no"), row["why_not"] or "yes"
-        places = [str(row["step"]), str(row["epoch"]), row["kind"] or "?", window, steps, str(row["ranks"])]
-        needs = [_ranges([need["step"] for need in row["needs"]])] if borrow else []
+        places = [str(row["step"]), str(row["incarnation"]), row["kind"] or "?", window, steps, str(row["ranks"])]
+        needs = [_ranges([need["step"] for need in row["needs"]])] if refers else []
         table.add_row(*places, decimal(row["nbytes"]), committed, usable, *needs)
     num_usable = sum(row["usable"] for row in rows)
     history = view.history
     state = "its log cannot be read"
     if history is not None:
         named = f" and {len(history.kept)} older" if history.kept else ""
-        state = f"newest epoch {history.last_epoch}, keeps what is at or after step {history.watermark}{named}"
+        state = (
+            f"newest incarnation {history.last_incarnation}, keeps what is at or after step {history.watermark}{named}"
+        )
     return [f"{view.url}\nrun {view.run_id or '?'}: {state}; {num_usable} of {len(rows)} generations usable", table]
 
 
@@ -105,7 +107,7 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         "kinds": _kinds(markers),
         "operators": _operators(commit.generation, markers),
         "segments": [_segment_row(marker, segment) for marker in markers for segment in marker.segments],
-        "borrowed": [_borrowed_row(marker, each) for marker in markers for each in marker.borrowed],
+        "referenced": [_referenced_row(marker, each) for marker in markers for each in marker.referenced],
     }
 
 
@@ -134,7 +136,7 @@ def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[
     """Return the records of each operator and their places, in the order of the segments."""
     rows: dict[str, Row] = {}
     own = ((generation, *each) for each in _records(markers))
-    for supplier, rank, step, record in chain(own, _borrowed_records(markers)):
+    for supplier, rank, step, record in chain(own, _referenced_records(markers)):
         if not record.operator:
             continue
         fresh: Row = {
@@ -165,24 +167,24 @@ def _records(markers: Iterable[RankMarker]) -> Iterable[tuple[int, int, RecordEn
     return ((m.rank, segment.step, record) for m in markers for segment in m.segments for record in segment.records)
 
 
-def _borrowed_records(markers: Iterable[RankMarker]) -> Iterable[tuple[GenerationId, int, int, RecordEntry]]:
+def _referenced_records(markers: Iterable[RankMarker]) -> Iterable[tuple[GenerationId, int, int, RecordEntry]]:
     return (
         (each.generation, marker.rank, each.segment.step, record)
         for marker in markers
-        for each in marker.borrowed
+        for each in marker.referenced
         for record in each.segment.records
     )
 
 
-def _borrowed_row(marker: RankMarker, borrowed: BorrowedEntry) -> Row:
-    records = borrowed.segment.records
+def _referenced_row(marker: RankMarker, referenced: ReferencedEntry) -> Row:
+    records = referenced.segment.records
     return {
         "rank": marker.rank,
-        **_place(borrowed.generation),
+        **_place(referenced.generation),
         "nbytes": sum(record.nbytes for record in records),
         "records": len(records),
         "operators": len({record.operator for record in records}),
-        "key": borrowed.segment.key,
+        "key": referenced.segment.key,
     }
 
 
@@ -209,11 +211,11 @@ def _heading(document: Row) -> str:
     steps = _steps(document["first_step"], document["step"])
     size = f"{document['window']} segments per rank, {document['ranks']} ranks, {decimal(document['nbytes'])}"
     if document["needs"]:
-        borrowed = sum(row["nbytes"] for row in document["borrowed"])
-        size += f"; borrows {decimal(borrowed)} from steps {_ranges([need['step'] for need in document['needs']])}"
+        referenced = sum(row["nbytes"] for row in document["referenced"])
+        size += f"; references {decimal(referenced)} from steps {_ranges([need['step'] for need in document['needs']])}"
     lines = [
         f"{document['url']}",
-        f"step {document['step']} (epoch {document['epoch']}) of run {document['run_id']}: {usable}",
+        f"step {document['step']} (incarnation {document['incarnation']}) of run {document['run_id']}: {usable}",
         f"{document['kind']}, steps {steps}, {size}",
         "written by: " + ", ".join(f"{key}={value}" for key, value in policy.items()),
         f"written with: {in_words(document['versions'])}",
@@ -259,7 +261,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _segment_table(document: Row) -> Table:
     table = Table("rank", "step", "size", "operators", "records", "key", title="Files")
-    for row in [*document["segments"], *document["borrowed"]]:
+    for row in [*document["segments"], *document["referenced"]]:
         figures = (row["rank"], row["step"], decimal(row["nbytes"]), row["operators"], row["records"], row["key"])
         table.add_row(*map(str, figures))
     return table
@@ -279,11 +281,11 @@ def repair_document(found: RepairedLog) -> dict[str, Any]:
 
 def repair_tables(found: RepairedLog) -> list[RenderableType]:
     """Return tables of the generations that a restart would try, and of the others."""
-    table = Table("step", "epoch", "", "why")
+    table = Table("step", "incarnation", "", "why")
     mended = "its manifest cannot be read; markers of all ranks say the same"
     rows = [(each, "usable", mended if each in found.mended else "") for each in found.usable]
     rows += [(each, "left out", reason) for each, reason in found.left_out.items()]
     for each, fate, why in sorted(rows, reverse=True):
-        table.add_row(str(each.step), str(each.epoch), fate, why)
+        table.add_row(str(each.step), str(each.incarnation), fate, why)
     said = "the log is written" if found.written else "nothing is written yet: say --yes to write the log"
     return [f"{found.url}\nrun {found.run_id}", table, said]

@@ -7,7 +7,7 @@ from lightning_moe_ckpt.storage import Commit, RunView, StoredGeneration
 
 
 def kind_of(commit: Commit) -> str:
-    """Return `dense` if one segment per rank holds everything, whatever the callback; `partial` if it borrows; else `sparse`."""
+    """Return `dense` if one segment per rank holds everything, whatever the callback; `partial` if it references; else `sparse`."""
     if commit.needs:
         return "partial"
     return "dense" if len(commit.steps) == 1 else "sparse"

@@ -4,7 +4,7 @@ Each digest is in the document above it: records and files in a rank's marker, m
 manifests and log entries carry their own. A flipped bit or a missing end anywhere is therefore found, and named. The
 documents must also fit together: see `_agreement`.
 
-Files that a generation borrows from are read too, whether or not their own generation could be restored, and each once.
+Files that a generation refers to are read too, whether or not their own generation could be restored, and each once.
 So are files with the second copy of an operator, as long as the log keeps them. Operators without a good copy are named.
 """
 
@@ -19,10 +19,10 @@ from lightning_moe_ckpt.inspection._agreement import disagreements
 from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
 from lightning_moe_ckpt.storage import (
     Backend,
-    BorrowedEntry,
     Commit,
     RankMarker,
     RecordEntry,
+    ReferencedEntry,
     RunView,
     SegmentEntry,
     StoredGeneration,
@@ -94,7 +94,7 @@ def verify(backend: Backend, *, step: int | None = None, everything: bool = Fals
     for reading in chosen:
         reading.own_files(view, files)
     alive = [each for each in chosen if each.stored.dead is None]
-    _read_borrowed(alive, files, view)
+    _read_referenced(alive, files, view)
     for reading in reversed(alive):  # the newest comes last
         verdict.num_single = reading.count_copies(files, view)
     retired = [each for each in chosen if each.reasons and _was_retired(view, each.stored)]
@@ -158,7 +158,7 @@ class _Reading:
             return [str(error)]
 
 
-def _read_borrowed(readings: Sequence[_Reading], files: _Files, view: RunView) -> None:
+def _read_referenced(readings: Sequence[_Reading], files: _Files, view: RunView) -> None:
     """Read the older files that generations name, each with all records that any of them names."""
     wanted: dict[tuple[str, int, str], tuple[SegmentEntry, set[RecordEntry], dict[tuple[_Reading, str], None]]] = {}
     for reading in readings:
@@ -167,16 +167,16 @@ def _read_borrowed(readings: Sequence[_Reading], files: _Files, view: RunView) -
             entry = wanted.setdefault((file.key, file.nbytes, file.digest), (file, set(), {}))
             entry[1].update(file.records)
             entry[2][reading, f"{why} {each.generation}"] = None
-    for file, records, borrowers in wanted.values():
+    for file, records, referrers in wanted.values():
         reason = files.read_again(replace(file, records=tuple(records)))
-        for reading, why in borrowers if reason is not None else ():
+        for reading, why in referrers if reason is not None else ():
             reading.reasons.append(f"{why}: {reason}")
 
 
-def _named(marker: RankMarker, view: RunView) -> list[tuple[str, BorrowedEntry]]:
+def _named(marker: RankMarker, view: RunView) -> list[tuple[str, ReferencedEntry]]:
     """Return the entries of a marker in older files that must exist, each with the reason."""
     spares = [each for each in marker.spares if view.history is None or view.history.why_dead(each.generation) is None]
-    return [*(("needs", each) for each in marker.borrowed), *(("has older copies in", each) for each in spares)]
+    return [*(("needs", each) for each in marker.referenced), *(("has older copies in", each) for each in spares)]
 
 
 @dataclass(slots=True)

@@ -139,7 +139,9 @@ def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple
     """Write files that other programs read."""
     done = write_files(backend, out, ExportOptions(ties=dict(tie), **options), step=step)
     lines: list[RenderableType] = [f"{path}: {decimal(nbytes)}" for path, nbytes in done.files.items()]
-    lines += [f"step {done.step} (epoch {done.epoch}) as {done.format}, {done.num_tensors} parameters and buffers"]
+    lines += [
+        f"step {done.step} (incarnation {done.incarnation}) as {done.format}, {done.num_tensors} parameters and buffers"
+    ]
     lines += [f"note: {note}" for note in done.notes]
     return Answer(dataclasses.asdict(done), lambda: lines)
 

@@ -1,7 +1,7 @@
-"""Which stored copies of experts turned out bad, on any rank: told to all of them, so that all plan and borrow alike.
+"""Which stored copies of experts turned out bad, on any rank: told to all of them, so that all plan and reference alike.
 
 A few integers of the exchange before a window carry what a rank has found since; more wait for the next one. An expert
-of which a copy is bad is taken again, and its bad copy is not borrowed any more, until a newer one is complete that was
+of which a copy is bad is taken again, and its bad copy is not referenced any more, until a newer one is complete that was
 begun since: one that was under way may name the bad copy as its second.
 """
 
@@ -16,14 +16,14 @@ from lightning_moe_ckpt.tiers import BadCopy, Scrubber
 _AT_ONCE = 4
 """Copies that a rank tells of before one window."""
 _INTEGERS = 5
-"""That say which one: place of the expert, counted from 1, then step, epoch and life; and whether there is another."""
+"""That say which one: place of the expert, counted from 1, then step, incarnation and nonce; and whether there is another."""
 
 WIDTH = _AT_ONCE * _INTEGERS
 """Integers that each rank adds to an exchange."""
 
 
 class BadCopyList:
-    """Those of one life; the same on all ranks but for what this one has found and not told.
+    """Those of one incarnation; the same on all ranks but for what this one has found and not told.
 
     Args:
         names: of the operators of all experts, by place over all layers.
@@ -42,7 +42,7 @@ class BadCopyList:
         """Finds some on this rank."""
 
     @property
-    def not_borrowed(self) -> BadCopies:
+    def not_referenced(self) -> BadCopies:
         """Of experts whose newest copy is bad."""
         return {self._names[place]: frozenset(self._known[place]) for place in sorted(self._newest)}
 
@@ -52,7 +52,7 @@ class BadCopyList:
         return not any(place in self._alone or len(self._known[place]) > 1 for place in self._newest)
 
     def restored(self, bad: Mapping[str, Collection[GenerationId]]) -> None:
-        """The restore that this life began with found these, by name of expert; the newest one among them."""
+        """The restore that this incarnation began with found these, by name of expert; the newest one among them."""
         for name, generations in bad.items():
             if generations:
                 self._newest.add(self._places[name])
@@ -88,10 +88,12 @@ class BadCopyList:
         """Take what all ranks told."""
         for row in rows:
             for i in range(0, WIDTH, _INTEGERS):
-                place, step, epoch, life, spared = row[i] - 1, *row[i + 1 : i + _INTEGERS]
+                place, step, incarnation, nonce, spared = row[i] - 1, *row[i + 1 : i + _INTEGERS]
                 if place < 0:
                     continue
-                generation = GenerationId(step=step, epoch=epoch, life=f"{life:012x}" if life >= 0 else "")
+                generation = GenerationId(
+                    step=step, incarnation=incarnation, nonce=f"{nonce:012x}" if nonce >= 0 else ""
+                )
                 self._known.setdefault(place, set()).add(generation)
                 self._begun[place] = max((each.step for each in storage.pending), default=NEVER)
                 if int(storage.step[place]) == step:
@@ -100,5 +102,5 @@ class BadCopyList:
 
     def _numbers(self, copy: BadCopy) -> list[int]:
         at = copy.generation
-        life = int(at.life, 16) if at.life else -1
-        return [self._places[copy.operator] + 1, at.step, at.epoch, life, int(copy.spared)]
+        nonce = int(at.nonce, 16) if at.nonce else -1
+        return [self._places[copy.operator] + 1, at.step, at.incarnation, nonce, int(copy.spared)]

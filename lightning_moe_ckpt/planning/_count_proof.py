@@ -62,7 +62,7 @@ class CountProof:
             return ()
         failures = self._probe.check(self._sum)
         if self._required:
-            with self._exchange.together(WrongCounts):
+            with self._exchange.raise_together(WrongCounts):
                 if failures:
                     raise WrongCounts(" ".join(map(str, failures)))
         for failure in failures:

@@ -168,8 +168,8 @@ class LedgerKeeper:
 
     @property
     def bad_copies(self) -> BadCopies:
-        """Copies of experts in storage that are not borrowed any more."""
-        return self._bad.not_borrowed
+        """Copies of experts in storage that are not referenced any more."""
+        return self._bad.not_referenced
 
     @property
     def all_have_copies(self) -> bool:

@@ -56,12 +56,12 @@ class FrozenHeap:
     def __init__(self, *, wanted: bool) -> None:
         self._wanted, self._holds = wanted, False
 
-    def spare(self) -> None:
+    def freeze_unswept(self) -> None:
         """Leave out all objects until `unspare`, `freeze` or `thaw`, garbage included, without a collection."""
         if self._wanted:
             self._hold(collect=False)
 
-    def unspare(self) -> None:
+    def unfreeze(self) -> None:
         """Undo `spare`, if it did anything."""
         if self._wanted:
             self._release()

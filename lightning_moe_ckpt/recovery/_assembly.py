@@ -206,7 +206,7 @@ class Assembly:
         """Records that were asked for in this round."""
         return self._left
 
-    def settle(self) -> None:
+    def finish_round(self) -> None:
         """Take what was verified since the last round: what is good is done, what is bad accuses who supplied it."""
         self._left = [record for record in self._left if not record.good]
         for record in self._left:
@@ -224,7 +224,7 @@ class Assembly:
                 self.read(request, read)
             for record in self.unverified:
                 record.verify(self.view)
-            self.settle()
+            self.finish_round()
         return not self.lost
 
     def read(self, request: Request, read: Read) -> None:

@@ -12,7 +12,7 @@ when one has no copy left at all, unless it may come back without.
 
 For that, markers are read as far back as needed: those of every generation in memory, and in storage that of the newest
 commit, which says where older files hold what it lacks, and a second copy of it; then those of older commits, at last
-of those that are only there for what others borrow.
+of those that are only there for what others reference.
 
 Sources: Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ
 from that in agreeing per expert, on what every rank verified.
@@ -140,9 +140,9 @@ class RestoreAttempt:
         """Whether it holds some experts only; known once there is a marker."""
         self._reachable = sorted((each for each in alive if each.generation <= version.generation), reverse=True)
         in_storage = [each for each in self._reachable if each in inventory.committed]
-        lenders = [each for each in self._reachable if each in inventory.lenders]
+        sources = [each for each in self._reachable if each in inventory.sources]
         self._newest_commit = [each for each in in_storage if each == version] or in_storage[:1]
-        self._deeper = [each for each in (*in_storage, *lenders) if each not in self._newest_commit]
+        self._deeper = [each for each in (*in_storage, *sources) if each not in self._newest_commit]
         """Commits whose markers were not needed yet, newest first; behind them those that are only there for others."""
         self._markers: dict[Which, RankMarker] = {}
         self._index = RecordIndex()
@@ -264,9 +264,9 @@ class RestoreAttempt:
             for entry in marker.segments:
                 self._index.add(version, entry, copies)
         lent = {each.generation: each for each in self._inventory.in_storage}
-        for borrowed in (*marker.borrowed, *marker.spares):
-            owner = lent.get(borrowed.generation, Version(borrowed.generation, ""))
-            self._index.add(owner, borrowed.segment, [Replica(STORAGE, "", STORAGE, (rank,), owner)])
+        for referenced in (*marker.referenced, *marker.spares):
+            owner = lent.get(referenced.generation, Version(referenced.generation, ""))
+            self._index.add(owner, referenced.segment, [Replica(STORAGE, "", STORAGE, (rank,), owner)])
 
     # -- agreement
 

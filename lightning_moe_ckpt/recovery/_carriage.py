@@ -74,7 +74,7 @@ class Transfer:
             each.result()
         list(pool.map(_verify, _portions(assemblies)))
         for assembly in assemblies:
-            assembly.settle()
+            assembly.finish_round()
         self._log_complaints(assemblies)
         return True
 

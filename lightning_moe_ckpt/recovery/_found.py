@@ -1,4 +1,4 @@
-"""What a life resumes from: a generation that every rank could read, with the bytes of this one."""
+"""What an incarnation resumes from: a generation that every rank could read, with the bytes of this one."""
 
 from __future__ import annotations
 

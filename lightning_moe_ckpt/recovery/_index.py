@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.recovery._assembly import Place
 from lightning_moe_ckpt.recovery._inventory import Replica, Version
-from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry
 from lightning_moe_ckpt.tiers import CHEAPEST, STORAGE
 
 FULL, PARAM = "full", "param"
@@ -95,14 +95,14 @@ class RecordIndex:
         return found
 
 
-def stored_index(marker: RankMarker, older: Iterable[BorrowedEntry] | None = None) -> RecordIndex:
+def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = None) -> RecordIndex:
     """What storage has of a rank's part of a generation.
 
     Args:
         marker: names its own files.
         older: older files that have something of it; by default all that the marker names.
     """
-    named = [*marker.borrowed, *marker.spares] if older is None else older
+    named = [*marker.referenced, *marker.spares] if older is None else older
     index = RecordIndex()
     files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
     for generation, entry in files:

@@ -99,18 +99,18 @@ class Inventory:
     """By rank."""
     committed: frozenset[Version]
     """Whole in storage, for every rank."""
-    lenders: frozenset[Version] = frozenset()
-    """In storage only for what others borrow from them: their own files are there, what they borrowed may not be."""
+    sources: frozenset[Version] = frozenset()
+    """In storage only for what others refer to them: their own files are there, what they referenced may not be."""
 
     @classmethod
     def of(
         cls,
         stocks: Iterable[object],
         committed: Iterable[Version],
-        lenders: Iterable[Version] = (),
+        sources: Iterable[Version] = (),
     ) -> Inventory:
         """From what every rank said of its memory in plain values, and the commits."""
-        return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed), frozenset(lenders))
+        return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed), frozenset(sources))
 
     @property
     def world_size(self) -> int:
@@ -139,7 +139,7 @@ class Inventory:
     @property
     def in_storage(self) -> frozenset[Version]:
         """What storage has files of."""
-        return self.committed | self.lenders
+        return self.committed | self.sources
 
     def versions(self, owner: int) -> frozenset[Version]:
         """What of one rank is somewhere."""
@@ -210,16 +210,16 @@ def plain_versions(versions: Iterable[Version]) -> list[object]:
 
 def version_of(row: Sequence[object]) -> Version:
     """One of `plain_versions`."""
-    step, epoch, life, plan_hash = row
+    step, incarnation, nonce, plan_hash = row
     assert isinstance(step, int)
-    assert isinstance(epoch, int)
-    return Version(GenerationId(step=step, epoch=epoch, life=str(life)), str(plan_hash))
+    assert isinstance(incarnation, int)
+    return Version(GenerationId(step=step, incarnation=incarnation, nonce=str(nonce)), str(plan_hash))
 
 
 def plain_version(version: Version) -> list[object]:
     """A version as plain values."""
     generation = version.generation
-    return [generation.step, generation.epoch, generation.life, version.plan_hash]
+    return [generation.step, generation.incarnation, generation.nonce, version.plan_hash]
 
 
 def _rotated(items: Sequence[T], by: int) -> list[T]:

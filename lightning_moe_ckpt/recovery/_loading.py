@@ -62,7 +62,7 @@ def load_found(
     as_user(found.start)  # first: what records hold depends on the groups of the optimizer
     with understood(f"{found.generation}: its plan"):
         layout = restored_window(found.plan, found.chosen, view, groups, found.journal_nbytes)
-    with exchange.together(IdentityMismatch):  # each rank has records of its own
+    with exchange.raise_together(IdentityMismatch):  # each rank has records of its own
         found.check_headers([step.durable.segment for step in layout.steps])
     replay = Replay(
         view=layout.steps[0].view,

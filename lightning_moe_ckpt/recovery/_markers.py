@@ -175,5 +175,5 @@ def _rows(rows: object) -> list[tuple[int, int, int]]:
 def _common(marker: RankMarker) -> str:
     """Digest of what the markers of all ranks must say alike."""
     said = [marker.run_id, marker.world_size, marker.plan_hash, list(marker.steps), dict(marker.policy)]
-    generation = [marker.generation.step, marker.generation.epoch, marker.generation.life]
+    generation = [marker.generation.step, marker.generation.incarnation, marker.generation.nonce]
     return digest_of(json.dumps([said, generation], sort_keys=True).encode())

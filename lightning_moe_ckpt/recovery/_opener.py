@@ -1,6 +1,6 @@
-"""Opening a run: what this life resumes from, whole and verified, and the epoch that fences earlier lives.
+"""Open a run: find what to resume from, whole and verified, and begin an incarnation, which fences earlier ones.
 
-The search for it is in `_search.py`. If the log moved between the search and the opening of the epoch, another process
+The search for it is in `_search.py`. If the log moved between the search and the opening of the incarnation, another process
 has started meanwhile or an earlier one still commits, and the search begins again.
 """
 
@@ -47,11 +47,11 @@ class RunOpener:
         bandwidth: int | None = None,
     ) -> None:
         self._exchange = exchange
-        with exchange.together():  # a package can be missing on one machine only
+        with exchange.raise_together():  # a package can be missing on one machine only
             self._backend: Backend = open_backend(url, storage_options=storage_options, bandwidth=bandwidth)
             _refuse_process_memory(self._backend.url, groups.world_size)
         self.store: RunStore
-        self._epoch, self._life = 0, ""
+        self._incarnation, self._nonce = 0, ""
         self._tag = ""
         self.claim: MemoryClaim
         """On its memory, once it is open."""
@@ -62,11 +62,11 @@ class RunOpener:
         return self.store.run_id
 
     def name(self, step: int) -> GenerationId:
-        """A generation of this life, once it is open."""
-        return GenerationId(step=step, epoch=self._epoch, life=self._life)
+        """A generation of this incarnation, once it is open."""
+        return GenerationId(step=step, incarnation=self._incarnation, nonce=self._nonce)
 
     def open(self, *, resume: Resume, job: ResumeRequest) -> RestoreSource | None:
-        """Find what to resume from and open a new epoch.
+        """Find what to resume from and open a new incarnation.
 
         Raises:
             NoUsableGeneration: generations are there, but none could be read, or `resume='must'` found none.
@@ -81,7 +81,7 @@ class RunOpener:
                 if found is None and (search.reasons or resume == "must"):
                     raise NoUsableGeneration(self._no_generation(resume, search))
                 resumed = None if found is None else found.generation
-                if self._open_epoch(resumed, search.volatile, foreign=any_memory):
+                if self._open_incarnation(resumed, search.volatile, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
                         tag=self._tag,
@@ -103,7 +103,7 @@ class RunOpener:
     # -- private
 
     def _open_store(self, resume: Resume) -> None:
-        told = self._exchange.told(lambda: self._open_as_coordinator(resume))
+        told = self._exchange.run_on_coordinator(lambda: self._open_as_coordinator(resume))
         assert isinstance(told, list)
         run_id, self._tag = told
         if not self._exchange.is_coordinator:
@@ -113,18 +113,20 @@ class RunOpener:
         self.store = RunStore.open(self._backend, resume=resume)
         return [self.store.run_id, self.store.memory_tag]
 
-    def _open_epoch(self, resumed: GenerationId | None, volatile: Collection[GenerationId], *, foreign: bool) -> bool:
-        """Whether the epoch was opened; if not, the log moved meanwhile and the pick has to be made again."""
+    def _open_incarnation(
+        self, resumed: GenerationId | None, volatile: Collection[GenerationId], *, foreign: bool
+    ) -> bool:
+        """Whether the incarnation was opened; if not, the log moved meanwhile and the pick has to be made again."""
 
-        def open_epoch() -> object:
-            epoch = self.store.open_epoch(resumed, volatile=volatile, foreign=foreign)
-            return [epoch, self.store.life, self.store.memory_tag]
+        def open_incarnation() -> object:
+            incarnation = self.store.open_incarnation(resumed, volatile=volatile, foreign=foreign)
+            return [incarnation, self.store.nonce, self.store.memory_tag]
 
-        opened = self._exchange.told(open_epoch)
+        opened = self._exchange.run_on_coordinator(open_incarnation)
         assert isinstance(opened, list)
-        epoch, self._life, self._tag = opened
-        self._epoch = epoch or 0
-        return epoch is not None
+        incarnation, self._nonce, self._tag = opened
+        self._incarnation = incarnation or 0
+        return incarnation is not None
 
     def _no_generation(self, resume: Resume, search: Search) -> str:
         if not search.reasons:

@@ -4,7 +4,7 @@ A generation of some operators is put together from the newest copy of each. Sto
 copies of some than memory: then memory is needed, although storage has something as new.
 
 What a rank knows by itself is often too little: that a generation was committed only the coordinator sees at once, and
-that a later start has taken over only who writes. So a life that ends asks storage, for a moment.
+that a later start has taken over only who writes. So an incarnation that ends asks storage, for a moment.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def is_superseded(
 
 
 def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> bool:
-    """Whether memory has a newer copy of some operator than this rank's part of a generation, own or borrowed."""
+    """Whether memory has a newer copy of some operator than this rank's part of a generation, own or referenced."""
     if marker is None:
         return True
     if not PlanRecord.from_json(str(marker.policy["plan"])).plan.partial:
         return False
-    newest = {record.operator: each.generation for each in marker.borrowed for record in each.segment.records}
+    newest = {record.operator: each.generation for each in marker.referenced for record in each.segment.records}
     newest |= {record.operator: marker.generation for each in marker.segments for record in each.records}
     return any(operator not in newest or newest[operator] < generation for operator, generation in copies.items())
 

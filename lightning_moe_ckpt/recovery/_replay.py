@@ -136,7 +136,7 @@ class Replay:
                     buffer.data = buffer.data.contiguous()  # of an expanded one, elements share memory
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
 
-    def settle(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
+    def reconcile(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
         """Make the state what it was when the slot loaded last was sealed; every rank must call it.
 
         Args:

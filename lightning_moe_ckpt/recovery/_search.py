@@ -122,7 +122,7 @@ class Search:
         """What storage has."""
         self.missing: Mapping[str, str] = {}
         """Experts without which the newest generation could be restored, and why it has no good copy of them."""
-        self._lenders: dict[Version, Commit] = {}
+        self._sources: dict[Version, Commit] = {}
         self._partial: list[Version] = []
         """Versions with some experts only, which were given up."""
         self.foreign: frozenset[GenerationId] = frozenset()
@@ -135,10 +135,10 @@ class Search:
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
         commits = self._commits()
-        in_storage = {**commits, **self._lenders}
+        in_storage = {**commits, **self._sources}
         reader = Reader(self._store.run_id, self._memory, ObjectTier(self._store, list(in_storage.values())))
         stocks = self._exchange.gather_values(reader.stock(memory_of(shared_directory())).plain())
-        inventory = Inventory.of(stocks, commits, self._lenders)
+        inventory = Inventory.of(stocks, commits, self._sources)
         self.committed = inventory.committed
         self.volatile = frozenset(version.generation for version in inventory.in_memory)
         alive = self._alive(inventory)
@@ -164,22 +164,22 @@ class Search:
 
     def _commits(self) -> dict[Version, Commit]:
         """What may be restored from storage, newest first."""
-        listed = self._exchange.told(self._list)
+        listed = self._exchange.run_on_coordinator(self._list)
         assert isinstance(listed, list)
         *stored, self.reasons = listed
-        commits, lenders = ([Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored)
-        self._lenders = {_version(commit): commit for commit in lenders}
+        commits, sources = ([Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored)
+        self._sources = {_version(commit): commit for commit in sources}
         return {_version(commit): commit for commit in commits}
 
     def _list(self) -> object:
         self._store.promote()
         commits = [commit.to_bytes() for commit in self._store.candidates()]
-        lenders = [commit.to_bytes() for commit in self._store.lenders]
-        return [commits, lenders, [f"{where}: {why}" for where, why in self._store.unreadable]]
+        sources = [commit.to_bytes() for commit in self._store.sources]
+        return [commits, sources, [f"{where}: {why}" for where, why in self._store.unreadable]]
 
     def _alive(self, inventory: Inventory) -> list[Version]:
         """Versions that may be restored from; the coordinator knows what the log allows."""
-        told = self._exchange.told(lambda: self._judged(inventory))
+        told = self._exchange.run_on_coordinator(lambda: self._judged(inventory))
         assert isinstance(told, list)
         rows, foreign, reasons = told
         self.foreign = frozenset(version_of(row).generation for row in foreign)
@@ -219,7 +219,7 @@ class Search:
         *,
         may_lack: bool,
     ) -> RestoreSource | None:
-        in_storage = {**commits, **self._lenders}
+        in_storage = {**commits, **self._sources}
         digests = {version: commit.markers[self._exchange.rank] for version, commit in in_storage.items()}
         attempt = RestoreAttempt(
             self._exchange, reader, inventory, version, alive, digests=digests, allow_missing=may_lack
@@ -244,7 +244,7 @@ class Search:
         if not chosen.is_partial:
             return stored_layouts(marker)  # see `misfit`
         journal_nbytes = journal_capacity(marker)
-        with self._exchange.together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
+        with self._exchange.raise_together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
             plan = PlanRecord.from_json(str(marker.policy["plan"]))
             window = restored_window(plan, chosen, self._job.view, self._job.groups, journal_nbytes)
         return [step.durable.segment for step in window.steps]
@@ -289,7 +289,7 @@ class Search:
             assert isinstance(each, dict)
             live |= each  # ranks may hold different experts
         was = self._stored_facts(stored)
-        differences = self._exchange.told(lambda: self._differences(stored, was, live))
+        differences = self._exchange.run_on_coordinator(lambda: self._differences(stored, was, live))
         raise IdentityMismatch(
             f"{self._store.url} was written by a run that differs from this one: {differences}. Resume with what "
             "wrote it, give another URL, or start anew with resume='never'. Weights alone are carried over by "

@@ -1,4 +1,4 @@
-"""The life of a window: boundaries are captured, sealed one batch later, and handed to the tiers.
+"""Capture windows: boundaries are captured, sealed one batch later, and handed to the tiers.
 
 At boundary t the slices of this slot are copied into a segment of the ring, overlapped with forward and backward of
 t+1; `seal` takes the journal at the next batch start, without waiting for a device; `fence` completes it, and waits for
@@ -45,10 +45,10 @@ _FLUSH_TIMEOUT = timedelta(seconds=30)
 
 
 class CaptureSession:
-    """Captures windows for one life of a run.
+    """Captures windows for one incarnation of a run.
 
     Args:
-        name: names a generation of this life by its step.
+        name: names a generation of this incarnation by its step.
         exchange: control exchange between the ranks.
         engine: copies device tensors to the ring.
         tiers: take sealed segments.
@@ -127,7 +127,7 @@ class CaptureSession:
         """
         assert self._window is None
         if self._ring is None:
-            with self._exchange.together():
+            with self._exchange.raise_together():
                 self._ring = self._make_ring(layout.slot_nbytes, len(layout.steps))
         elif self._layout is None and not self._fitted(layout):
             return False
@@ -167,7 +167,7 @@ class CaptureSession:
         behind = _VOTES + self._tiers.num_votes
         if plans is not None:
             plans.agreed([vote[behind:] for vote in votes])
-        self._settle_last(spoiled=[rank for rank, vote in enumerate(votes) if vote[2]])
+        self._close_last_window(spoiled=[rank for rank, vote in enumerate(votes) if vote[2]])
         self._hear([vote[_VOTES:behind] for vote in votes])
         following, grown = self._grow_journal(max(vote[1] for vote in votes), following)
         if following is not None and use is not None:
@@ -337,7 +337,7 @@ class CaptureSession:
             self._tiers.offer(self._complete)  # of partial ones the next is newer and has what tiers lack most
         self._tiers.open(self._window)
 
-    def _settle_last(self, *, spoiled: Sequence[int]) -> None:
+    def _close_last_window(self, *, spoiled: Sequence[int]) -> None:
         """Everybody who is here has ended the previous window: it is sealed everywhere, or of no use and what was before stays.
 
         Args:
@@ -423,7 +423,7 @@ class CaptureSession:
         )
 
     def _restore_names(self) -> str | None:
-        """The name of some rank's ring is gone, and with it what a later life would find: make it again. Collective.
+        """The name of some rank's ring is gone, and with it what a later incarnation would find: make it again. Collective.
 
         Returns:
             Why there is a rank without; `None` if there is none.

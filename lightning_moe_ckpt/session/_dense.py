@@ -45,10 +45,10 @@ class JournalSource(Protocol):
 
 
 class DenseCapture:
-    """Takes dense generations of one life.
+    """Takes dense generations of one incarnation.
 
     Args:
-        name: names a generation of this life by its step.
+        name: names a generation of this incarnation by its step.
         view: live state.
         groups: this rank's place.
         exchange: control exchange between the ranks.

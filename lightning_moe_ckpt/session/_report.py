@@ -1,4 +1,4 @@
-"""Figures of one life."""
+"""Figures of one incarnation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Figures of one life, on this rank."""
+    """Figures of one incarnation, on this rank."""
 
     steps: int
-    """Optimizer steps taken in this life, replayed ones included."""
+    """Optimizer steps taken in this incarnation, replayed ones included."""
     window: int
     """Steps per generation; 0 before the first plan."""
     window_position: int
@@ -29,7 +29,7 @@ class Report:
     nbytes_captured: int
     """Bytes of all segments taken."""
     nbytes_persisted: int
-    """Bytes of this rank in generations that became durable in this life."""
+    """Bytes of this rank in generations that became durable in this incarnation."""
     dense_nbytes: int
     """Bytes of a snapshot of everything on this rank."""
     reserved_nbytes: dict[str, int]
@@ -43,7 +43,7 @@ class Report:
     """Seconds of the training thread in hooks of this package, waits included, within `seconds`; not token counts in
     forward passes."""
     seconds: float
-    """Wall time since this life was ready for its first batch."""
+    """Wall time since this incarnation was ready for its first batch."""
     generations_complete: int
     generations_committed: int
     generations: dict[str, int]
@@ -61,12 +61,12 @@ class Report:
     windows_missed: int
     """Windows in a row, up to now, that gave no generation, whatever for; from 3 on that is an error."""
     resumed_from: int | None
-    """Boundary at which this life became, or will become, dense again; `None` for a fresh start."""
+    """Boundary at which this incarnation became, or will become, dense again; `None` for a fresh start."""
     restored_from: dict[str, int]
-    """Bytes that this life began from, on this rank, by where they were read: `host`, `peer` or `storage`."""
+    """Bytes that this incarnation began from, on this rank, by where they were read: `host`, `peer` or `storage`."""
     replayed_steps: int
     replay_steps: int
-    """Steps this life replays in all; 0 where it resumed from a dense generation or not at all."""
+    """Steps this incarnation replays in all; 0 where it resumed from a dense generation or not at all."""
     replay_mismatches: int
     restore_seconds: float
     """From the start of `fit` to the first slot loaded."""
@@ -126,7 +126,7 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
 
 
 def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
-    """What tiers hold and skipped; of those of an earlier life, what this one began from."""
+    """What tiers hold and skipped; of those of an earlier incarnation, what this one began from."""
     return {
         "reserved_nbytes": tiers.reserved(),
         "generations": (found.tiers if found is not None else {}) | tiers.newest(),
@@ -137,7 +137,7 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
 
 
 def found_figures(found: RestoreSource | None) -> dict[str, Any]:
-    """What this life began from; `None` for a fresh start."""
+    """What this incarnation began from; `None` for a fresh start."""
     return {
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},

@@ -1,4 +1,4 @@
-"""One life of a run: from finding what to resume, over replay and capture, to the last durable byte.
+"""One incarnation of a run: from finding what to resume, over replay and capture, to the last durable byte.
 
 Everything here is independent of Lightning; the callbacks call one method per hook. All methods are called from the
 training thread, by every rank, in the same order.
@@ -133,11 +133,11 @@ class CheckpointSession:
         Returns:
             The start half of the boundary to continue from; `None` for a fresh start.
         """
-        self._heap.spare()
+        self._heap.freeze_unswept()
         with collections_paused():
             start = self._begin()
         if start is None:
-            self._heap.unspare()
+            self._heap.unfreeze()
         return start
 
     def _begin(self) -> Journal | None:
@@ -187,7 +187,7 @@ class CheckpointSession:
             lineage=runs.store.lineage,
         )
         resumed = self._found.generation if self._found is not None else None
-        with self._exchange.together():
+        with self._exchange.raise_together():
             keep = self._planner.generations_kept
             self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
         self._rings = Rings(self._memory, self._engine)
@@ -282,7 +282,7 @@ class CheckpointSession:
             log.info("dense again at step %d after %d replayed steps", step, self._replayed)
         return replay.start(step)
 
-    def settle(self, *, disturbed: bool) -> None:
+    def reconcile(self, *, disturbed: bool) -> None:
         """The next batch begins, the moment at which the newest loaded slot was sealed: repair what hooks did since.
 
         Args:
@@ -290,9 +290,9 @@ class CheckpointSession:
         """
         replay, self._unsettled = self._unsettled, None
         if replay is not None:
-            replay.settle(self._exchange.all_agree, disturbed=disturbed)
+            replay.reconcile(self._exchange.all_agree, disturbed=disturbed)
 
-    def waive_settling(self) -> None:
+    def waive_reconciling(self) -> None:
         """What was loaded was taken right after its step: hooks until the next batch change it rightly."""
         self._unsettled = None
 
@@ -385,7 +385,7 @@ class CheckpointSession:
 
     @property
     def dense_possible(self) -> bool:
-        """Whether this life has taken steps that end in a dense state: in replay, older generations are all there is."""
+        """Whether this incarnation has taken steps that end in a dense state: in replay, older generations are all there is."""
         return self._replay is None and self._steps > 0
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:

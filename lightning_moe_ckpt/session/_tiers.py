@@ -141,7 +141,7 @@ class _Lane:
 
     def cannot_take(self, layout: WindowLayout) -> bool:
         """Whether it would need a base, and has none."""
-        return self.worker.borrows and layout.is_incomplete and self.base is None
+        return self.worker.uses_references and layout.is_incomplete and self.base is None
 
     def attempt(self) -> bool:
         """Whether to try to get a whole generation now: in every second window while that fails."""
@@ -157,7 +157,7 @@ class _Lane:
 
 
 class Tiers:
-    """The workers of one life.
+    """The workers of one incarnation.
 
     Args:
         workers: one per tier, in the same order on all ranks.
@@ -211,7 +211,7 @@ class Tiers:
                 self._watcher.complete_everywhere(tier, generation)
 
     def build_on(self, tier: str, generation: GenerationId) -> None:
-        """All ranks know that a tier has `generation` of an earlier life, on which those of this one may be built."""
+        """All ranks know that a tier has `generation` of an earlier incarnation, on which those of this one may be built."""
         self.everywhere[tier] = generation
         for lane in self._lanes:
             if lane.worker.name == tier:
@@ -327,7 +327,7 @@ class Tiers:
 
     @property
     def fenced(self) -> bool:
-        """Whether a tier found that a later life has begun."""
+        """Whether a tier found that a later incarnation has begun."""
         return any(worker.fenced for worker in self.workers)
 
     def take_failures(self) -> list[tuple[str, Failure]]:
@@ -335,7 +335,7 @@ class Tiers:
         return [(worker.name, failure) for worker in self.workers for failure in worker.take_failures()]
 
     def newest(self) -> dict[str, int]:
-        """Step of the newest generation of this life that this rank holds, by tier."""
+        """Step of the newest generation of this incarnation that this rank holds, by tier."""
         held = {worker.name: worker.newest for worker in self.workers}
         return {name: generation.step for name, generation in held.items() if generation is not None}
 
@@ -383,11 +383,11 @@ class Tiers:
             self._watcher.given(worker.name, window.generation, layout, worker.generations_kept)
         lane.take(window.generation)
         window.ring.pin(window.generation)
-        borrows = worker.borrows and layout.is_incomplete
+        uses_references = worker.uses_references and layout.is_incomplete
         bad, completes = (
             ({}, True) if self._watcher is None else (self._watcher.bad_copies, self._watcher.all_have_copies)
         )
-        base = Base(generation=lane.base if completes else None, missing=layout.missing) if borrows else None
+        base = Base(generation=lane.base if completes else None, missing=layout.missing) if uses_references else None
         worker.begin(
             Announced(
                 generation=window.generation,
@@ -413,7 +413,7 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
         url: of the run.
 
     Raises:
-        Fenced: a later life has begun.
+        Fenced: a later incarnation has begun.
     """
     for tier, failure in tiers.take_failures():
         log.error("%s: a checkpoint was not saved; training goes on: %s", tier, failure)
@@ -429,20 +429,20 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
 def build_on_stored(
     store: RunStore, exchange: Exchange, tiers: Tiers, worker: PersistWorker, found: RestoreSource | None
 ) -> None:
-    """Generations of this life may take what they lack from the newest that is committed, if all can read it. Collective.
+    """Generations of this incarnation may take what they lack from the newest that is committed, if all can read it. Collective.
 
     Args:
-        store: of the run, its epoch open.
+        store: of the run, its incarnation open.
         exchange: between ranks.
         tiers: told that storage has it.
         worker: of storage on this rank.
-        found: what this life resumes from.
+        found: what this incarnation resumes from.
     """
     chosen = None if found is None else found.chosen
-    # Of what was bad twice, or is nowhere, the newest commit names no copy that the next one could borrow.
+    # Of what was bad twice, or is nowhere, the newest commit names no copy that the next one could reference.
     completes = chosen is None or not (chosen.missing or any(sum(each.values()) > 1 for each in chosen.bad.values()))
     try:
-        stored = exchange.told(lambda: [commit.to_bytes() for commit in store.candidates()[:1]])
+        stored = exchange.run_on_coordinator(lambda: [commit.to_bytes() for commit in store.candidates()[:1]])
         assert isinstance(stored, list)
         for each in stored:
             marker = _build_on(Commit.from_bytes(each, "commit of the coordinator"), store, exchange, worker)
@@ -454,7 +454,7 @@ def build_on_stored(
 
 def _build_on(commit: Commit, store: RunStore, exchange: Exchange, worker: PersistWorker) -> RankMarker | None:
     markers: list[RankMarker] = []
-    with exchange.together():
+    with exchange.raise_together():
         markers.append(store.read_marker(commit, exchange.rank))
     if len(commit.steps) != 1:
         return None  # a window of several steps holds no states of one step

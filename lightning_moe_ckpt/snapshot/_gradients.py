@@ -108,7 +108,7 @@ class GradientRecorder:
         self._consumed = {}  # of a boundary that was not taken
         record, self._record = self._record, None
         if record is not None:
-            record.settle(self._engine)
+            record.release(self._engine)
 
     def wait(self) -> None:
         """Nothing is copied after this."""
@@ -163,7 +163,7 @@ class RecordedStep:
         self._decide()
         return self._gradients
 
-    def settle(self, engine: CopyEngine) -> None:
+    def release(self, engine: CopyEngine) -> None:
         """Let go of the sources, which may change from here on."""
         try:
             engine.fence(self._ticket)

@@ -11,10 +11,10 @@ from lightning_moe_ckpt.storage._carry import BadCopies as BadCopies
 from lightning_moe_ckpt.storage._carry import carry_forward as carry_forward
 from lightning_moe_ckpt.storage._carry import carry_spares as carry_spares
 from lightning_moe_ckpt.storage._carry import full_records as full_records
-from lightning_moe_ckpt.storage._entries import BorrowedEntry as BorrowedEntry
 from lightning_moe_ckpt.storage._entries import HuggingFaceEntry as HuggingFaceEntry
 from lightning_moe_ckpt.storage._entries import ModuleEntry as ModuleEntry
 from lightning_moe_ckpt.storage._entries import ModuleLine as ModuleLine
+from lightning_moe_ckpt.storage._entries import ReferencedEntry as ReferencedEntry
 from lightning_moe_ckpt.storage._entries import SegmentEntry as SegmentEntry
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._garbage import Garbage as Garbage

@@ -86,14 +86,14 @@ class Backend(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is no error. The removal need not survive a power cut."""
 
-    def leftovers(self, prefix: str) -> Sequence[Entry]:
+    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """List what interrupted or running writes left under `prefix`, as far as the store tells; see `sweep`.
 
         Keys need not name objects. An unknown size is 0.
         """
 
     def sweep(self, prefix: str) -> None:
-        """Remove the leftovers of interrupted writes under `prefix`, which `list` does not show.
+        """Remove the unfinished writes under `prefix`, which `list` does not show.
 
         A write that runs elsewhere may fail because of this with a `StorageError`, never silently; its retry succeeds.
         """

@@ -1,6 +1,6 @@
-"""Choose what the next generation borrows: the two newest stored copies of every operator that it does not store.
+"""Choose what the next generation references: the two newest stored copies of every operator that it does not store.
 
-References stay flat: a marker names files that hold the bytes, never a generation that borrows in turn. So a partial
+References stay flat: a marker names files that hold the bytes, never a generation that references in turn. So a partial
 generation needs only the older ones that hold the newest copy of some operator, however long the chain is. The second
 copy is the spare: if the newest copy is damaged, a restore uses the spare.
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from types import MappingProxyType
 
-from lightning_moe_ckpt.storage._entries import BorrowedEntry, SegmentEntry
+from lightning_moe_ckpt.storage._entries import ReferencedEntry, SegmentEntry
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._records import RankMarker
@@ -27,20 +27,22 @@ BadCopies = Mapping[str, Collection[GenerationId]]
 _NONE: BadCopies = MappingProxyType({})
 
 
-def carry_forward(previous: RankMarker, lacking: Collection[str], bad: BadCopies = _NONE) -> tuple[BorrowedEntry, ...]:
-    """Return what this rank's marker borrows in the generation after `previous`.
+def carry_forward(
+    previous: RankMarker, lacking: Collection[str], bad: BadCopies = _NONE
+) -> tuple[ReferencedEntry, ...]:
+    """Return what this rank's marker references in the generation after `previous`.
 
-    Whole operators are borrowed, not single records: generations may cut an operator differently among ranks, but each
+    Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but each
     generation that has the operator has all of it.
 
     Args:
         previous: this rank's marker of one of the two newest committed generations, the same one on all ranks. These
-            two, and what they borrow from, are never given up during a save.
+            two, and what they refer to, are never given up during a save.
         lacking: names of the operators of which no rank stores a full record in the new generation.
-        bad: damaged copies; the spare is borrowed instead.
+        bad: damaged copies; the spare is referenced instead.
 
     Returns:
-        Full records of those operators that this rank stored or borrowed in `previous`: one entry per file, oldest
+        Full records of those operators that this rank stored or referenced in `previous`: one entry per file, oldest
         first.
 
     Raises:
@@ -54,11 +56,11 @@ def carry_forward(previous: RankMarker, lacking: Collection[str], bad: BadCopies
 
 def carry_spares(
     previous: RankMarker, lacking: Collection[str], stored: Collection[str], bad: BadCopies = _NONE
-) -> tuple[BorrowedEntry, ...]:
+) -> tuple[ReferencedEntry, ...]:
     """Return the spares that this rank's marker names in the generation after `previous`.
 
     Args:
-        previous: as in `carry_forward`; may be of an older generation if nothing is borrowed.
+        previous: as in `carry_forward`; may be of an older generation if nothing is referenced.
         lacking: as in `carry_forward`; these operators keep their spare.
         stored: names of the operators that the new generation stores; their newest older copy becomes the spare.
         bad: as in `carry_forward`.
@@ -81,23 +83,23 @@ def carry_spares(
 
 
 def full_records(marker: RankMarker) -> Iterator[tuple[SegmentEntry, RecordEntry]]:
-    """Yield every full record of a rank, with the file that holds it: own segments first, then borrowed files."""
-    files: Sequence[SegmentEntry] = [*marker.segments, *(each.segment for each in marker.borrowed)]
+    """Yield every full record of a rank, with the file that holds it: own segments first, then referenced files."""
+    files: Sequence[SegmentEntry] = [*marker.segments, *(each.segment for each in marker.referenced)]
     return ((file, record) for file in files for record in file.records if record.kind == _FULL)
 
 
-def _newest(previous: RankMarker) -> list[BorrowedEntry]:
-    """Return the files with the newest copies: the borrowed ones, then the marker's own."""
+def _newest(previous: RankMarker) -> list[ReferencedEntry]:
+    """Return the files with the newest copies: the referenced ones, then the marker's own."""
     if len(previous.steps) != 1:
         raise ValueError(
             f"`carry_forward({previous.generation})`: it is a window of {len(previous.steps)} steps; only dense and "
-            "partial generations can be borrowed from. Store a dense one first."
+            "partial generations can refer to. Store a dense one first."
         )
-    own = BorrowedEntry(generation=previous.generation, segment=previous.segments[0])
-    return [*previous.borrowed, own]
+    own = ReferencedEntry(generation=previous.generation, segment=previous.segments[0])
+    return [*previous.referenced, own]
 
 
-def _only(entries: Iterable[BorrowedEntry], wanted: Callable[[str, GenerationId], bool]) -> Iterator[BorrowedEntry]:
+def _only(entries: Iterable[ReferencedEntry], wanted: Callable[[str, GenerationId], bool]) -> Iterator[ReferencedEntry]:
     """Yield the entries with only those full records whose operator is `wanted` from that generation."""
     for each in entries:
         names = {record.operator for record in each.segment.records if record.kind == _FULL}
@@ -107,9 +109,9 @@ def _only(entries: Iterable[BorrowedEntry], wanted: Callable[[str, GenerationId]
             yield replace(each, segment=replace(each.segment, records=records))
 
 
-def _by_file(entries: Iterable[BorrowedEntry]) -> tuple[BorrowedEntry, ...]:
+def _by_file(entries: Iterable[ReferencedEntry]) -> tuple[ReferencedEntry, ...]:
     """Merge entries of the same file; oldest first."""
-    files: dict[tuple[GenerationId, int], BorrowedEntry] = {}
+    files: dict[tuple[GenerationId, int], ReferencedEntry] = {}
     for each in entries:
         known = files.setdefault((each.generation, each.segment.step), each)
         if known is not each:

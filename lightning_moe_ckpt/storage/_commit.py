@@ -114,10 +114,10 @@ def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) 
     Args:
         backend: where the run is stored.
         stored: markers of all ranks.
-        history: state of the log, which decides whether borrowed files may be used.
+        history: state of the log, which decides whether referenced files may be used.
 
     Raises:
-        Corrupt: a rank is missing, ranks disagree, or a borrowed file is not committed or was given up.
+        Corrupt: a rank is missing, ranks disagree, or a referenced file is not committed or was given up.
         KeyExists: another manifest has the name.
     """
     commit = Commit.of(stored)

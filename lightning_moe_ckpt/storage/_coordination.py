@@ -16,7 +16,7 @@ from lightning_moe_ckpt.errors import Corrupt, Fenced, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import Catalog, RunsOfGenerations, read_catalog
 from lightning_moe_ckpt.storage._log import History, Lineage, Log, open_event, watermark_event
-from lightning_moe_ckpt.storage._names import GenerationId, new_life
+from lightning_moe_ckpt.storage._names import GenerationId, new_nonce
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +61,22 @@ def read_history(run_log: Log, *, forgiving: bool) -> History | None:
 
 def begin_run(history: History | None, run_log: Log, catalog: Catalog) -> History:
     """Return the history of a new run; its incarnation numbers follow those of older runs, so names never clash."""
-    epoch = next_epoch(history, run_log, catalog)
+    incarnation = next_incarnation(history, run_log, catalog)
     replaced = (*history.replaced, history.run_id) if history is not None else ()
     key = uuid.uuid4().hex
-    return History(run_id=uuid.uuid4().hex, first_epoch=epoch, last_epoch=epoch - 1, replaced=replaced, key=key)
+    return History(
+        run_id=uuid.uuid4().hex,
+        first_incarnation=incarnation,
+        last_incarnation=incarnation - 1,
+        replaced=replaced,
+        key=key,
+    )
 
 
-def next_epoch(history: History | None, run_log: Log, known: Collection[GenerationId]) -> int:
+def next_incarnation(history: History | None, run_log: Log, known: Collection[GenerationId]) -> int:
     """Return a number that no incarnation has had, even one whose `open` entry was lost."""
-    logged = run_log.num_lost + (history.last_epoch if history is not None else 0)
-    return 1 + max([logged, *(generation.epoch for generation in known)])
+    logged = run_log.num_lost + (history.last_incarnation if history is not None else 0)
+    return 1 + max([logged, *(generation.incarnation for generation in known)])
 
 
 @dataclass(slots=True)
@@ -80,7 +86,7 @@ class Coordination:
     log: Log
     history: History
     runs: RunsOfGenerations
-    epoch: int | None = None
+    incarnation: int | None = None
     offered: frozenset[GenerationId] = frozenset()
     lineage: Lineage | None = None
     """Lineage of our incarnation, as it began."""
@@ -89,7 +95,7 @@ class Coordination:
 
     def refresh(self) -> None:
         """Read entries of other processes; after `open` they only mean that this process is fenced."""
-        if self.epoch is not None:
+        if self.incarnation is not None:
             self.catch_up()
             return
         history = self.log.read()
@@ -98,7 +104,7 @@ class Coordination:
         self.history = history
 
     def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
-        epoch = next_epoch(self.history, self.log, known)
+        incarnation = next_incarnation(self.history, self.log, known)
         # A run of an older release has no key yet.
         keyed = replace(
             self.history,
@@ -107,11 +113,11 @@ class Coordination:
         )
         if resumed is not None and keyed.why_dead(resumed) is not None:
             keyed = keyed.adopted(resumed)
-        history = keyed.opened(epoch, resumed, new_life())
+        history = keyed.opened(incarnation, resumed, new_nonce())
         volatile = resumed is not None and resumed not in self.offered
-        if not self.log.append(open_event(epoch, resumed, volatile=volatile), history):
+        if not self.log.append(open_event(incarnation, resumed, volatile=volatile), history):
             return False
-        self.history, self.epoch, self.lineage = history, epoch, history.lineage(time.time_ns())
+        self.history, self.incarnation, self.lineage = history, incarnation, history.lineage(time.time_ns())
         return True
 
     def catch_up(self) -> bool:
@@ -125,18 +131,18 @@ class Coordination:
 
         If the process is killed before that commit, the markers of all ranks stay, and the next incarnation commits.
         """
-        epoch = self.opened_epoch()
+        incarnation = self.opened_incarnation()
         if history is None and self.history.has_commits:
             return True
         history = replace(history or self.history, has_commits=True)
-        if not self.log.append(watermark_event(epoch, history.watermark), history):
+        if not self.log.append(watermark_event(incarnation, history.watermark), history):
             if not self.catch_up():
                 raise Fenced("the log entry after ours was written by somebody else, and is not listed. Start again.")
             return False
         self.history = history
         return True
 
-    def opened_epoch(self) -> int:
-        if self.epoch is None:
-            raise ValueError("`open_epoch` comes before anything that deletes.")
-        return self.epoch
+    def opened_incarnation(self) -> int:
+        if self.incarnation is None:
+            raise ValueError("`open_incarnation` comes before anything that deletes.")
+        return self.incarnation

@@ -1,4 +1,4 @@
-"""Parts of a marker: a rank's own segments, records borrowed from older files, and the description of the module."""
+"""Parts of a marker: a rank's own segments, records in older files that it refers to, and the description of the module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_moe_ckpt.storage._json import Fields, digest_of, read_text
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._record_table import RecordEntry, RecordTable
 
-_LIFE = re.compile(r"[0-9a-f]{12}")
+_NONCE = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +31,13 @@ class SegmentEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BorrowedEntry:
-    """Records that a generation borrows from a file of an older generation of the same rank."""
+class ReferencedEntry:
+    """Records that a generation refers to a file of an older generation of the same rank."""
 
     generation: GenerationId
-    """The generation that the file belongs to; committed before the one that borrows."""
+    """The generation that the file belongs to; committed before the one that references."""
     segment: SegmentEntry
-    """The file as its own marker describes it, reduced to the borrowed records."""
+    """The file as its own marker describes it, reduced to the referenced records."""
 
 
 class MarkerLines:
@@ -96,41 +96,41 @@ def read_segment(value: object, where: str, lines: MarkerLines) -> SegmentEntry:
     return segment
 
 
-def borrowed_body(borrowed: BorrowedEntry, table: RecordTable) -> dict[str, object]:
-    """Encode a borrowed entry as JSON; its records are in a line of their own."""
-    return {"generation": generation_body(borrowed.generation), "segment": segment_body(borrowed.segment, table)}
+def reference_body(referenced: ReferencedEntry, table: RecordTable) -> dict[str, object]:
+    """Encode a referenced entry as JSON; its records are in a line of their own."""
+    return {"generation": generation_body(referenced.generation), "segment": segment_body(referenced.segment, table)}
 
 
-def read_borrowed(value: object, where: str, lines: MarkerLines) -> BorrowedEntry:
-    """Read borrowed records; the next line holds them. Raises `Corrupt`."""
+def read_reference(value: object, where: str, lines: MarkerLines) -> ReferencedEntry:
+    """Read referenced records; the next line holds them. Raises `Corrupt`."""
     body = Fields(value, where)
-    borrowed = BorrowedEntry(
+    referenced = ReferencedEntry(
         generation=read_generation(body.plain("generation"), where),
         segment=read_segment(body.plain("segment"), where, lines),
     )
     body.end()
-    return borrowed
+    return referenced
 
 
 def generation_body(generation: GenerationId) -> dict[str, object]:
     """Encode a generation as JSON."""
-    body: dict[str, object] = {"step": generation.step, "epoch": generation.epoch}
-    return body | {"life": generation.life} if generation.life else body
+    body: dict[str, object] = {"step": generation.step, "incarnation": generation.incarnation}
+    return body | {"nonce": generation.nonce} if generation.nonce else body
 
 
 def read_generation(value: object, where: str) -> GenerationId:
     """Read a generation. Raises `Corrupt`."""
     body = Fields(value, where)
-    life = read_life(body.text("life"), where) if body.has("life") else ""
-    generation = GenerationId(step=body.integer("step"), epoch=body.integer("epoch"), life=life)
+    nonce = read_nonce(body.text("nonce"), where) if body.has("nonce") else ""
+    generation = GenerationId(step=body.integer("step"), incarnation=body.integer("incarnation"), nonce=nonce)
     body.end()
     return generation
 
 
-def read_life(value: object, where: str) -> str:
+def read_nonce(value: object, where: str) -> str:
     """Read the name of an incarnation. Raises `Corrupt`."""
-    if not isinstance(value, str) or not _LIFE.fullmatch(value):
-        raise Corrupt(f"{where}: the name of a life has 12 hexadecimal digits, found {value!r}.")
+    if not isinstance(value, str) or not _NONCE.fullmatch(value):
+        raise Corrupt(f"{where}: the name of an incarnation has 12 hexadecimal digits, found {value!r}.")
     return value
 
 

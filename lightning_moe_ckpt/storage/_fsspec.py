@@ -122,7 +122,7 @@ class FsspecBackend:
         with contextlib.suppress(KeyMissing):
             self._call("delete", key, self._fs.rm_file)
 
-    def leftovers(self, prefix: str) -> Sequence[Entry]:
+    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """Return nothing, see `sweep`."""
         return []
 

@@ -36,7 +36,7 @@ class JudgedGeneration:
     nbytes: int
     """Size of its objects and leftovers, as far as the store tells."""
     num_objects: int
-    num_leftovers: int = 0
+    num_unfinished: int = 0
     """Interrupted or running writes and uploads, which are no objects yet."""
 
 
@@ -74,7 +74,7 @@ def collect_garbage(
         backend: where the run is stored; a job may be using it.
         retention: gives up generations first; `None` deletes only what the log has given up already.
         dry_run: report, but delete nothing.
-        check: reads the files of a generation and those it borrows; returns a defect, or `None`. Called for as many of
+        check: reads the files of a generation and those it references; returns a defect, or `None`. Called for as many of
             the newest generations as `retention` keeps, and for one more in place of each damaged one.
 
     Raises:
@@ -87,9 +87,9 @@ def collect_garbage(
     checked = None if check is None else cache(check)
     while True:
         history = _read(log, backend)
-        leftovers = _leftovers(backend)
+        unfinished = _unfinished(backend)
         # A generation may have leftovers only, from an incarnation that is over or is writing it now.
-        catalog = {g: Contents(g) for g in leftovers} | dict(read_catalog(backend))
+        catalog = {g: Contents(g) for g in unfinished} | dict(read_catalog(backend))
         survey = Survey.take(backend, history, catalog)
         if checked is not None and retention is not None:
             survey = survey.read(checked, retention.last, catalog)
@@ -98,11 +98,11 @@ def collect_garbage(
             _require_fence(backend, log)
         if advanced is None or dry_run:
             break
-        if log.append(watermark_event(history.last_epoch, advanced.watermark), advanced):
+        if log.append(watermark_event(history.last_incarnation, advanced.watermark), advanced):
             break
     history = advanced or history
     runs = RunsOfGenerations(backend)
-    doomed = doomed_generations(catalog, history, epoch=history.last_epoch, run_of=runs.of)
+    doomed = doomed_generations(catalog, history, incarnation=history.last_incarnation, run_of=runs.of)
     if not dry_run:
         for generation in doomed:
             delete_generation(backend, catalog[generation])
@@ -118,8 +118,8 @@ def collect_garbage(
         url=backend.url,
         run_id=history.run_id,
         watermark=history.watermark,
-        goes=_judged(doomed, catalog, leftovers),
-        stays=_judged(staying, catalog, leftovers),
+        goes=_judged(doomed, catalog, unfinished),
+        stays=_judged(staying, catalog, unfinished),
         deleted=not dry_run,
     )
 
@@ -147,9 +147,9 @@ def _require_fence(backend: Backend, log: Log) -> None:
 
 def _why_it_stays(contents: Contents, history: History, needed_by: GenerationId | None, runs: RunsOfGenerations) -> str:
     generation = contents.generation
-    if generation.epoch > history.last_epoch:
-        return "of a later life than the log shows"
-    if generation.epoch < history.first_epoch:
+    if generation.incarnation > history.last_incarnation:
+        return "of a later incarnation than the log shows"
+    if generation.incarnation < history.first_incarnation:
         if runs.of(generation) not in history.replaced:
             return "of a run that the log does not name"
         return "of an earlier run, until the newer one has more than it keeps"
@@ -161,10 +161,10 @@ def _why_it_stays(contents: Contents, history: History, needed_by: GenerationId 
     return why if needed_by is None else f"{why}; needed by {needed_by}"
 
 
-def _leftovers(backend: Backend) -> dict[GenerationId, list[Entry]]:
-    """List leftovers of interrupted writes by generation; foreign ones are ignored."""
+def _unfinished(backend: Backend) -> dict[GenerationId, list[Entry]]:
+    """List unfinished writes by generation; foreign ones are ignored."""
     found: dict[GenerationId, list[Entry]] = {}
-    for entry in backend.leftovers(SNAP_PREFIX):
+    for entry in backend.unfinished_writes(SNAP_PREFIX):
         place = parse_snap_key(entry.key)
         if place is not None:
             found.setdefault(place[0], []).append(entry)
@@ -172,16 +172,16 @@ def _leftovers(backend: Backend) -> dict[GenerationId, list[Entry]]:
 
 
 def _judged(
-    reasons: Mapping[GenerationId, str], catalog: Catalog, leftovers: Mapping[GenerationId, Sequence[Entry]]
+    reasons: Mapping[GenerationId, str], catalog: Catalog, unfinished: Mapping[GenerationId, Sequence[Entry]]
 ) -> tuple[JudgedGeneration, ...]:
     sizes = {generation: catalog[generation].sizes for generation in reasons}
     return tuple(
         JudgedGeneration(
             generation=generation,
             reason=reason,
-            nbytes=sum(sizes[generation].values()) + sum(each.nbytes for each in leftovers.get(generation, ())),
+            nbytes=sum(sizes[generation].values()) + sum(each.nbytes for each in unfinished.get(generation, ())),
             num_objects=len(sizes[generation]),
-            num_leftovers=len(leftovers.get(generation, ())),
+            num_unfinished=len(unfinished.get(generation, ())),
         )
         for generation, reason in reasons.items()
     )

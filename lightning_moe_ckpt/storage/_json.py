@@ -43,7 +43,7 @@ def digest_of(view: bytes | memoryview) -> str:
 VERSION = 1
 """Version of the document grammar."""
 BORROWING = 2
-"""Version of documents of generations that borrow; others keep `VERSION`, which older releases can read."""
+"""Version of documents of generations that reference; others keep `VERSION`, which older releases can read."""
 SPARING = 3
 """Version of documents that also name spares."""
 

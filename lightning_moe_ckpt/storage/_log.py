@@ -1,6 +1,6 @@
 """The run's log: a dense list of small, exclusively created entries with incarnations (fencing) and the watermark.
 
-Each start of the job is an incarnation; `epoch` is its number, `life` its random name. Whoever appends entry `n` has
+Each start of the job is an incarnation; `incarnation` is its number, `nonce` its random name. Whoever appends entry `n` has
 seen all entries before, because creating a taken index fails. Every entry repeats the whole history, so the newest
 readable entry is the state, and a damaged older entry does no harm. If the newest entry is damaged, only its own event
 is lost: later numbers skip it, and its writer, if it still runs, repeats the event with its next entry.
@@ -22,7 +22,7 @@ from itertools import chain
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
-from lightning_moe_ckpt.storage._entries import generation_body, read_life
+from lightning_moe_ckpt.storage._entries import generation_body, read_nonce
 from lightning_moe_ckpt.storage._json import VERSION, Fields, decode_any, encode, read_integer, read_text
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
 
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 class Cut:
     """An incarnation and the step it began from; generations of earlier incarnations beyond that step are dead."""
 
-    epoch: int
+    incarnation: int
     step: int | None
     """`None` if the incarnation began from nothing."""
-    life: str = ""
+    nonce: str = ""
     """Name of the incarnation; empty if an older release began it."""
 
     @property
@@ -54,7 +54,7 @@ class Lineage:
 
     opened_ns: int
     """When the incarnation began, by its coordinator's clock, in nanoseconds since 1970."""
-    first_epoch: int
+    first_incarnation: int
     watermark: int
     kept: frozenset[GenerationId]
     cuts: tuple[Cut, ...]
@@ -62,13 +62,13 @@ class Lineage:
     @property
     def ancestors(self) -> set[tuple[int, str]]:
         """Numbers and names of the incarnations before."""
-        return {(cut.epoch, cut.life) for cut in self.cuts[:-1]}
+        return {(cut.incarnation, cut.nonce) for cut in self.cuts[:-1]}
 
     def body(self) -> dict[str, object]:
         """JSON form."""
         return {
             "opened_ns": self.opened_ns,
-            "first_epoch": self.first_epoch,
+            "first_incarnation": self.first_incarnation,
             "watermark": self.watermark,
             "kept": kept_body(self.kept),
             "cuts": cuts_body(self.cuts),
@@ -82,22 +82,24 @@ class Lineage:
         fields = body.mapping("lineage")
         lineage = cls(
             opened_ns=fields.integer("opened_ns"),
-            first_epoch=fields.integer("first_epoch"),
+            first_incarnation=fields.integer("first_incarnation"),
             watermark=fields.integer("watermark"),
             kept=read_kept(fields),
             cuts=read_cuts(fields),
         )
         fields.end()
-        if not generation.life or [(c.epoch, c.life) for c in lineage.cuts[-1:]] != [
-            (generation.epoch, generation.life)
+        if not generation.nonce or [(c.incarnation, c.nonce) for c in lineage.cuts[-1:]] != [
+            (generation.incarnation, generation.nonce)
         ]:
-            raise Corrupt(f"{where}: its lineage does not end with the life that wrote it. Another copy may be good.")
+            raise Corrupt(
+                f"{where}: its lineage does not end with the incarnation that wrote it. Another copy may be good."
+            )
         return lineage
 
 
 def cuts_body(cuts: Sequence[Cut]) -> list[dict[str, object]]:
     """Encode cuts as JSON."""
-    return [{"epoch": cut.epoch, "step": cut.step, "life": cut.life} for cut in cuts]
+    return [{"incarnation": cut.incarnation, "step": cut.step, "nonce": cut.nonce} for cut in cuts]
 
 
 def read_cuts(body: Fields) -> tuple[Cut, ...]:
@@ -108,9 +110,11 @@ def read_cuts(body: Fields) -> tuple[Cut, ...]:
 def kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
     """Encode kept generations as JSON, grouped by incarnation to be short: every entry repeats them."""
     lives: dict[tuple[int, str], list[int]] = {}
-    for each in sorted(kept, key=lambda each: (each.epoch, each.life, each.step)):
-        lives.setdefault((each.epoch, each.life), []).append(each.step)
-    return [{"epoch": epoch, "life": life, "steps": steps} for (epoch, life), steps in lives.items()]
+    for each in sorted(kept, key=lambda each: (each.incarnation, each.nonce, each.step)):
+        lives.setdefault((each.incarnation, each.nonce), []).append(each.step)
+    return [
+        {"incarnation": incarnation, "nonce": nonce, "steps": steps} for (incarnation, nonce), steps in lives.items()
+    ]
 
 
 def read_kept(body: Fields) -> frozenset[GenerationId]:
@@ -120,23 +124,23 @@ def read_kept(body: Fields) -> frozenset[GenerationId]:
 
 def _read_kept(value: object, where: str) -> list[GenerationId]:
     body = Fields(value, where)
-    epoch, life = body.integer("epoch"), _read_life(body, where)
-    kept = [GenerationId(step=step, epoch=epoch, life=life) for step in body.rows("steps", read_integer)]
+    incarnation, nonce = body.integer("incarnation"), _read_nonce(body, where)
+    kept = [GenerationId(step=step, incarnation=incarnation, nonce=nonce) for step in body.rows("steps", read_integer)]
     body.end()
     return kept
 
 
 def _read_cut(value: object, where: str) -> Cut:
     body = Fields(value, where)
-    cut = Cut(body.integer("epoch"), body.optional("step", read_integer), _read_life(body, where))
+    cut = Cut(body.integer("incarnation"), body.optional("step", read_integer), _read_nonce(body, where))
     body.end()
     return cut
 
 
-def _read_life(body: Fields, where: str) -> str:
+def _read_nonce(body: Fields, where: str) -> str:
     """Read the name of an incarnation; empty in documents of older releases."""
-    life = body.text("life") if body.has("life") else ""
-    return read_life(life, where) if life else ""
+    nonce = body.text("nonce") if body.has("nonce") else ""
+    return read_nonce(nonce, where) if nonce else ""
 
 
 _OF_LIVES = 2
@@ -148,9 +152,9 @@ class History:
     """State of a run's log: everything that readers need from it."""
 
     run_id: str
-    first_epoch: int
+    first_incarnation: int
     """First incarnation of this run; earlier ones belong to runs it replaced."""
-    last_epoch: int
+    last_incarnation: int
     """Newest incarnation under this URL."""
     watermark: int = 0
     """Generations below this step may be deleted, except `kept`; zero until the run has more than it keeps."""
@@ -169,33 +173,37 @@ class History:
     """Unreadable entries after the one that this was read from; each may have opened an incarnation."""
 
     @property
-    def life(self) -> str:
+    def nonce(self) -> str:
         """Name of the newest incarnation."""
-        return next((cut.life for cut in self.cuts if cut.epoch == self.last_epoch), "")
+        return next((cut.nonce for cut in self.cuts if cut.incarnation == self.last_incarnation), "")
 
     def lineage(self, opened_ns: int) -> Lineage | None:
         """Return what the newest incarnation stores of this history; `None` if that incarnation has no name."""
-        if not self.life:
+        if not self.nonce:
             return None
         return Lineage(
             opened_ns=opened_ns,
-            first_epoch=self.first_epoch,
+            first_incarnation=self.first_incarnation,
             watermark=self.watermark,
             kept=self.kept,
             cuts=self.cuts,
         )
 
-    def opened(self, epoch: int, resumed: GenerationId | None, life: str = "") -> History:
-        """Return the history after incarnation `epoch` began from `resumed`."""
-        after = replace(self, last_epoch=epoch, num_lost=0)
+    def opened(self, incarnation: int, resumed: GenerationId | None, nonce: str = "") -> History:
+        """Return the history after `incarnation` began from `resumed`."""
+        after = replace(self, last_incarnation=incarnation, num_lost=0)
         if resumed is None:
             # Steps restart below the watermark. The cut already makes all older generations dead.
-            return replace(after, watermark=0, kept=frozenset(), cuts=(Cut(epoch, None, life),))
+            return replace(after, watermark=0, kept=frozenset(), cuts=(Cut(incarnation, None, nonce),))
         if resumed.step < self.watermark:
-            return _began_below(after, resumed, life)
+            return _began_below(after, resumed, nonce)
         # `resumed` may belong to an incarnation whose entry is lost; that one began somewhere below `resumed`.
-        lost = [Cut(resumed.epoch, _below(resumed.step), resumed.life)] if resumed.epoch > self.last_epoch else []
-        cuts = (*self.cuts, *lost, Cut(epoch, resumed.step, life))
+        lost = (
+            [Cut(resumed.incarnation, _below(resumed.step), resumed.nonce)]
+            if resumed.incarnation > self.last_incarnation
+            else []
+        )
+        cuts = (*self.cuts, *lost, Cut(incarnation, resumed.step, nonce))
         return replace(after, cuts=_deciding(cuts, self.watermark))
 
     def adopted(self, generation: GenerationId) -> History:
@@ -212,40 +220,40 @@ class History:
 
     def why_left_behind(self, generation: GenerationId) -> str | None:
         """Return why a generation was given up, judged by its step and incarnation number; `None` if it was not."""
-        if generation.epoch < self.first_epoch:
+        if generation.incarnation < self.first_incarnation:
             return "belongs to an earlier run"
         if generation in self.kept:
             return None
         if generation.step < self.watermark:
             return f"below the watermark {self.watermark}"
         for cut in self.cuts:
-            if generation.epoch < cut.epoch and generation.step > cut.floor:
-                return f"epoch {cut.epoch} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
+            if generation.incarnation < cut.incarnation and generation.step > cut.floor:
+                return f"incarnation {cut.incarnation} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
         return None
 
     def why_unknown(self, generation: GenerationId) -> str | None:
         """Return why a generation is not of this log's past, judged by its incarnation's name; `None` if it is."""
         if generation in self.kept:
             return None
-        wrote = next((cut.life for cut in self.cuts if cut.epoch == generation.epoch), None)
-        if wrote is None and self.last_epoch < generation.epoch <= self.last_epoch + self.num_lost:
+        wrote = next((cut.nonce for cut in self.cuts if cut.incarnation == generation.incarnation), None)
+        if wrote is None and self.last_incarnation < generation.incarnation <= self.last_incarnation + self.num_lost:
             return None
-        if generation.life == (wrote or ""):
+        if generation.nonce == (wrote or ""):
             return None
         return (
-            f"written by a life that the log does not name ({generation.directory}): the log is a copy, was put back to an "
+            f"written by an incarnation that the log does not name ({generation.directory}): the log is a copy, was put back to an "
             "older state, or is damaged"
         )
 
 
-def _began_below(history: History, resumed: GenerationId, life: str) -> History:
+def _began_below(history: History, resumed: GenerationId, nonce: str) -> History:
     """Return the history after its newest incarnation began from a kept generation below the watermark.
 
     The watermark moves down to that step. Other generations of the same step may be dead, but the cuts that said so
     were dropped. So the new cut is one step lower: of earlier incarnations only `kept` live on from there.
     """
     kept = frozenset(each for each in history.kept if each.step <= resumed.step)
-    cut = Cut(history.last_epoch, _below(resumed.step), life)
+    cut = Cut(history.last_incarnation, _below(resumed.step), nonce)
     return replace(history, watermark=resumed.step, kept=kept, cuts=(cut,))
 
 
@@ -368,15 +376,19 @@ def run_event(run_id: str) -> dict[str, object]:
     return {"type": "run", "run_id": run_id}
 
 
-def open_event(epoch: int, resumed: GenerationId | None, *, volatile: bool = False) -> dict[str, object]:
+def open_event(incarnation: int, resumed: GenerationId | None, *, volatile: bool = False) -> dict[str, object]:
     """Return the event of a new incarnation; `volatile` says that `resumed` is in memory only, never committed."""
-    event = {"type": "open", "epoch": epoch, "resumed": None if resumed is None else generation_body(resumed)}
+    event = {
+        "type": "open",
+        "incarnation": incarnation,
+        "resumed": None if resumed is None else generation_body(resumed),
+    }
     return {**event, "volatile": True} if volatile else event
 
 
-def watermark_event(epoch: int, step: int) -> dict[str, object]:
+def watermark_event(incarnation: int, step: int) -> dict[str, object]:
     """Return the event that gives up generations below `step`."""
-    return {"type": "watermark", "epoch": epoch, "step": step}
+    return {"type": "watermark", "incarnation": incarnation, "step": step}
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,14 +401,14 @@ class _Entry:
 
 def _names(history: History) -> tuple[str, int, str]:
     """Return what identifies the incarnation that may write."""
-    return history.run_id, history.last_epoch, history.life
+    return history.run_id, history.last_incarnation, history.nonce
 
 
 def _body(history: History) -> dict[str, object]:
     return {
         "run_id": history.run_id,
-        "first_epoch": history.first_epoch,
-        "last_epoch": history.last_epoch,
+        "first_incarnation": history.first_incarnation,
+        "last_incarnation": history.last_incarnation,
         "watermark": history.watermark,
         "kept": kept_body(history.kept),
         "cuts": cuts_body(history.cuts),
@@ -417,8 +429,8 @@ def _parse_entry(data: bytes, index: int) -> _Entry:
     entry.end()
     history = History(
         run_id=body.text("run_id"),
-        first_epoch=body.integer("first_epoch"),
-        last_epoch=body.integer("last_epoch"),
+        first_incarnation=body.integer("first_incarnation"),
+        last_incarnation=body.integer("last_incarnation"),
         watermark=body.integer("watermark"),
         kept=read_kept(body),
         cuts=read_cuts(body),

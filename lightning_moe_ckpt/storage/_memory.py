@@ -2,7 +2,7 @@
 
 ```text
 <name>.ring                              one page of header, then equal slots
-<name>.ring.<step>.e<epoch>-<life>.done  a line that says in which slots the segments lie, then the rank's marker
+<name>.ring.<step>.i<incarnation>-<nonce>.done  a line that says in which slots the segments lie, then the rank's marker
 ```
 
 Both contain the ring's nonce, so a marker is never matched with a later ring of the same name.

@@ -2,13 +2,13 @@
 
 ```text
 _log/<n:020d>.json                                                      incarnations and watermark, dense
-snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.<step:012d>.safetensors     one segment
-snap/<step:012d>/e<epoch:06d>-<life>/rank<r:05d>.done                    that rank's marker over all its segments
-snap/<step:012d>/e<epoch:06d>-<life>/_COMMITTED                         the generation exists
+snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.<step:012d>.safetensors     one segment
+snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.done                    that rank's marker over all its segments
+snap/<step:012d>/i<incarnation:06d>-<nonce>/_COMMITTED                         the generation exists
 ```
 
-Invariant: only one incarnation uses a name, so no reader sees an object change. `epoch` counts the incarnations in the
-log. If a log was copied or put back to an older state, two incarnations get the same number; `life` is random.
+Invariant: only one incarnation uses a name, so no reader sees an object change. `incarnation` counts the incarnations in the
+log. If a log was copied or put back to an older state, two incarnations get the same number; `nonce` is random.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DURABLE, NODE = "durable", "node"
 
 # At most as many digits as 64 bits hold.
 _LOG = re.compile(r"_log/(00\d{18})\.json")
-_SNAP = re.compile(r"snap/(\d{12,18})/e(\d{6,18})(?:-([0-9a-f]{12}))?/([^/]+)")
+_SNAP = re.compile(r"snap/(\d{12,18})/i(\d{6,18})(?:-([0-9a-f]{12}))?/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
 _DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
-_OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/e\d{6,18}(-[0-9a-f]{12})?(/[^/]+)?)?)?")
+_OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/i\d{6,18}(-[0-9a-f]{12})?(/[^/]+)?)?)?")
 
 MAX_DOCUMENT_NBYTES = 16 * 2**20
 """Largest document. Larger ones are not parsed, because parsing is slow and takes many times their size in memory."""
@@ -40,17 +40,17 @@ document states that size: see `expect_readable`."""
 
 @dataclass(frozen=True, order=True, slots=True)
 class GenerationId:
-    """Name of a generation, which a restart can resume from; ordered by step, then by epoch."""
+    """Name of a generation, which a restart can resume from; ordered by step, then by incarnation."""
 
     step: int
     """Step boundary whose state the generation restores."""
-    epoch: int
+    incarnation: int
     """Number of the incarnation that wrote it."""
-    life: str = ""
-    """Random name of that incarnation: see `new_life`. Empty in files of older releases."""
+    nonce: str = ""
+    """Random name of that incarnation: see `new_nonce`. Empty in files of older releases."""
 
     def __str__(self) -> str:
-        return f"step {self.step} (epoch {self.epoch})"
+        return f"step {self.step} (incarnation {self.incarnation})"
 
     @property
     def prefix(self) -> str:
@@ -60,10 +60,10 @@ class GenerationId:
     @property
     def directory(self) -> str:
         """Part of every key that names the incarnation."""
-        return f"e{self.epoch:06d}-{self.life}" if self.life else f"e{self.epoch:06d}"
+        return f"i{self.incarnation:06d}-{self.nonce}" if self.nonce else f"i{self.incarnation:06d}"
 
 
-def new_life() -> str:
+def new_nonce() -> str:
     """Draw the name of an incarnation: 48 random bits in hexadecimal."""
     return uuid.uuid4().hex[:12]
 
@@ -124,7 +124,7 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
     match = _SNAP.fullmatch(key)
     if match is None:
         return None
-    return GenerationId(step=int(match[1]), epoch=int(match[2]), life=match[3] or ""), match[4]
+    return GenerationId(step=int(match[1]), incarnation=int(match[2]), nonce=match[3] or ""), match[4]
 
 
 def parse_data_name(name: str) -> int | None:

@@ -1,6 +1,6 @@
-"""Checks that the files a generation borrows exist, and that the log allows them, as long as the generation exists.
+"""Checks that the files a generation references exist, and that the log allows them, as long as the generation exists.
 
-If a borrowed file is lost and the generation names spares, a restore finds out whether these suffice. Spares are not
+If a referenced file is lost and the generation names spares, a restore finds out whether these suffice. Spares are not
 checked here: without one an operator only has one copy less.
 
 Source: PEC (2024), Sec. 3.
@@ -21,15 +21,15 @@ from lightning_moe_ckpt.storage._records import Commit, StoredMarker
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Why a borrowed file is not available."""
+    """Why a referenced file is not available."""
 
     reason: str
     is_loss: bool
-    """False if the log gave the borrowed files up; then the generation itself only stays because others need it."""
+    """False if the log gave the referenced files up; then the generation itself only stays because others need it."""
 
 
 def what_lacks(commit: Commit, history: History, defects: Mapping[GenerationId, str | None]) -> Lack | None:
-    """Return why a generation's borrowed files are not available; `None` if all are.
+    """Return why a generation's referenced files are not available; `None` if all are.
 
     Args:
         commit: manifest of the generation.
@@ -58,7 +58,7 @@ def spare_for(commits: Iterable[Commit]) -> dict[GenerationId, GenerationId]:
 
 
 def expect_needs(backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker]) -> None:
-    """Check, before a generation becomes visible, that the files it borrows are committed and not given up.
+    """Check, before a generation becomes visible, that the files it references are committed and not given up.
 
     Args:
         backend: where the run is stored.
@@ -67,27 +67,27 @@ def expect_needs(backend: Backend, history: History, commit: Commit, stored: Seq
         stored: markers of all ranks.
 
     Raises:
-        Corrupt: a borrowed file was given up, was never committed, or is not what was written.
+        Corrupt: a referenced file was given up, was never committed, or is not what was written.
         StorageError: the medium failed.
     """
     if not commit.needs:
         return
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:
-            raise Corrupt(f"{commit.generation}: borrows from {need}, which must not be used: {dead}. {_REMEDY}")
+            raise Corrupt(f"{commit.generation}: refers to {need}, which must not be used: {dead}. {_REMEDY}")
         try:
             read_commit(backend, history.run_id, need)
         except (Corrupt, KeyMissing) as error:
             raise Corrupt(
-                f"{commit.generation}: borrows from {need}, which is not committed: {error} {_REMEDY}"
+                f"{commit.generation}: refers to {need}, which is not committed: {error} {_REMEDY}"
             ) from error
     catalog = read_catalog(backend)
     for marker in (each.marker for each in stored):
-        for each in marker.borrowed:
+        for each in marker.referenced:
             if catalog[each.generation].sizes.get(each.segment.key) != each.segment.nbytes:
                 raise Corrupt(
-                    f"{commit.generation}: borrows from {each.segment.key}, which is gone or of another size. {_REMEDY}"
+                    f"{commit.generation}: refers to {each.segment.key}, which is gone or of another size. {_REMEDY}"
                 )
 
 
-_REMEDY = "It is skipped; the next one must store itself what it cannot borrow."
+_REMEDY = "It is skipped; the next one must store itself what it cannot reference."

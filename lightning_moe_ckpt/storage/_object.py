@@ -181,7 +181,7 @@ class ObjectBackend:
         except KeyMissing:
             return
 
-    def leftovers(self, prefix: str) -> Sequence[Entry]:
+    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """List incomplete uploads; only S3 shows them."""
         self._check_process()
         if self.unfinished is None:

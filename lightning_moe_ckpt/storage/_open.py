@@ -162,9 +162,9 @@ class Retrying:
         """Remove an object."""
         self._retry(partial(self._backend.delete, key))
 
-    def leftovers(self, prefix: str) -> Sequence[Entry]:
+    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """List leftovers."""
-        return self._retry(partial(self._backend.leftovers, prefix))
+        return self._retry(partial(self._backend.unfinished_writes, prefix))
 
     def sweep(self, prefix: str) -> None:
         """Remove leftovers."""

@@ -124,7 +124,7 @@ class PosixBackend:
             path.unlink(missing_ok=True)
             self._prune(path.parent)
 
-    def leftovers(self, prefix: str) -> Sequence[Entry]:
+    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """List temporary files."""
         return [*self._entries(prefix, temporary=True)]
 

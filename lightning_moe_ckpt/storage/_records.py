@@ -3,8 +3,8 @@
 A commit is computed from the markers alone. So every writer (the coordinator, its retry, or the next incarnation that
 promotes a generation) writes the same bytes. Coordinates are global: another number of ranks can read them.
 
-A generation may lack operators and borrow them: its markers name older files, and the records in them, with the newest
-state of each operator. They name files that hold the bytes, never a generation that borrows in turn. Markers also name
+A generation may lack operators and reference them: its markers name older files, and the records in them, with the newest
+state of each operator. They name files that hold the bytes, never a generation that references in turn. Markers also name
 spares: the second newest copy of each operator, used if the newest is damaged. A missing spare is no defect.
 """
 
@@ -17,16 +17,16 @@ from functools import lru_cache
 
 from lightning_moe_ckpt.errors import Corrupt, StorageRefused
 from lightning_moe_ckpt.storage._entries import (
-    BorrowedEntry,
     MarkerLines,
     ModuleLine,
+    ReferencedEntry,
     SegmentEntry,
-    borrowed_body,
     generation_body,
     line_body,
-    read_borrowed,
     read_generation,
+    read_reference,
     read_segment,
+    reference_body,
     segment_body,
 )
 from lightning_moe_ckpt.storage._json import (
@@ -73,9 +73,9 @@ class RankMarker:
     """Description of the trained module; only rank 0's marker has it."""
     unix_time: int = 0
     """Seconds since 1970 by this rank's clock; used for retention by age only."""
-    borrowed: tuple[BorrowedEntry, ...] = ()
+    referenced: tuple[ReferencedEntry, ...] = ()
     """Records of this rank that are in older generations' files, oldest first; see `carry_forward`."""
-    spares: tuple[BorrowedEntry, ...] = ()
+    spares: tuple[ReferencedEntry, ...] = ()
     """Second newest copies of operators, oldest first; see `carry_spares`."""
     lineage: Lineage | None = None
     """Ancestors of the incarnation that wrote it; only rank 0's marker has them."""
@@ -95,15 +95,15 @@ class RankMarker:
     @property
     def needs(self) -> tuple[GenerationId, ...]:
         """Older generations whose files hold part of this one, in order."""
-        return tuple(sorted({each.generation for each in self.borrowed}))
+        return tuple(sorted({each.generation for each in self.referenced}))
 
     def to_bytes(self) -> bytes:
         """Encode as a JSON document, then a line of records for each file that it names, then the module's line."""
-        segments = [*self.segments, *(each.segment for each in (*self.borrowed, *self.spares))]
+        segments = [*self.segments, *(each.segment for each in (*self.referenced, *self.spares))]
         tables = [RecordTable.of(segment.records) for segment in segments]
         module = b"" if self.module is None else self.module.line
         document = encode(
-            "marker", _marker_body(self, tables), version=_version(self.generation, self.borrowed, self.spares)
+            "marker", _marker_body(self, tables), version=_version(self.generation, self.referenced, self.spares)
         )
         data = b"".join([document, *(table.line for table in tables), module])
         if len(data) > MAX_MARKER_NBYTES:
@@ -130,10 +130,10 @@ class RankMarker:
             generation=read_generation(body.plain("generation"), where),
             plan_hash=body.text("plan_hash"),
             segments=body.rows("segments", lambda value, at: read_segment(value, at, lines)),
-            borrowed=()
+            referenced=()
             if form == VERSION
-            else body.rows("borrowed", lambda value, at: read_borrowed(value, at, lines)),
-            spares=() if form != SPARING else body.rows("spares", lambda value, at: read_borrowed(value, at, lines)),
+            else body.rows("referenced", lambda value, at: read_reference(value, at, lines)),
+            spares=() if form != SPARING else body.rows("spares", lambda value, at: read_reference(value, at, lines)),
             policy=_read_policy(body, where),
             module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
             unix_time=body.integer("unix_time"),
@@ -142,9 +142,9 @@ class RankMarker:
         marker = replace(marker, lineage=Lineage.read(body, marker.generation, where))
         body.end()
         lines.end()
-        _expect_version(version, marker.generation, marker.borrowed, marker.spares, where)
+        _expect_version(version, marker.generation, marker.referenced, marker.spares, where)
         _expect_own_keys(marker, where)
-        _expect_older_files(marker, marker.borrowed, where)
+        _expect_older_files(marker, marker.referenced, where)
         _expect_older_files(marker, marker.spares, where)
         return marker
 
@@ -275,27 +275,27 @@ def _form(version: int) -> int:
     return version - OF_A_LIFE if version > OF_A_LIFE else version
 
 
-def _version(generation: GenerationId, borrowed: Sequence[object], spares: Sequence[object]) -> int:
-    """Return a document's version, so that a release without borrowing refuses a generation that borrows."""
-    of_a_life = OF_A_LIFE if generation.life else 0
+def _version(generation: GenerationId, referenced: Sequence[object], spares: Sequence[object]) -> int:
+    """Return a document's version, so that a release without references refuses a generation that references."""
+    of_a_life = OF_A_LIFE if generation.nonce else 0
     if spares:
         return of_a_life + SPARING
-    return of_a_life + (BORROWING if borrowed else VERSION)
+    return of_a_life + (BORROWING if referenced else VERSION)
 
 
 def _expect_version(
-    version: int, generation: GenerationId, borrowed: Sequence[object], spares: Sequence[object], where: str
+    version: int, generation: GenerationId, referenced: Sequence[object], spares: Sequence[object], where: str
 ) -> None:
-    if version != (wanted := _version(generation, borrowed, spares)):
+    if version != (wanted := _version(generation, referenced, spares)):
         raise Corrupt(f"{where}: is of version {version}, what it says of version {wanted}. Another copy may be good.")
 
 
 def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str, object]:
     own, others = tables[: len(marker.segments)], tables[len(marker.segments) :]
-    bodies = [borrowed_body(*each) for each in zip((*marker.borrowed, *marker.spares), others, strict=True)]
-    borrowed, spares = bodies[: len(marker.borrowed)], bodies[len(marker.borrowed) :]
+    bodies = [reference_body(*each) for each in zip((*marker.referenced, *marker.spares), others, strict=True)]
+    referenced, spares = bodies[: len(marker.referenced)], bodies[len(marker.referenced) :]
     return {
-        **({"borrowed": borrowed} if borrowed or spares else {}),
+        **({"referenced": referenced} if referenced or spares else {}),
         **({"spares": spares} if spares else {}),
         **_lineage_body(marker.lineage),
         **({"rounded": True} if marker.rounded else {}),
@@ -353,15 +353,16 @@ def _expect_own_keys(marker: RankMarker, where: str) -> None:
         steps.add(segment.step)
 
 
-def _expect_older_files(marker: RankMarker, entries: Sequence[BorrowedEntry], where: str) -> None:
-    """Refuse entries that borrow from another rank, from this generation or from a later one."""
+def _expect_older_files(marker: RankMarker, entries: Sequence[ReferencedEntry], where: str) -> None:
+    """Refuse entries that refer to another rank, from this generation or from a later one."""
     for each in entries:
         key = segment_key(each.generation, marker.rank, each.segment.step)
-        older = each.generation.step < marker.generation.step and each.generation.epoch <= marker.generation.epoch
+        older = (
+            each.generation.step < marker.generation.step
+            and each.generation.incarnation <= marker.generation.incarnation
+        )
         if each.segment.key != key or not older:
-            raise Corrupt(
-                f"{where}: borrows from {each.segment.key}, which is not an older file of rank {marker.rank}."
-            )
+            raise Corrupt(f"{where}: refers to {each.segment.key}, which is not an older file of rank {marker.rank}.")
     names = [(each.generation, each.segment.step) for each in entries]
     if names != sorted(set(names)):
-        raise Corrupt(f"{where}: what it borrows is not listed file by file, oldest first.")
+        raise Corrupt(f"{where}: what it references is not listed file by file, oldest first.")

@@ -60,7 +60,7 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
     commits, mended, left_out = _manifests(backend, [each for each in catalog.values() if each.committed])
     if not commits:
         raise NoUsableGeneration(f"{backend.url} holds no committed generation that can be read. Check the URL.")
-    history = _history_of(commits, last_epoch=max(each.epoch for each in catalog))
+    history = _history_of(commits, last_incarnation=max(each.incarnation for each in catalog))
     for commit in commits:
         if commit.run_id != history.run_id:
             left_out[commit.generation] = f"of run {commit.run_id}, which committed nothing later"
@@ -111,17 +111,17 @@ def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
     return Commit.of(complete_markers(backend, first.run_id, contents))
 
 
-def _history_of(commits: Sequence[Commit], *, last_epoch: int) -> History:
+def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:
     """Return the history of the incarnation that began last."""
-    ancestors = {life for each in commits if each.lineage is not None for life in each.lineage.ancestors}
+    ancestors = {nonce for each in commits if each.lineage is not None for nonce in each.lineage.ancestors}
     # An ancestor began earlier, whatever the clocks of two nodes say.
-    leaves = [each for each in commits if (each.generation.epoch, each.generation.life) not in ancestors]
+    leaves = [each for each in commits if (each.generation.incarnation, each.generation.nonce) not in ancestors]
     newest = max(leaves or commits, key=_beginning)
     lineage = newest.lineage or _guessed([each for each in commits if each.run_id == newest.run_id])
     return History(
         run_id=newest.run_id,
-        first_epoch=lineage.first_epoch,
-        last_epoch=last_epoch,
+        first_incarnation=lineage.first_incarnation,
+        last_incarnation=last_incarnation,
         watermark=lineage.watermark,
         kept=lineage.kept,
         cuts=lineage.cuts,
@@ -133,16 +133,20 @@ def _history_of(commits: Sequence[Commit], *, last_epoch: int) -> History:
 def _beginning(commit: Commit) -> tuple[int, int, int, int]:
     """Return the sort key of incarnations by their beginning, and of the generations of each."""
     opened_ns = 0 if commit.lineage is None else commit.lineage.opened_ns
-    return opened_ns, commit.generation.epoch, commit.unix_time, commit.generation.step
+    return opened_ns, commit.generation.incarnation, commit.unix_time, commit.generation.step
 
 
 def _guessed(commits: Sequence[Commit]) -> Lineage:
     """Guess the lineage of a run whose manifests have none."""
     own = sorted(commits, key=lambda each: each.unix_time)
     # Two incarnations with one number: a copied or restored log. The one that committed last counts.
-    lives = {each.generation.epoch: each.generation.life for each in own}
+    lives = {each.generation.incarnation: each.generation.nonce for each in own}
     cuts = []
-    for epoch in sorted(lives):
-        first = min(c.generation.step for c in own if (c.generation.epoch, c.generation.life) == (epoch, lives[epoch]))
-        cuts.append(Cut(epoch, first - 1 if first else None, lives[epoch]))
-    return Lineage(opened_ns=0, first_epoch=min(lives), watermark=0, kept=frozenset(), cuts=tuple(cuts))
+    for incarnation in sorted(lives):
+        first = min(
+            c.generation.step
+            for c in own
+            if (c.generation.incarnation, c.generation.nonce) == (incarnation, lives[incarnation])
+        )
+        cuts.append(Cut(incarnation, first - 1 if first else None, lives[incarnation]))
+    return Lineage(opened_ns=0, first_incarnation=min(lives), watermark=0, kept=frozenset(), cuts=tuple(cuts))

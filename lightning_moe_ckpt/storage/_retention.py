@@ -106,20 +106,24 @@ def advanced_history(
 
 
 def doomed_generations(
-    catalog: Catalog, history: History, *, epoch: int, run_of: Callable[[GenerationId], str | None]
+    catalog: Catalog, history: History, *, incarnation: int, run_of: Callable[[GenerationId], str | None]
 ) -> dict[GenerationId, str]:
     """Return the generations to delete, oldest first, each with the reason.
 
     Args:
         catalog: all stored generations.
         history: state of the log, with the watermark already appended.
-        epoch: number of the newest incarnation.
+        incarnation: number of the newest incarnation.
         run_of: returns the run that wrote a committed generation; `None` if unknown.
     """
-    own = (epoch, history.life)
-    ours = [g for g, contents in catalog.items() if (g.epoch, g.life) == own and contents.committed]
-    newest_own = max(ours, default=GenerationId(step=-1, epoch=epoch))
-    reasons = {g: _why_garbage(g, catalog[g], history, newest_own, run_of) for g in sorted(catalog) if g.epoch <= epoch}
+    own = (incarnation, history.nonce)
+    ours = [g for g, contents in catalog.items() if (g.incarnation, g.nonce) == own and contents.committed]
+    newest_own = max(ours, default=GenerationId(step=-1, incarnation=incarnation))
+    reasons = {
+        g: _why_garbage(g, catalog[g], history, newest_own, run_of)
+        for g in sorted(catalog)
+        if g.incarnation <= incarnation
+    }
     return {generation: reason for generation, reason in reasons.items() if reason is not None}
 
 
@@ -130,7 +134,7 @@ def _why_garbage(
     newest_own: GenerationId,
     run_of: Callable[[GenerationId], str | None],
 ) -> str | None:
-    if generation.epoch < history.first_epoch:
+    if generation.incarnation < history.first_incarnation:
         # An earlier run stays whole until this one has more generations than it keeps.
         # Generations of a run that the log does not name stay too: the log may have been lost.
         if contents.committed and (history.watermark == 0 or run_of(generation) not in history.replaced):
@@ -138,7 +142,7 @@ def _why_garbage(
         return "of an earlier run" + ("" if contents.committed else ", not committed")
     if not contents.committed:
         # Ranks write generations in order: older ones than our newest commit are not being written any more.
-        if generation.epoch < newest_own.epoch:
-            return f"not committed, and epoch {generation.epoch} is over"
+        if generation.incarnation < newest_own.incarnation:
+            return f"not committed, and incarnation {generation.incarnation} is over"
         return "not committed, and newer ones are" if generation.step < newest_own.step else None
     return history.why_left_behind(generation)

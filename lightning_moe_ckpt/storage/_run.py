@@ -4,7 +4,7 @@
 every rank     put_segment ... put_segment, put_marker          data, then the marker that says it is durable
 coordinator    commit                                           markers of all ranks -> `_COMMITTED`
 coordinator    retain                                           watermark -> log, then delete
-next start     open, promote, candidates, (verify), open_epoch  pick inside the loop: the log has not moved meanwhile
+next start     open, promote, candidates, (verify), open_incarnation  pick inside the loop: the log has not moved meanwhile
 ```
 
 The medium has to support exclusive creation only: no rename, no overwrite, no clock. `FORMAT.md` lists crash points.
@@ -63,7 +63,7 @@ class RunStore:
         """Generations that the last `candidates` left out, newest first, each with the reason."""
         self.unreadable: list[tuple[str, str]] = []
         """The part of `rejected` that is a loss: committed generations that the log allows but that cannot be read."""
-        self.lenders: list[Commit] = []
+        self.sources: list[Commit] = []
         """Generations that the last `candidates` left out, but whose operators others may use; newest first."""
         self._backend = backend
         self._coordination = coordination
@@ -114,18 +114,20 @@ class RunStore:
         return self._backend.url
 
     @property
-    def epoch(self) -> int | None:
-        """Number of this incarnation; `None` before `open_epoch`, and on ranks that joined."""
-        return None if self._coordination is None else self._coordination.epoch
+    def incarnation(self) -> int | None:
+        """Number of this incarnation; `None` before `open_incarnation`, and on ranks that joined."""
+        return None if self._coordination is None else self._coordination.incarnation
 
     @property
-    def life(self) -> str:
-        """Random name of this incarnation; empty before `open_epoch`, and on ranks that joined."""
-        return self._coordination.history.life if self._coordination is not None and self.epoch is not None else ""
+    def nonce(self) -> str:
+        """Random name of this incarnation; empty before `open_incarnation`, and on ranks that joined."""
+        return (
+            self._coordination.history.nonce if self._coordination is not None and self.incarnation is not None else ""
+        )
 
     @property
     def lineage(self) -> Lineage | None:
-        """Ancestors of this incarnation, for rank 0's markers; `None` before `open_epoch`, and on ranks that joined."""
+        """Ancestors of this incarnation, for rank 0's markers; `None` before `open_incarnation`, and on ranks that joined."""
         return None if self._coordination is None else self._coordination.lineage
 
     @property
@@ -135,12 +137,12 @@ class RunStore:
 
     @property
     def memory_tag(self) -> str:
-        """Common part of the names of the run's shared memory. Coordinator only; final after `open_epoch`."""
+        """Common part of the names of the run's shared memory. Coordinator only; final after `open_incarnation`."""
         return memory_tag(self._coordinator().history.key, self.url)
 
     def name(self, step: int) -> GenerationId:
-        """Return the name of this incarnation's generation at `step`; call after `open_epoch`."""
-        return GenerationId(step=step, epoch=self._coordinator().opened_epoch(), life=self.life)
+        """Return the name of this incarnation's generation at `step`; call after `open_incarnation`."""
+        return GenerationId(step=step, incarnation=self._coordinator().opened_incarnation(), nonce=self.nonce)
 
     # Data: any rank, any thread.
 
@@ -194,10 +196,10 @@ class RunStore:
         """List the committed generations of this run that may be restored, newest first; `rejected` has the others.
 
         The list includes generations that lost files they need but name older copies; only a restore shows whether the
-        copies suffice. The call also remembers the position in the log that `open_epoch` builds on.
+        copies suffice. The call also remembers the position in the log that `open_incarnation` builds on.
         """
         coordination = self._coordinator()
-        coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_epoch` refuse
+        coordination.refresh()  # before the listing: whoever moves the watermark afterwards makes `open_incarnation` refuse
         catalog = read_catalog(self._backend)
         coordination.committed = frozenset(g for g, contents in catalog.items() if contents.committed)
         survey = Survey.take(self._backend, coordination.history, catalog)
@@ -212,7 +214,7 @@ class RunStore:
         for where, reason in losses(self._backend, coordination.history, survey.offered):
             self.unreadable.append((where, reason))
             log.warning("%s: %s", where, reason)
-        self.lenders = survey.lenders
+        self.sources = survey.sources
         coordination.offered = frozenset(commit.generation for commit in survey.offered)
         return survey.offered
 
@@ -255,7 +257,7 @@ class RunStore:
         survey = Survey.take(self._backend, history, read_catalog(self._backend))
         return all(commit.generation < generation or has_more(commit) for commit in survey.usable)
 
-    def open_epoch(
+    def open_incarnation(
         self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = (), foreign: bool = False
     ) -> int | None:
         """Begin this incarnation from one of the last `candidates`, from a copy in memory, or from nothing.
@@ -276,17 +278,19 @@ class RunStore:
         if resumed is not None and resumed not in coordination.offered:
             dead = coordination.history.why_dead(resumed) if resumed in volatile else "not one of the candidates"
             if dead is not None and not (foreign and resumed in volatile):
-                raise ValueError(f"`open_epoch({resumed})`: {dead}. Resume from what `candidates` and memory offer.")
+                raise ValueError(
+                    f"`open_incarnation({resumed})`: {dead}. Resume from what `candidates` and memory offer."
+                )
         if not coordination.open(resumed, [*read_catalog(self._backend), *volatile]):
             return None
         log.info(
-            "%s: epoch %d begins from %s; a process of an earlier start that still runs will find that out and stop",
+            "%s: incarnation %d begins from %s; a process of an earlier start that still runs will find that out and stop",
             self.url,
-            coordination.epoch,
+            coordination.incarnation,
             resumed or "nothing",
         )
-        self._sweep_leftovers()
-        return coordination.epoch
+        self._sweep_unfinished()
+        return coordination.incarnation
 
     def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool] = lambda: False) -> Commit:
         """Wait until every rank's marker agrees with `own` and all its files are there, then publish the manifest.
@@ -299,11 +303,13 @@ class RunStore:
         Raises:
             Fenced: a later incarnation has begun.
             StorageError: time is up or the medium failed; the previous generation stays the newest.
-            Corrupt: ranks disagree, or borrow from a generation that is not committed or was given up.
+            Corrupt: ranks disagree, or refer to a generation that is not committed or was given up.
         """
         coordination = self._coordinator()
         if own.generation != self.name(own.generation.step):
-            raise ValueError(f"`commit`: {own.generation} is not of this life, epoch {coordination.epoch}.")
+            raise ValueError(
+                f"`commit`: {own.generation} is not of this incarnation, number {coordination.incarnation}."
+            )
         stored = await_markers(
             self._backend, own, timeout=timeout, cancelled=cancelled, check_fence=coordination.catch_up
         )
@@ -333,7 +339,7 @@ class RunStore:
             survey = Survey.take(self._backend, coordination.history, catalog)
             advanced = coordination.advance(survey.give_up(coordination.history, retention, catalog))
         doomed = doomed_generations(
-            catalog, coordination.history, epoch=coordination.opened_epoch(), run_of=coordination.runs.of
+            catalog, coordination.history, incarnation=coordination.opened_incarnation(), run_of=coordination.runs.of
         )
         for generation in doomed:
             delete_generation(self._backend, catalog[generation])
@@ -351,12 +357,14 @@ class RunStore:
     def _promotable(self, coordination: Coordination) -> list[Contents]:
         """List uncommitted generations of the preceding incarnation that are newer than every commit; oldest first."""
         history = coordination.history
-        if coordination.log.num_lost or coordination.epoch is not None:
+        if coordination.log.num_lost or coordination.incarnation is not None:
             return []  # the preceding incarnation is not known, or it is this one
         catalog = read_catalog(self._backend)
         alive = [contents for generation, contents in catalog.items() if history.why_dead(generation) is None]
         newest = max((c.generation.step for c in alive if c.committed), default=-1)
-        finished = [c for c in alive if not c.committed and c.ranks and c.generation.epoch == history.last_epoch]
+        finished = [
+            c for c in alive if not c.committed and c.ranks and c.generation.incarnation == history.last_incarnation
+        ]
         return sorted((c for c in finished if c.generation.step > newest), key=lambda c: c.generation)
 
     def _promote(self, contents: Contents) -> bool:
@@ -369,9 +377,9 @@ class RunStore:
         log.info("%s was complete on every rank and is committed now", contents.generation)
         return True
 
-    def _sweep_leftovers(self) -> None:
+    def _sweep_unfinished(self) -> None:
         try:
             for prefix in (LOG_PREFIX, SNAP_PREFIX):
                 self._backend.sweep(prefix)
         except StorageError as error:  # the incarnation has begun; leftovers only cost space
-            log.warning("leftovers of interrupted writes stay for now: %s", error)
+            log.warning("unfinished writes stay for now: %s", error)

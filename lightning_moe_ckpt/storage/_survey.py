@@ -23,11 +23,11 @@ class PassedOver:
     reason: str
     is_loss: bool
     commit: Commit | None = None
-    """The manifest, if only files that the generation borrows are missing."""
+    """The manifest, if only files that the generation references are missing."""
 
     @property
     def is_for_others(self) -> bool:
-        """Whether it only stays because other generations borrow from it; this is no defect."""
+        """Whether it only stays because other generations refer to it; this is no defect."""
         return self.commit is not None and not self.is_loss
 
     @property
@@ -60,7 +60,7 @@ class Survey:
         """Return this survey with `damaged` filled: files are read, newest first, until `number` generations are good.
 
         Args:
-            check: reads all files of a generation and those it borrows; returns a defect, or `None`.
+            check: reads all files of a generation and those it references; returns a defect, or `None`.
             number: how many good generations to find.
             catalog: the listing given to `take`.
         """
@@ -82,7 +82,7 @@ class Survey:
         return sorted([*self.usable, *partly], key=lambda commit: commit.generation, reverse=True)
 
     @property
-    def lenders(self) -> list[Commit]:
+    def sources(self) -> list[Commit]:
         """Generations that a restore does not try, but may take operators from; newest first."""
         return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
 
@@ -105,7 +105,7 @@ class Survey:
         """Return the generations that stay under `retention`, each with the reason."""
         whole, doubtful = self._sound(catalog)
         if any(commit.needs or commit.spares for commit in whole[:1]):
-            # A running save may borrow from either of the last two, and from what these borrow from. Keeping both also
+            # A running save may refer to either of the last two, and to what these refer to. Keeping both also
             # keeps two copies of what they hold.
             retention = replace(retention, last=max(2, retention.last))
         reasons = retention.reasons(whole, doubtful)
@@ -118,7 +118,7 @@ class Survey:
         return self._perhaps_needed(reasons) | there | needed | reasons
 
     def _perhaps_needed(self, stay: Mapping[GenerationId, str]) -> dict[GenerationId, str]:
-        """Return all generations older than a kept one whose manifest is unreadable, if the run borrows at all."""
+        """Return all generations older than a kept one whose manifest is unreadable, if the run references at all."""
         manifests = self._manifests
         silent = [each.generation for each in self.passed_over if each.is_loss and each.commit is None]
         newest = max((each for each in silent if each in stay), default=None)
@@ -127,7 +127,7 @@ class Survey:
         return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
 
     def _stays(self, commit: Commit) -> bool:
-        """Whether the generation is there for its own sake, not only because others borrow from it."""
+        """Whether the generation is there for its own sake, not only because others refer to it."""
         return all(each.commit is not commit or not each.is_for_others for each in self.passed_over)
 
     def _in_order(self, whole: Sequence[Commit]) -> list[GenerationId]:
@@ -167,7 +167,7 @@ class Survey:
 def _complete(
     found: Commit | PassedOver, history: History, defects: Mapping[GenerationId, str | None]
 ) -> Commit | PassedOver:
-    """Return the manifest, or why files that the generation borrows are not available."""
+    """Return the manifest, or why files that the generation references are not available."""
     if isinstance(found, PassedOver) or (lack := what_lacks(found, history, defects)) is None:
         return found
     return PassedOver(found.generation, lack.reason, lack.is_loss, commit=found)

@@ -51,7 +51,7 @@ class StoredGeneration:
 
     @property
     def needs(self) -> tuple[GenerationId, ...]:
-        """Older generations that it borrows from."""
+        """Older generations that it refers to."""
         return () if self.commit is None else self.commit.needs
 
     @property
@@ -158,7 +158,7 @@ class RunView:
         )
 
     def _with_needs(self, stored: StoredGeneration, defects: Mapping[GenerationId, str | None]) -> StoredGeneration:
-        """Return `stored`, marked as damaged if files that it borrows are missing."""
+        """Return `stored`, marked as damaged if files that it references are missing."""
         if not stored.usable or stored.commit is None or self.history is None:
             return stored
         lack = what_lacks(stored.commit, self.history, defects)

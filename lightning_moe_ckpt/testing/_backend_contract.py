@@ -171,10 +171,10 @@ class BackendContract:
         assert backend.list("") == []
 
     def test_sweeping_touches_no_object(self, backend: Backend) -> None:
-        """`sweep` removes only leftovers of interrupted writes."""
+        """`sweep` removes only unfinished writes."""
         backend.put("snap/1/a", b"x")
         backend.create("_log/0", b"y")
-        assert not backend.leftovers(""), "what is whole is no leftover"
+        assert not backend.unfinished_writes(""), "what is whole is not unfinished"
         backend.sweep("")
         assert [entry.key for entry in backend.list("")] == ["_log/0", "snap/1/a"]
 

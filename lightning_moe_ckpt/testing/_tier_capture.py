@@ -48,7 +48,7 @@ _GARBAGE = 0xEE
 
 
 def _generation(step: int) -> GenerationId:
-    return GenerationId(step=step, epoch=1)
+    return GenerationId(step=step, incarnation=1)
 
 
 @dataclass(frozen=True, kw_only=True)

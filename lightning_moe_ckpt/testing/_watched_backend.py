@@ -89,9 +89,9 @@ class WatchedBackend:
         """Remove an object."""
         self._around(StorageCall("delete", key), lambda: self._backend.delete(key))
 
-    def leftovers(self, prefix: str) -> Sequence[Entry]:
+    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """List leftovers."""
-        return self._around(StorageCall("list", prefix), lambda: self._backend.leftovers(prefix))
+        return self._around(StorageCall("list", prefix), lambda: self._backend.unfinished_writes(prefix))
 
     def sweep(self, prefix: str) -> None:
         """Remove leftovers."""

@@ -1,4 +1,4 @@
-"""What a user says of one life of a run, besides what is taken when."""
+"""What a user says of one incarnation of a run, besides what is taken when."""
 
 from __future__ import annotations
 

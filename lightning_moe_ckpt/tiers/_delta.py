@@ -51,7 +51,7 @@ from lightning_moe_ckpt.tiers._delta_plan import (
     same_part,
     wrong_delta,
 )
-from lightning_moe_ckpt.tiers._squeeze import squeeze, unsqueeze
+from lightning_moe_ckpt.tiers._header_compression import compress, decompress
 
 _LENGTHS = struct.Struct("<III")
 _DIGEST_NBYTES = 16
@@ -155,7 +155,7 @@ def encode_delta(base: Baseline, segment_U8: Tensor, gradients: Gradients, *, au
         "audit": audit,
         "digest": None if gradients.dtype is torch.float32 else _digest(stepped).hexdigest(),
     }
-    recipe = _pack(json.dumps(document).encode(), codes, squeeze(now.header, base.header))
+    recipe = _pack(json.dumps(document).encode(), codes, compress(now.header, base.header))
     return EncodedDelta(recipe, [*literal, *stepped], exact)
 
 
@@ -173,9 +173,9 @@ class DeltaDecoder:
 
     def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor) -> None:
         base_header = SegmentLayout.header_in(base_U8.numpy().data)
-        document, codes, squeezed = _unpack(recipe, out_U8.numel())
+        document, codes, compressed = _unpack(recipe, out_U8.numel())
         self._settings, self.dtype, self._wanted, audit = _read(document)
-        header = unsqueeze(squeezed, base_header, out_U8.numel())
+        header = decompress(compressed, base_header, out_U8.numel())
         self.plan = plan_delta(base_header, header, codes, self.dtype, whole=audit)
         self._base, self._out = base_U8, out_U8
         self._received = self._num_stepped = 0
@@ -308,8 +308,8 @@ def _gradient_runs(plan: DeltaPlan, gradients: Gradients) -> Iterator[Run]:
         yield start, stop
 
 
-def _pack(document: bytes, codes: bytes, squeezed: bytes) -> bytes:
-    parts = [zlib.compress(document), zlib.compress(codes), squeezed]
+def _pack(document: bytes, codes: bytes, compressed: bytes) -> bytes:
+    parts = [zlib.compress(document), zlib.compress(codes), compressed]
     body = _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
     return body + xxhash.xxh3_128_digest(body)
 
@@ -320,8 +320,8 @@ def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
     if len(body) < _LENGTHS.size or xxhash.xxh3_128_digest(body) != digest:
         raise Corrupt("the recipe of a delta is not the one that was sent. The next generation comes whole.")
     sizes = _LENGTHS.unpack_from(body)
-    document, codes, squeezed = (body[a:b] for a, b in pairwise(accumulate([_LENGTHS.size, *sizes])))
-    return _inflated(document, _MAX_DOCUMENT_NBYTES), _inflated(codes, most), squeezed
+    document, codes, compressed = (body[a:b] for a, b in pairwise(accumulate([_LENGTHS.size, *sizes])))
+    return _inflated(document, _MAX_DOCUMENT_NBYTES), _inflated(codes, most), compressed
 
 
 def _inflated(data: bytes, most: int) -> bytes:

@@ -184,4 +184,4 @@ class DeltaChain:
 def _follows(base: GenerationId, segment: SealedSegment) -> bool:
     """Whether one step lies between them, and nothing else of either generation."""
     one = segment.step == segment.generation.step == base.step + 1
-    return one and segment.generation.epoch == base.epoch
+    return one and segment.generation.incarnation == base.incarnation

@@ -35,16 +35,16 @@ RING_HEADROOM = 0.25
 """By how much segments of a later plan may exceed those of the first one."""
 
 _LAST_SECONDS = 2.0
-"""How long the end of a life is held up for what is sealed and not digested yet."""
+"""How long the end of an incarnation is held up for what is sealed and not digested yet."""
 
 
 def claim_memory(
     claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, keep: int = 1
 ) -> RankMemory:
-    """This rank's shared memory, with what earlier lives left in it of the generation that is resumed from.
+    """This rank's shared memory, with what earlier incarnations left in it of the generation that is resumed from.
 
     Args:
-        claim: of this life.
+        claim: of this incarnation.
         rank: this one.
         resumed: `None` for a fresh start.
         dense_nbytes: bytes of a snapshot of everything on this rank.

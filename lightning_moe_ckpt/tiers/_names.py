@@ -4,8 +4,8 @@
 moe-ckpt-<uid>-<tag>-<rank>.ring             generations that the rank captured itself
 moe-ckpt-<uid>-<tag>-<rank>.<turn>.ring      the same, while an earlier ring of the rank is still needed
 moe-ckpt-<uid>-<tag>-<rank>.replica          generations kept for a rank of another node
-<any of these>.<step>.e<epoch>-<life>.done   marker of a complete generation in it
-<any of these>.<step>.e<epoch>-<life>.tmp    the marker while it is written; readers ignore it
+<any of these>.<step>.i<incarnation>-<nonce>.done   marker of a complete generation in it
+<any of these>.<step>.i<incarnation>-<nonce>.tmp    the marker while it is written; readers ignore it
 ```
 
 The tag names a run at a place, see `memory_tag` of the storage package. Files of other users are ignored, whatever
@@ -28,7 +28,7 @@ MemoryKind = Literal["ring", "replica"]
 
 _TAG = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _NAME = re.compile(r"moe-ckpt-(\d+)-([A-Za-z0-9_.-]{1,100})-(\d+)(?:\.(\d+))?\.(ring|replica)")
-_MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.e(\d+)(?:-[0-9a-f]{12})?\.(done|tmp)")
+_MARKER = re.compile(r"(.+\.(?:ring|replica))\.(\d+)\.i(\d+)(?:-[0-9a-f]{12})?\.(done|tmp)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +76,8 @@ def shared_name(tag: str, rank: int, kind: MemoryKind = "ring", *, turn: int = 0
 
 def marker_path(memory: Path, generation: GenerationId) -> Path:
     """Return the path of the marker of a generation in a memory file."""
-    life = f"-{generation.life}" if generation.life else ""
-    return memory.with_name(f"{memory.name}.{generation.step}.e{generation.epoch}{life}.done")
+    nonce = f"-{generation.nonce}" if generation.nonce else ""
+    return memory.with_name(f"{memory.name}.{generation.step}.i{generation.incarnation}{nonce}.done")
 
 
 def unfinished_path(marker: Path) -> Path:

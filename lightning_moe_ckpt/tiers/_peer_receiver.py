@@ -19,6 +19,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corru
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._delta_drift import rounded_marker
+from lightning_moe_ckpt.tiers._header_compression import decompress
 from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
@@ -32,7 +33,6 @@ from lightning_moe_ckpt.tiers._peer_wire import (
     generation_of,
     numbers_of_copy,
 )
-from lightning_moe_ckpt.tiers._squeeze import unsqueeze
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class ReplicaReceiver:
 
     def _serve(self) -> None:
         try:
-            self._receive_until_bye()
+            self._receive_until_close()
         except PeerLost as error:
             log.warning("no more copies of the segments of rank %d come: %s", self.owner, error)
         except BaseException:  # thread entry: nothing above would see it
@@ -129,8 +129,8 @@ class ReplicaReceiver:
         finally:
             self._drop()
 
-    def _receive_until_bye(self) -> None:
-        while (message := self._wire.receive()).kind is not MessageKind.BYE:
+    def _receive_until_close(self) -> None:
+        while (message := self._wire.receive()).kind is not MessageKind.CLOSE:
             if message.kind is MessageKind.BEGIN:
                 self._begin(message)
             elif message.kind is MessageKind.ABANDON:
@@ -214,7 +214,7 @@ class ReplicaReceiver:
         told = self._wire.receive_bytes(nbytes, MAX_MARKER_NBYTES)
         try:
             if by_difference and self._newest is not None:
-                told = unsqueeze(told, self._newest[1], MAX_MARKER_NBYTES)
+                told = decompress(told, self._newest[1], MAX_MARKER_NBYTES)
             marker = incoming.as_kept(RankMarker.from_bytes(told, f"marker of rank {self.owner}"))
             self._check(incoming, marker)
             self._store.publish(marker)

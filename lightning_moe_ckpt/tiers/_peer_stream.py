@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._delta import EncodedDelta
+from lightning_moe_ckpt.tiers._header_compression import compress
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
@@ -29,7 +30,6 @@ from lightning_moe_ckpt.tiers._peer_wire import (
     copy_of,
     numbers_of,
 )
-from lightning_moe_ckpt.tiers._squeeze import squeeze
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class ReplicaStream:
         Raises:
             NotReplicated: a holder has no complete replica, or one that differs from the others'.
         """
-        payload = as_payload(marker if like is None else squeeze(marker, like))
+        payload = as_payload(marker if like is None else compress(marker, like))
         self._tell(Message(MessageKind.MARKER, (payload.numel(), int(like is not None))), payload)
         self.nbytes_sent += payload.numel() * len(self._active)
         refused, copies = self._hear(MessageKind.WHOLE)
@@ -156,10 +156,10 @@ class ReplicaStream:
         """Tell holders to give up the generation being sent."""
         self._tell(Message(MessageKind.ABANDON))
 
-    def bye(self) -> None:
+    def say_close(self) -> None:
         """Send the last message to all holders."""
         self._missing = dict(self._lost)
-        self._tell(Message(MessageKind.BYE))
+        self._tell(Message(MessageKind.CLOSE))
 
     # -- private
 

@@ -15,7 +15,7 @@ CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT or DE
 MARKER nbytes, how, bytes              ->             (how: 1 after a DELTA, encoded as a difference)
                                            <-  WHOLE digest, drift; or REFUSED reason
 ABANDON                                ->             (instead of any other message; no answer)
-BYE                                    ->             (the last one; no answer)
+CLOSE                                    ->             (the last one; no answer)
 ```
 
 A peer that dies closes its connections: current and later operations with it raise `PeerLost`. A header that is not valid
@@ -69,7 +69,7 @@ class MessageKind(IntEnum):
     CHUNK = 3
     MARKER = 4
     ABANDON = 5
-    BYE = 6
+    CLOSE = 6
     READY = 7
     WHOLE = 8
     REFUSED = 9
@@ -122,15 +122,19 @@ def numbers_of(generation: GenerationId | None) -> tuple[int, int, int]:
     """Return the integers for a generation, or for none."""
     if generation is None:
         return -1, -1, -1
-    return generation.step, generation.epoch, int(generation.life, 16) if generation.life else -1
+    return generation.step, generation.incarnation, int(generation.nonce, 16) if generation.nonce else -1
 
 
 def generation_of(numbers: Sequence[int]) -> GenerationId | None:
     """Return the generation that `numbers_of` encoded. Raises `PeerLost` if the integers are not valid."""
-    step, epoch, life = numbers
-    if epoch < -1 or life >= 2**48:
+    step, incarnation, nonce = numbers
+    if incarnation < -1 or nonce >= 2**48:
         raise PeerLost(f"a message names generation {list(numbers)}, which none of this release does.")
-    return None if step < 0 else GenerationId(step=step, epoch=epoch, life="" if life < 0 else f"{life:012x}")
+    return (
+        None
+        if step < 0
+        else GenerationId(step=step, incarnation=incarnation, nonce="" if nonce < 0 else f"{nonce:012x}")
+    )
 
 
 def numbers_of_copy(digest: str, drift: Sequence[float]) -> tuple[int, ...]:

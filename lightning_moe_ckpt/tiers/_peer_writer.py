@@ -84,7 +84,7 @@ class PeerWorker(TierWorker):
     Args:
         replication: where to; closed with the worker.
         markers: makes this rank's markers.
-        resumed: the generation this life began from; copies of it stay until a newer one is complete everywhere.
+        resumed: the generation this incarnation began from; copies of it stay until a newer one is complete everywhere.
         keep: generations that holders keep.
         room: what holders reserve, once there is a plan; `None` for a slot of the ring.
         deltas: how gradients may be sent; of use if the replication has generations ahead.
@@ -137,7 +137,7 @@ class PeerWorker(TierWorker):
             ring.pin(self._keep)
             self._held[self._keep] = ring.unpin
         sizes = [row[0] for row in exchange.gather([self._slot_nbytes])]
-        with exchange.together():
+        with exchange.raise_together():
             self._replication.allocate(sizes, num_segments, keep=self._num_kept)
         self._replication.start()
         self._start_thread()
@@ -227,7 +227,7 @@ class PeerWorker(TierWorker):
     def close(self) -> None:
         self._closing.set()
         self._replication.pacer.wake()
-        super().close()  # what is held stays held: this life may end because another rank died, and it is for the next
+        super().close()  # what is held stays held: this incarnation may end because another rank died, and it is for the next
         self._replication.end(_GOODBYE.total_seconds())
 
     @override
@@ -245,7 +245,7 @@ class PeerWorker(TierWorker):
     @override
     def _serve(self) -> None:
         super()._serve()
-        self._replication.stream.bye()
+        self._replication.stream.say_close()
 
     @override
     def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
@@ -320,12 +320,12 @@ def join_peers(
 
     Args:
         config: says how many copies there are.
-        claim: of this life on memory.
+        claim: of this incarnation on memory.
         markers: makes this rank's markers.
         exchange: between the ranks.
         groups: this rank's place.
         dense_nbytes: of a snapshot of everything on this rank.
-        resumed: the generation that this life goes on from.
+        resumed: the generation that this incarnation goes on from.
         plan: what is sent and kept.
 
     Raises:
@@ -339,7 +339,7 @@ def join_peers(
     group = groups.group("replicate")
     if group is None or replicas == 0:
         return []
-    with exchange.together():
+    with exchange.raise_together():
         expect_room(shared_directory(), _nbytes_on_node(placement, groups.rank))
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
@@ -367,7 +367,7 @@ def join_peers(
 def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:
     """Of every rank, as each says of itself."""
     own = this_domain()
-    with exchange.together():
+    with exchange.raise_together():
         if given is not None:
             own = expect_domains(given, groups.world_size)[groups.rank]
     rows = cast("list[list[str]]", exchange.gather_values([own.node, own.rack, own.host]))

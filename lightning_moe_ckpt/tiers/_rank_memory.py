@@ -164,7 +164,7 @@ class RankMemory:
             self._kept.append(before)
         if claimed is not None:
             self._kept.remove(claimed)
-            log.info("ring %s of an earlier life goes on being used", claimed.path)
+            log.info("ring %s of an earlier incarnation goes on being used", claimed.path)
         self._close([ring for ring in self._kept if not (ring.complete and ring.is_named)])
         try:
             self._ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)

@@ -1,8 +1,8 @@
-"""Read borrowed files again while training goes on, to find a flipped bit while there is a second copy.
+"""Read referenced files again while training goes on, to find a flipped bit while there is a second copy.
 
-Each rank reads the records in older files that its own newest marker names, borrowed ones and spares, so every file has one
+Each rank reads the records in older files that its own newest marker names, referenced ones and spares, so every file has one
 reader. It reads slowly, on a thread of its own, round after round. All ranks learn of bad copies at the next
-window: the experts are taken again, and not borrowed from there any more.
+window: the experts are taken again, and not referenced there any more.
 
 Invariant: only records that the newest marker still names are called bad. Others may be deleted at any time.
 """
@@ -28,7 +28,7 @@ NBYTES_PER_SECOND = 16 * 2**20
 """Reading speed of one rank: a hundredth of a current disk's, and a TiB in less than a day."""
 _CHUNK_NBYTES = 2**20
 _PAUSE_SECONDS = 60.0
-"""Pause between two rounds, which are short if little is borrowed."""
+"""Pause between two rounds, which are short if little is referenced."""
 _JOIN_SECONDS = 4.0
 
 
@@ -132,9 +132,9 @@ class Scrubber:
             except CheckpointError as error:
                 if not self._closing.is_set() and str(error) != self._said:
                     self._said = str(error)
-                    log.warning("some of what is borrowed could not be read again, and is tried on: %s", error)
+                    log.warning("some of what is referenced could not be read again, and is tried on: %s", error)
             except BaseException:  # thread entry: nothing above would see it
-                log.exception("what is borrowed is not read again any more")
+                log.exception("what is referenced is not read again any more")
                 return
             self._closing.wait(_PAUSE_SECONDS)
 
@@ -161,6 +161,6 @@ class Scrubber:
 
 def _named(marker: RankMarker | None) -> Iterator[tuple[GenerationId, SegmentEntry, RecordEntry]]:
     """Records that a marker names in older files."""
-    for each in () if marker is None else (*marker.borrowed, *marker.spares):
+    for each in () if marker is None else (*marker.referenced, *marker.spares):
         for record in each.segment.records:
             yield each.generation, each.segment, record

@@ -17,13 +17,13 @@ from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.storage import (
-    BorrowedEntry,
     GenerationId,
     Lineage,
     ModuleEntry,
     ModuleLine,
     RankMarker,
     RecordRows,
+    ReferencedEntry,
     SegmentEntry,
     digest_of,
     segment_key,
@@ -143,7 +143,7 @@ class Markers:
         world_size: ranks whose markers a commit needs.
         policy: what the markers say of the policy, the same on all ranks; JSON values.
         module: what the marker of rank 0 says of the module.
-        lineage: what it says of this life's past.
+        lineage: what it says of this incarnation's past.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class Markers:
         *,
         plan_hash: str,
         plan_json: str,
-        borrowed: Sequence[BorrowedEntry] = (),
-        spares: Sequence[BorrowedEntry] = (),
+        referenced: Sequence[ReferencedEntry] = (),
+        spares: Sequence[ReferencedEntry] = (),
     ) -> RankMarker:
         """The marker of a generation whose segments are all digested; from any thread.
 
@@ -182,12 +182,12 @@ class Markers:
             entries: of all its segments, in any order.
             plan_hash: equal on all ranks, or the commit fails.
             plan_json: kept as `plan` in the marker's policy.
-            borrowed: what older generations hold of this rank's part.
+            referenced: what older generations hold of this rank's part.
             spares: what they hold besides, for what turns out bad.
         """
         segments = tuple(sorted(entries, key=lambda entry: entry.step))  # files of one step stay as they lie
         with self._lock:
-            key = generation, len(segments), bool(borrowed or spares)
+            key = generation, len(segments), bool(referenced or spares)
             known = self._made.get(key)
             if known is not None and [e.digest for e in known.segments] == [e.digest for e in segments]:
                 return known
@@ -201,7 +201,7 @@ class Markers:
                 policy={**self._policy, "plan": plan_json},
                 module=self._module,
                 unix_time=self._times.setdefault(generation, int(time.time())),
-                borrowed=tuple(borrowed),
+                referenced=tuple(referenced),
                 spares=tuple(spares),
                 lineage=self._lineage,
             )

@@ -71,7 +71,7 @@ def join_storage(
     *,
     on_commit: Callable[[GenerationId], None],
 ) -> PersistWorker:
-    """The worker of one life.
+    """The worker of one incarnation.
 
     Args:
         store: where to.
@@ -93,7 +93,7 @@ def join_storage(
 class PersistWorker(TierWorker):
     """Takes sealed segments of one rank and makes their generations durable.
 
-    A generation with only some of the operators borrows the others: its markers say in which older files they are. If
+    A generation with only some of the operators references the others: its markers say in which older files they are. If
     those turn out to be gone, `lost_base` says so, and the next generation must be whole. Where experts are taken in turns,
     markers also say where the copy before the newest one of each is.
 
@@ -106,7 +106,7 @@ class PersistWorker(TierWorker):
         twofold: names of operators on this rank of which two copies stay.
     """
 
-    borrows = True
+    uses_references = True
     audiences = frozenset({"durable"})
 
     def __init__(
@@ -129,7 +129,7 @@ class PersistWorker(TierWorker):
         """The newest of them that is known to be committed."""
 
     def build_on(self, marker: RankMarker) -> None:
-        """A committed generation of an earlier life, of which `marker` is this rank's; later ones may be built on it."""
+        """A committed generation of an earlier incarnation, of which `marker` is this rank's; later ones may be built on it."""
         self._bases[marker.generation] = marker
         self._agreed = marker.generation
 
@@ -187,15 +187,15 @@ class PersistWorker(TierWorker):
         if len(marker.steps) != 1 or not (base.missing or self._twofold):
             return References()  # of a window of several steps, which holds no states of one step
         bad = job.announced.bad
-        borrowed = carry_forward(marker, base.missing, bad)
+        referenced = carry_forward(marker, base.missing, bad)
         gone = {record.operator for _, record in full_records(marker)} & base.missing
-        gone -= {record.operator for each in borrowed for record in each.segment.records}
+        gone -= {record.operator for each in referenced for record in each.segment.records}
         if gone:
             self.lost_base = True
             raise CheckpointError(
                 f"storage has no good copy of {', '.join(sorted(gone))}, which it was to take from there."
             )
-        return References(borrowed, carry_spares(marker, base.missing, self._twofold - base.missing, bad))
+        return References(referenced, carry_spares(marker, base.missing, self._twofold - base.missing, bad))
 
     @override
     def _finish(self, job: WriteJob, marker: RankMarker) -> None:
@@ -216,7 +216,7 @@ class PersistWorker(TierWorker):
         try:
             self._store.commit(marker, timeout=self._commit_timeout, cancelled=lambda: not self._wanted(job))
         except Corrupt:
-            # What the next one would borrow is what this one has borrowed: it would be refused for the same reason.
+            # What the next one would reference is what this one has referenced: it would be refused for the same reason.
             self.lost_base = job.announced.base is not None
             raise
 

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import Fenced
 from lightning_moe_ckpt.policies import AUDIENCES, Audience
 from lightning_moe_ckpt.process import guard_forks
-from lightning_moe_ckpt.storage import BadCopies, BorrowedEntry, GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import BadCopies, GenerationId, RankMarker, ReferencedEntry, SegmentEntry
 from lightning_moe_ckpt.tiers._delta_chain import DeltaFigures
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
@@ -71,8 +71,8 @@ class Base:
 class References(NamedTuple):
     """What a marker names of older generations."""
 
-    borrowed: Sequence[BorrowedEntry] = ()
-    spares: Sequence[BorrowedEntry] = ()
+    referenced: Sequence[ReferencedEntry] = ()
+    spares: Sequence[ReferencedEntry] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,7 @@ class TierWorker(ABC):
     """Whether every generation comes here; else the newest one that is there when no rank is busy."""
     paced = False
     """Whether what is under way goes on with the steps of training only."""
-    borrows = False
+    uses_references = False
     """Whether a generation with only some operators takes the others from an older one that is complete here."""
     audiences: frozenset[Audience] = frozenset(AUDIENCES)
     """Files that it takes."""
@@ -147,7 +147,7 @@ class TierWorker(ABC):
     ) -> None:
         self.name = name
         self.fenced = False
-        """A later life of the run has begun; nothing more is kept and this process should stop."""
+        """A later incarnation of the run has begun; nothing more is kept and this process should stop."""
         self.lost_base = False
         """What generations with only some operators were built on turned out to be gone, and nothing whole has begun since."""
         self.num_complete = self.nbytes_complete = 0
@@ -188,12 +188,12 @@ class TierWorker(ABC):
 
     @property
     def newest(self) -> GenerationId | None:
-        """The newest generation that this life completed here, on this rank."""
+        """The newest generation that this incarnation completed here, on this rank."""
         with self._changed:
             return self._complete[-1] if self._complete else None
 
     def holds(self, generation: GenerationId) -> bool:
-        """Whether a generation of this life is complete here, on this rank; the latest ones are remembered."""
+        """Whether a generation of this incarnation is complete here, on this rank; the latest ones are remembered."""
         with self._changed:
             return generation in self._complete
 
@@ -280,7 +280,7 @@ class TierWorker(ABC):
         """After `close`: give memory back.
 
         Args:
-            unlink: whether what is in it goes too, because nobody will want it. Else a later life finds it.
+            unlink: whether what is in it goes too, because nobody will want it. Else a later incarnation finds it.
         """
 
     def close(self) -> None:
@@ -357,7 +357,7 @@ class TierWorker(ABC):
             self._end(job)
             return
         if self.fenced:
-            raise Fenced("a later life of this run has begun. This process should stop.")
+            raise Fenced("a later incarnation of this run has begun. This process should stop.")
         started = time.perf_counter() - job.seconds
         job.entries += self._put(job, segment)
         job.num_put += 1
@@ -377,7 +377,7 @@ class TierWorker(ABC):
             job.entries,
             plan_hash=plan_hash,
             plan_json=plan_json,
-            borrowed=older.borrowed,
+            referenced=older.referenced,
             spares=older.spares,
         )
 

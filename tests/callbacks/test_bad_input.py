@@ -303,7 +303,7 @@ def test_a_window_longer_than_the_run_is_told(tmp_path: Path, caplog: pytest.Log
         fit(SparseCheckpoint(tmp_path / "run", window=6), Net(layers=dict.fromkeys("abcdef", 2)))
     (said,) = (record.getMessage() for record in caplog.records if "Shorten the window" in record.getMessage())
     assert "checkpoints need 6 steps and this fit ends at step 3" in said
-    assert whole(tmp_path / "run") == ["step 3 (epoch 1)", "step 0 (epoch 1)"]
+    assert whole(tmp_path / "run") == ["step 3 (incarnation 1)", "step 0 (incarnation 1)"]
 
 
 def test_a_budget_smaller_than_an_element_still_checkpoints(tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ def test_too_little_shared_memory_for_a_plan_stops_all_ranks(tmp_path: Path) -> 
     said = every_rank(3, checkpoint, steps=20)
     assert len(set(said)) == 1
     assert "rank 2: A ring of " in said[0]
-    assert whole(tmp_path / "run") == ["step 0 (epoch 1)"]
+    assert whole(tmp_path / "run") == ["step 0 (incarnation 1)"]
 
 
 # -- two jobs
@@ -574,5 +574,5 @@ def test_of_two_jobs_on_one_url_the_later_goes_on(tmp_path: Path, resume: Any) -
     assert "a later start of this run has taken over" in said
     assert "give one of the two jobs another URL" in said
     assert report == (6, 1 if resume == "auto" else None)
-    assert whole(url)[0] == "step 6 (epoch 2)"
+    assert whole(url)[0] == "step 6 (incarnation 2)"
     assert all("epoch 2" in generation for generation in whole(url))

@@ -281,7 +281,7 @@ class Takeover(Callback):
             backend = open_backend(self.url)
             store = RunStore.open(backend, resume="auto")
             newest = store.candidates()[0].generation
-            assert store.open_epoch(newest) is not None
+            assert store.open_incarnation(newest) is not None
             backend.close()
 
 

@@ -73,7 +73,7 @@ class Witness(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         (checkpoint,) = (each for each in trainer.callbacks if isinstance(each, DenseCheckpoint))  # type: ignore[attr-defined]
         assert checkpoint._run is not None
-        assert checkpoint._run.life.drain(PATIENCE_SECONDS)
+        assert checkpoint._run.session.drain(PATIENCE_SECONDS)
         if trainer.global_step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -181,7 +181,7 @@ def test_a_copied_directory_goes_on_from_what_it_has_itself(site: Site, tmp_path
     memory = names(site.memory)
     copied = site.live(b, 100, kill_at=7, stored=5)
     assert (copied.began_at, copied.total) == (4, 4)
-    assert sum("has step 8 (epoch 2) of this run" in line for line in copied.warnings) == 1
+    assert sum("has step 8 (incarnation 2) of this run" in line for line in copied.warnings) == 1
     assert memory <= names(site.memory)
     went_on = site.live(a, 1000, kill_at=None, until=9)
     assert (went_on.began_at, went_on.total) == (8, 4 + 40)
@@ -200,7 +200,7 @@ def test_a_moved_directory_says_what_memory_it_left(site: Site, tmp_path: Path) 
     assert (moved.began_at, moved.total) == (4, 4)
     (warning,) = [line for line in moved.warnings if "of this run" in line]
     assert warning.startswith(
-        f"{ring} has step 8 (epoch 1) of this run, taken while it was stored elsewhere than at file://{b}"
+        f"{ring} has step 8 (incarnation 1) of this run, taken while it was stored elsewhere than at file://{b}"
     )
     b.rename(a)
     back = site.live(a, 100, kill_at=None, until=9)
@@ -264,11 +264,11 @@ def test_names_of_memory_cannot_be_guessed_and_squatted_ones_stop_nobody(site: S
         path.unlink()
     os.mkfifo(ring)
     (ring.with_name(ring.name.replace(".ring", ".1.ring"))).symlink_to(beside(place, "said"))
-    os.mkfifo(f"{ring}.5.e2.done")
+    os.mkfifo(f"{ring}.5.i2.done")
     second = site.live(place, 10, kill_at=6, stored=5)
     assert second.began_at == 3
     assert site.live(place, 10, kill_at=None, until=7).began_at == 6
-    assert names(site.memory) == {ring.name, ring.name.replace(".ring", ".1.ring"), f"{ring.name}.5.e2.done"}
+    assert names(site.memory) == {ring.name, ring.name.replace(".ring", ".1.ring"), f"{ring.name}.5.i2.done"}
 
 
 def test_a_lost_log_is_repaired_and_the_run_goes_on(
@@ -292,12 +292,12 @@ def test_a_lost_log_is_repaired_and_the_run_goes_on(
     assert "nothing is written yet" in capsys.readouterr().out
     assert main(["repair", str(place), "--yes", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["written"], shown["mended"]) == (True, [{"step": 4, "epoch": 1}])
+    assert (shown["written"], shown["mended"]) == (True, [{"step": 4, "incarnation": 1}])
     assert main(["repair", str(place), "--yes"]) == 2
     went_on = site.live(place, 10, kill_at=None, until=6)
     assert (went_on.began_at, went_on.total) == (4, 4)
     (warning,) = [line for line in went_on.warnings if "of this run" in line]
-    assert "has step 5 (epoch 1) of this run, from before its log was repaired" in warning
+    assert "has step 5 (incarnation 1) of this run, from before its log was repaired" in warning
     shutil.rmtree(place / "snap")
     assert "none of them is there" in site.fail(place)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")

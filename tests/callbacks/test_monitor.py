@@ -218,7 +218,7 @@ def planned(folder: Path, *others: Callback) -> list[float]:
     class Peek(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
             if trainer.global_step == 5 and own._run is not None:
-                planner = own._run.life._planner
+                planner = own._run.session._planner
                 assert isinstance(planner, Planner)
                 assert planner.order is not None
                 seen.extend(planner.order.meter.value().tolist())

@@ -112,7 +112,7 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
     ] * 2
     stretches = [[step for step in skipped if step < 15], [step for step in skipped if step > 15]]
     for steps, start, end in zip(stretches, said[::2], said[1::2], strict=True):
-        first, last = (GenerationId(step=step, epoch=1) for step in (steps[0], steps[-1]))
+        first, last = (GenerationId(step=step, incarnation=1) for step in (steps[0], steps[-1]))
         assert f"generations from {first} on are skipped" in start
         assert f"{len(steps)} generations were skipped, from {first} to {last}" in end
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

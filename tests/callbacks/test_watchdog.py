@@ -363,7 +363,7 @@ def test_no_plan_of_before_new_parameters_holds_behind_them(tmp_path: Path) -> N
     class Adding(Callback):
         def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
             assert checkpoint._run is not None
-            capture = checkpoint._run.life._capture
+            capture = checkpoint._run.session._capture
             if trainer.global_step == 9:
                 trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
             if capture is not None and capture.layout is not None:

@@ -1,4 +1,4 @@
-"""What is left of a lossy run between two lives: markers in memory and in storage, and a bit that turns in either."""
+"""What is left of a lossy run between two incarnations: markers in memory and in storage, and a bit that turns in either."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Spoilt:
     owner: int
     """Rank whose piece it is."""
     step: int
-    epoch: int
-    life: str
+    incarnation: int
+    nonce: str
     expert: str
 
     @property
     def generation(self) -> GenerationId:
         """Whose it is."""
-        return GenerationId(step=self.step, epoch=self.epoch, life=self.life)
+        return GenerationId(step=self.step, incarnation=self.incarnation, nonce=self.nonce)
 
     @classmethod
     def read(cls, workdir: Path) -> Spoilt | None:

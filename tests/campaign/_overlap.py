@@ -99,7 +99,7 @@ class Overlap:
 
 
 SECOND_HAS_COMMITTED = Kill(
-    phase="storage", verb=r"^create .*/e000002[^/]*/_COMMITTED", operation=1, after=True, signal=signal.SIGSTOP
+    phase="storage", verb=r"^create .*/i000002[^/]*/_COMMITTED", operation=1, after=True, signal=signal.SIGSTOP
 )
 
 

@@ -104,19 +104,19 @@ class Restarts:
         return self._spoilt
 
     def began_at(self, life: int) -> int:
-        """The boundary that a life resumed from."""
+        """The boundary that an incarnation resumed from."""
         return self.lives[life].steps()[0] - 1
 
     def alive(self, generation: GenerationId, life: int) -> bool:
-        """Whether a life may use it: no life in between went back behind it. Life `n` has epoch `n + 1`."""
-        between = range(generation.epoch, life)
-        return generation.epoch <= life and all(generation.step <= self.began_at(each) for each in between)
+        """Whether an incarnation may use it: no incarnation in between went back behind it. Incarnation `n + 1` is life `n`."""
+        between = range(generation.incarnation, life)
+        return generation.incarnation <= life and all(generation.step <= self.began_at(each) for each in between)
 
     def promised(self, life: int, *, memory: bool = True, spoilt: bool = True) -> Promise:
         """From the markers that its ranks found on their nodes, and those in storage.
 
         Args:
-            life: that begins.
+            incarnation: that begins.
             memory: whether there is any; else from storage alone.
             spoilt: whether what was damaged is of no use.
         """
@@ -149,7 +149,7 @@ class Restarts:
         return Promise(newest, {name: max(whole[name]) for name in self.sizes})
 
     def require(self, life: int) -> Promise:
-        """A life began with every operator, on every rank, exactly as promised."""
+        """An incarnation began with every operator, on every rank, exactly as promised."""
         promise = self.promised(life)
         assert promise.generation.step == self.began_at(life), (promise, self.lives[life].log())
         for rank in self.ranks:
@@ -183,7 +183,7 @@ class Restarts:
         """As recorded."""
         key = (rank, generation)
         if key not in self._states:
-            self._states[key] = self.load(generation.epoch - 1, rank, f"state.{generation.step}")
+            self._states[key] = self.load(generation.incarnation - 1, rank, f"state.{generation.step}")
         return self._states[key]
 
     def require_turns(self, life: int, within: int) -> None:
@@ -212,7 +212,7 @@ class Restarts:
         Args:
             memory: as it was; else what the last restart would have lost with storage alone.
             restarts: how many of them, all by default; then nothing is trained after the last one.
-            until: of the last life, steps after this one do not count.
+            until: of the last incarnation, steps after this one do not count.
         """
         names = list(self.sizes)
         steps: list[tuple[int, Tensor]] = []  # boundary that a step led to, and its tokens
@@ -238,7 +238,7 @@ class Restarts:
         return Tally(processed, lost, tuple(number for _, number in self._layers))
 
     def lost_by(self, life: int) -> dict[str, int]:
-        """Tokens that the restart at the beginning of a life has lost, by expert."""
+        """Tokens that the restart at the beginning of an incarnation has lost, by expert."""
         at, before = self.tally(restarts=life), self.tally(restarts=life - 1) if life > 1 else None
         lost = at.lost if before is None else at.lost - before.lost
         return dict(zip(self.sizes, lost.tolist(), strict=True))

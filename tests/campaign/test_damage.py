@@ -44,7 +44,7 @@ def flip_a_bit_of_the_manifest(generations: Sequence[Path]) -> None:
 
 
 def uncommit(generations: Sequence[Path]) -> None:
-    # Without a marker too, or the next life would find that the generation is complete and commit it.
+    # Without a marker too, or the next incarnation would find that the generation is complete and commit it.
     (generations[-1] / "_COMMITTED").unlink()
     next(generations[-1].glob("*.done")).unlink()
 
@@ -81,7 +81,7 @@ def _flip(path: Path) -> None:
 
 
 def damage_then_train(setup: Setup, damage: Damage, life: Attempt) -> Mapping[str, Any]:
-    """Ruin something at the start of the second life, on a machine that is not the first one's, then train."""
+    """Ruin something at the start of the second incarnation, on a machine that is not the first one's, then train."""
     if life.index == 1 and life.rank == 0:
         lose_memory(life.workdir)
         root = Path(urlparse(life.url).path)
@@ -118,11 +118,11 @@ def test_the_next_older_generation_is_taken_and_the_log_says_why(
     _, second = campaigns.check(setup, KILL, fit=partial(damage_then_train, setup, damage), may_complain=True)
     damaged = _number_after("damaged generation ", second.log())
     assert _number_after("resumes from step ", second.log()) < damaged
-    assert f"step {damaged} (epoch 1)" in second.log(), "the log names what was passed over"
+    assert f"step {damaged} (incarnation 1)" in second.log(), "the log names what was passed over"
 
 
 def test_when_none_is_left_the_error_lists_each_with_its_reason(campaigns: Campaigns) -> None:
-    """No life starts over in silence above a run that cannot be read."""
+    """No incarnation starts over in silence above a run that cannot be read."""
     with pytest.raises(AttemptFailed) as caught:
         campaigns.run(DENSE, KILL, fit=partial(damage_then_train, DENSE, ruin_all))
     said = str(caught.value)

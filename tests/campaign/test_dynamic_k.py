@@ -64,7 +64,7 @@ NODES = Story(num_experts=6, first=16, every=2, faults=6, budget=0.2, nodes=3)
 
 def require_counts(found: Restarts, life: int) -> TokenLedger:
     """What the first generation after a fault says is what counting one by one gives."""
-    generation, said = next((g, each) for g, each in found.accountings.items() if g.epoch == life + 1)
+    generation, said = next((g, each) for g, each in found.accountings.items() if g.incarnation == life + 1)
     tally = found.tally(restarts=life)
     since = [found.counted(life, step) for step in range(found.began_at(life) + 1, generation.step + 1)]
     tally = replace(tally, processed=tally.processed + sum(since))

@@ -52,7 +52,7 @@ class Launcher:
 def _raise(run: Path) -> None:
     """Once the coordinator has committed what is to be restored: only then is it known that storage has it."""
     deadline = time.monotonic() + 30
-    while not [*run.glob(f"snap/{NEWEST:012}/e000001-*/_COMMITTED")]:
+    while not [*run.glob(f"snap/{NEWEST:012}/i000001-*/_COMMITTED")]:
         assert time.monotonic() < deadline, "the generation before is not committed"
         time.sleep(0.01)
     raise UserError("a mistake in the model")
@@ -83,5 +83,5 @@ def test_after_an_exception_in_one_rank_the_newest_generation_is_restored_from_m
     assert "UserError" in first.log(RAISES)
     for rank in {0, 1, 2} - {RAISES}:
         assert "UserError" not in first.log(rank), "it failed in a collective"
-    assert f"resumes from step {NEWEST} (epoch 1)" in second.log()
+    assert f"resumes from step {NEWEST} (incarnation 1)" in second.log()
     assert sources(second) == wanted

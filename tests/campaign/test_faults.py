@@ -233,7 +233,7 @@ def test_a_bit_flipped_in_memory_is_found_and_storage_has_the_record(campaigns: 
 def test_a_bit_flipped_in_storage_is_found_where_memory_is_lost(campaigns: Campaigns) -> None:
     """With nothing else to take the record from, an older generation is taken, and the log says why."""
     (damaged,), second = _flip_and_die(campaigns, (FLIP,), "node_loss")
-    assert f"step {damaged} (epoch 1)" in second.log()
+    assert f"step {damaged} (incarnation 1)" in second.log()
     assert second.steps()[0] <= damaged, second.log()
     assert re.search(r"WARNING:.* is resumed from, an older generation, since newer ones cannot", second.log())
 

@@ -78,8 +78,8 @@ def require_fenced(backend: Backend, said: str, name: str) -> None:
     assert view.history is not None
     found = view.generations()
     usable = [each.generation for each in found if each.usable]
-    assert [(each.step, each.epoch) for each in usable] == [(10, 2), (9, 2)]
-    late = [each for each in found if each.generation.epoch == 1 and each.committed]
+    assert [(each.step, each.incarnation) for each in usable] == [(10, 2), (9, 2)]
+    late = [each for each in found if each.generation.incarnation == 1 and each.committed]
     assert all(each.dead is not None for each in late), late
-    assert view.history.last_epoch == 2
+    assert view.history.last_incarnation == 2
     assert verify(backend).sound

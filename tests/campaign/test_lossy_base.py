@@ -88,11 +88,11 @@ def newest(workdir: Path) -> list[RankMarker]:
 
 
 def delete_what_is_borrowed(root: Path, markers: list[RankMarker]) -> None:
-    (root / markers[-1].borrowed[-1].segment.key).unlink()
+    (root / markers[-1].referenced[-1].segment.key).unlink()
 
 
 def truncate_what_is_borrowed(root: Path, markers: list[RankMarker]) -> None:
-    path = root / markers[-1].borrowed[-1].segment.key
+    path = root / markers[-1].referenced[-1].segment.key
     path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -104,11 +104,11 @@ def damage_the_manifest(root: Path, markers: list[RankMarker]) -> None:
 
 
 def stored_steps(workdir: Path) -> dict[int, tuple[GenerationId, ...]]:
-    """Generations that the first life committed and a restart may use, by step, and what each borrows from."""
+    """Generations that the first life committed and a restart may use, by step, and what each refers to."""
     backend = open_backend(checkpoints(workdir).as_uri())
     commits = RunStore.open(backend, resume="must").candidates()
     backend.close()
-    return {c.generation.step: tuple(c.needs) for c in commits if c.generation.epoch == 1}
+    return {c.generation.step: tuple(c.needs) for c in commits if c.generation.incarnation == 1}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def stored_steps(workdir: Path) -> dict[int, tuple[GenerationId, ...]]:
     ],
 )
 def test_what_is_borrowed_goes_bad_in_mid_run(campaigns: Campaigns, folder: Path, ruin: Ruin, world_size: int) -> None:
-    """The next generation is refused, the one after it is whole, and later ones borrow from that; a kill finds them."""
+    """The next generation is refused, the one after it is whole, and later ones refer to that; a kill finds them."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
     setup = lossy_setup(world_size, world_size)
     found = restarts(campaigns, setup, machines, KILL, fit=partial(train_ruined, setup, machines, ruin, 5))

@@ -41,7 +41,7 @@ from lightning_moe_ckpt.testing._lives import Attempt
 from lightning_moe_ckpt.testing._lives_kill import Kill
 
 KILL = Kill(phase="forward", step=15)
-"""When every expert of six has come twice, and what the second copies lie in has borrowed from what is gone."""
+"""When every expert of six has come twice, and what the second copies lie in has referred to what is gone."""
 
 Ruin = Callable[[Path], None]
 
@@ -57,8 +57,8 @@ def stored(workdir: Path, *, promote: bool = True) -> dict[GenerationId, tuple[C
     with closing(open_backend(checkpoints(workdir).as_uri())) as backend:
         store = RunStore.open(backend, resume="must")
         if promote:
-            store.promote()  # as the next life will, where there is one
-        commits = [*store.candidates(), *store.lenders]
+            store.promote()  # as the next incarnation will, where there is one
+        commits = [*store.candidates(), *store.sources]
         return {c.generation: (c, [store.read_marker(c, rank) for rank in range(c.world_size)]) for c in commits}
 
 
@@ -82,7 +82,7 @@ def delete(path: Path, record: RecordEntry) -> None:
 
 
 def lose_manifest(path: Path, record: RecordEntry) -> None:
-    """A bit of a record, and one of the manifest of what is borrowed from."""
+    """A bit of a record, and one of the manifest of what it refers to."""
     flip(path, record)
     manifest = path.parent / "_COMMITTED"
     manifest.chmod(0o600)
@@ -115,9 +115,9 @@ def noted(workdir: Path) -> tuple[Promise, list[str]]:
 
 
 def ruin_one(damage: Callable[[Path, RecordEntry], None], workdir: Path) -> None:
-    """Damage the file of the newest copy of an expert that the newest generation borrows, of whatever rank has it."""
+    """Damage the file of the newest copy of an expert that the newest generation references, of whatever rank has it."""
     _, markers = next(iter(stored(workdir).values()))
-    entry = max((each for marker in markers for each in marker.borrowed), key=lambda each: each.generation)
+    entry = max((each for marker in markers for each in marker.referenced), key=lambda each: each.generation)
     record = entry.segment.records[0]
     whole = [] if damage in {flip, lose_manifest} else [each.operator for each in entry.segment.records]
     hit = sorted({record.operator, *whole})
@@ -132,9 +132,9 @@ def files_of(workdir: Path, expert: str) -> list[tuple[SegmentEntry, RecordEntry
 
 
 def ruin_all(workdir: Path) -> None:
-    """Turn a bit in every copy of an expert that the newest generation borrows."""
+    """Turn a bit in every copy of an expert that the newest generation references."""
     _, markers = next(iter(stored(workdir).values()))
-    expert = next(marker.borrowed[-1].segment.records[0].operator for marker in markers if marker.borrowed)
+    expert = next(marker.referenced[-1].segment.records[0].operator for marker in markers if marker.referenced)
     promise = promise_after(workdir, [])
     note(workdir, promise, [expert])
     for segment, record in files_of(workdir, expert):
@@ -142,7 +142,7 @@ def ruin_all(workdir: Path) -> None:
 
 
 def train_ruined(setup: Setup, machines: Machines, ruin: Ruin, life: Attempt) -> Mapping[str, Any]:
-    """Memory is lost between two lives, and `ruin` comes over storage."""
+    """Memory is lost between two incarnations, and `ruin` comes over storage."""
     if life.index == 1 and life.rank == 0:
         ruin(life.workdir)
     return train_lossy(setup, machines, life)
@@ -173,7 +173,7 @@ def test_a_bad_file_costs_its_experts_one_turn(
     policy: str,
     damage: Callable[[Path, RecordEntry], None],
 ) -> None:
-    """All that is kept borrows from it. Its experts come from the copy before, in what is there only for that; bit for bit."""
+    """All that is kept refers to it. Its experts come from the copy before, in what is there only for that; bit for bit."""
     machines = Machines(folder, (0,) * world_size, lost=((0,),))
     make = lossy_setup if policy == "partial" else selective_setup
     setup = short_of_space(make(world_size, expert_parallel))
@@ -192,11 +192,11 @@ def test_a_bad_file_costs_its_experts_one_turn(
         assert said is not None, logs(found)
         assert said[1] == str(promise.experts[name])
         assert int(said[2]) == lost[name]
-    after = {at: markers for at, (_, markers) in stored(found.workdir).items() if at.epoch > 1}
+    after = {at: markers for at, (_, markers) in stored(found.workdir).items() if at.incarnation > 1}
     assert after
     for markers in after.values():
-        kept = [e.generation for m in markers for e in m.borrowed for r in e.segment.records if r.operator in hit]
-        assert all(each in {promise.experts[name] for name in hit} or each.epoch > 1 for each in kept)
+        kept = [e.generation for m in markers for e in m.referenced for r in e.segment.records if r.operator in hit]
+        assert all(each in {promise.experts[name] for name in hit} or each.incarnation > 1 for each in kept)
 
 
 @pytest.mark.parametrize(("world_size", "model"), [(1, "lists"), pytest.param(3, "stacked", marks=pytest.mark.soak)])
@@ -238,7 +238,7 @@ def test_without_any_copy_of_an_expert_the_others_come_back_if_that_is_allowed(
 
 
 def train_refused_first(strict: Setup, setup: Setup, machines: Machines, life: Attempt) -> Mapping[str, Any]:
-    """The second life loses all copies of an expert; on one rank it is tried without first."""
+    """The second incarnation loses all copies of an expert; on one rank it is tried without first."""
     if life.index == 1 and life.rank == 0:
         ruin_all(life.workdir)
     if life.index == 1 and strict.world_size == 1:
@@ -257,7 +257,7 @@ def train_refused_first(strict: Setup, setup: Setup, machines: Machines, life: A
 
 
 class SpoilsAndScrubs(Callback):
-    """Before step 9 a bit turns in what rank 0 borrows, and each rank reads again what it borrows."""
+    """Before step 9 a bit turns in what rank 0 references, and each rank reads again what it references."""
 
     def __init__(self, life: Attempt) -> None:
         self._life = life
@@ -269,13 +269,13 @@ class SpoilsAndScrubs(Callback):
         own = trainer.checkpoint_callback
         assert isinstance(own, PartialExpertCheckpoint)
         assert own._run is not None
-        tokens = own._run.life._planner.tokens
+        tokens = own._run.session._planner.tokens
         assert tokens is not None
         assert tokens._bad.scrubber is not None
         assert own.wait_committed(), "the newest marker of each rank is that of what is stored last"
         if self._life.rank == 0:
             _, markers = next(iter(stored(self._life.workdir, promote=False).values()))
-            entry = markers[0].borrowed[-1]  # whose turn is far away
+            entry = markers[0].referenced[-1]  # whose turn is far away
             record = entry.segment.records[0]
             flip(checkpoints(self._life.workdir) / entry.segment.key, record)
             (self._life.workdir / "scrubbed").write_text(json.dumps([record.operator, entry.generation.step]))
@@ -288,21 +288,21 @@ def train_scrubbed(setup: Setup, machines: Machines, life: Attempt) -> Mapping[s
 
 @pytest.mark.parametrize("world_size", [3])
 def test_what_goes_bad_while_a_job_runs_is_stored_again(campaigns: Campaigns, folder: Path, world_size: int) -> None:
-    """One rank finds it; no generation borrows it from then on, and the next one that is planned has it."""
+    """One rank finds it; no generation references it from then on, and the next one that is planned has it."""
     setup = lossy_setup(world_size, 1)
     (life,) = campaigns.run(setup, fit=partial(train_scrubbed, setup, Machines(folder, (0,) * world_size)))
     assert life.outcome == "finished", life.log()
     expert, bad = json.loads((life.workdir / "scrubbed").read_text())
     found = {at.step: markers for at, (_, markers) in stored(life.workdir).items()}
     for step in range(9, 13):
-        borrowed = {
+        referenced = {
             e.generation.step
             for m in found[step]
-            for e in m.borrowed
+            for e in m.referenced
             for r in e.segment.records
             if r.operator == expert
         }
-        assert bad not in borrowed, step
+        assert bad not in referenced, step
         owned = any(record.operator == expert for marker in found[step] for _, record in full_records(marker))
         assert owned, f"step {step} names a good copy"
     own = {step: {r.operator for m in found[step] for r in m.segments[0].records} for step in (9, 10)}

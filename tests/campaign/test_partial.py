@@ -50,7 +50,7 @@ def run(campaigns: Campaigns, setup: Setup, *, wait: bool = True) -> Path:
 def test_generations_hold_what_the_state_was(
     campaigns: Campaigns, world_size: int, expert_parallel: int, snapshot_k: int | None, wait: bool
 ) -> None:
-    """In storage and in memory, on every rank; what they take adds up to the plan, and borrowing completes it."""
+    """In storage and in memory, on every rank; what they take adds up to the plan, and references completes it."""
     setup = partial_setup(world_size, expert_parallel, snapshot_k=snapshot_k)
     folder = run(campaigns, setup, wait=wait)
     known, counted = [states(folder, rank) for rank in range(world_size)], tokens(folder, world_size)
@@ -66,10 +66,10 @@ def test_generations_hold_what_the_state_was(
             assert torch.equal(accounting.alive, counted[part.step])
             assert torch.equal(accounting.processed, counted[part.step])
         taken = {record.operator for part in parts for record, _ in part.records}
-        borrowed = {r.operator for part in parts for b in part.marker.borrowed for r in b.segment.records}
-        assert taken | borrowed == everything
-        assert not taken & borrowed
-        assert set(commit.needs) == {b.generation for part in parts for b in part.marker.borrowed}
+        referenced = {r.operator for part in parts for b in part.marker.referenced for r in b.segment.records}
+        assert taken | referenced == everything
+        assert not taken & referenced
+        assert set(commit.needs) == {b.generation for part in parts for b in part.marker.referenced}
         if 0 < commit.generation.step < setup.steps:
             assert everything - experts <= taken
             assert {name for part in parts for name in part.experts} == named(parts[0], {"durable"})
@@ -92,13 +92,13 @@ def named(part: Taken, audiences: Collection[Audience]) -> set[str]:
 
 
 def require_newest(parts: Sequence[Taken], stored: Sequence[tuple[object, Sequence[Taken]]]) -> None:
-    """Each borrowed expert is from the newest older generation that has it."""
+    """Each referenced expert is from the newest older generation that has it."""
     older = [each for _, each in stored if each[0].step < parts[0].step]
     for part in parts:
-        for borrowed in part.marker.borrowed:
-            for name in {record.operator for record in borrowed.segment.records}:
+        for referenced in part.marker.referenced:
+            for name in {record.operator for record in referenced.segment.records}:
                 having = [each[0].step for each in older if any(name in p.experts for p in each)]
-                assert borrowed.generation.step == having[-1]
+                assert referenced.generation.step == having[-1]
 
 
 def require_second_newest(

@@ -1,4 +1,4 @@
-"""A generation that borrows, made by hand from two dense ones of a real fit: what a partial policy stores, byte for byte."""
+"""A generation that references, made by hand from two dense ones of a real fit: what a partial policy stores, byte for byte."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from lightning_moe_ckpt.storage import (
 STEP = 5
 
 
-def borrow(url: str, target: Path, lacking: Sequence[str], *, older: int, newer: int) -> str:
+def referring(url: str, target: Path, lacking: Sequence[str], *, older: int, newer: int) -> str:
     """Copy a dense run and add generation 5: the state of step `newer`, with some operators as of step `older`.
 
     Args:
         url: the run.
         target: where to copy it.
-        lacking: operators that generation 5 borrows.
-        older: step of the generation that it borrows them from.
+        lacking: operators that generation 5 references.
+        older: step of the generation that it references them from.
         newer: step of the generation that has all else.
     """
     shutil.copytree(url, target)
     store = RunStore.open(open_backend(str(target)), resume="must")
     commits = {commit.generation.step: commit for commit in store.candidates()}
-    assert store.open_epoch(commits[newer].generation) is not None
+    assert store.open_incarnation(commits[newer].generation) is not None
     generation = store.name(STEP)
     ranks = range(commits[newer].world_size)
     sources = (commits[older], commits[newer])
@@ -73,7 +73,7 @@ def _write_rank(
         generation=generation,
         segments=(entry[0],),
         lineage=store.lineage,
-        borrowed=carry_forward(store.read_marker(older, rank), lacking),
+        referenced=carry_forward(store.read_marker(older, rank), lacking),
     )
     store.put_marker(marker)
     return marker

@@ -52,7 +52,7 @@ def test_ls_says_why_a_generation_is_not_usable(
 ) -> None:
     """Not committed, a manifest gone bad, and a file gone."""
     root = copied(sparse_run, tmp_path)
-    folders = sorted((root / "snap").glob("*/e000001-*"))
+    folders = sorted((root / "snap").glob("*/i000001-*"))
     (folders[0] / "_COMMITTED").unlink()
     (folders[1] / "_COMMITTED").write_bytes(b"{}")
     next(folders[2].glob("*.safetensors")).unlink()
@@ -69,7 +69,7 @@ def test_ls_says_why_a_generation_is_not_usable(
 def test_tables_are_for_people(capsys: pytest.CaptureFixture[str], sparse_run: str) -> None:
     """Every command without `--json` writes what it found, in full, also into a pipe."""
     for argv, words in [
-        (["ls"], ["sparse", "5-6", "newest epoch 1"]),
+        (["ls"], ["sparse", "5-6", "newest incarnation 1"]),
         (["inspect", "--step", "6"], ["window=2", "net.0", "compute at", "rank00000.000000000005.safetensors"]),
         (["verify"], ["3 generations read", "5 files", "MB/s", "good"]),
     ]:
@@ -109,7 +109,7 @@ def test_verify_reads_every_file(capsys: pytest.CaptureFixture[str], sparse_run:
     assert (found["num_files"], found["nbytes"]) == (len(files), sum(map(len, files.values())))
     assert found["sound"]
     assert found["megabytes_per_second"] > 0
-    assert run_json(capsys, "verify", sparse_run, "--step", "6")["generations"] == ["step 6 (epoch 1)"]
+    assert run_json(capsys, "verify", sparse_run, "--step", "6")["generations"] == ["step 6 (incarnation 1)"]
 
 
 def test_verify_fails_with_one_and_names_the_file(
@@ -118,7 +118,7 @@ def test_verify_fails_with_one_and_names_the_file(
     """One flipped bit, one file cut, one gone, in three generations."""
     root = copied(sparse_run, tmp_path)
     first, second, third = (
-        next(folder.glob("*.safetensors")) for folder in sorted((root / "snap").glob("*/e000001-*"))
+        next(folder.glob("*.safetensors")) for folder in sorted((root / "snap").glob("*/i000001-*"))
     )
     data = bytearray(first.read_bytes())
     data[-1] ^= 1
@@ -127,7 +127,7 @@ def test_verify_fails_with_one_and_names_the_file(
     third.unlink()
     found = run_json(capsys, "verify", str(root), status=1)
     told = {problem["generation"]: problem["reason"] for problem in found["problems"]}
-    assert list(told) == ["step 7 (epoch 1)", "step 6 (epoch 1)", "step 4 (epoch 1)"]
+    assert list(told) == ["step 7 (incarnation 1)", "step 6 (incarnation 1)", "step 4 (incarnation 1)"]
     for path in (first, second, third):
         assert any(path.name in problem["reason"] for problem in found["problems"])
 
@@ -138,7 +138,7 @@ def test_verify_reads_what_no_restart_would_use_only_if_asked(
     """A generation of an earlier run lies there until the new run has more than it keeps."""
     root = copied(dense_run[0], tmp_path)
     entry = json.loads((root / "_log" / f"{0:020d}.json").read_text())["document"]["body"]
-    history = {**entry["history"], "run_id": "f" * 32, "first_epoch": 2, "last_epoch": 1}
+    history = {**entry["history"], "run_id": "f" * 32, "first_incarnation": 2, "last_incarnation": 1}
     body = {**entry, "index": 9, "history": history}
     from lightning_moe_ckpt.storage._json import encode
 
@@ -146,7 +146,7 @@ def test_verify_reads_what_no_restart_would_use_only_if_asked(
         (root / "_log" / f"{index:020d}.json").write_bytes(encode("log", {**body, "index": index}, version=2))
     assert run_json(capsys, "verify", str(root), status=1)["generations"] == []
     found = run_json(capsys, "verify", str(root), "--all")
-    assert found["generations"] == ["step 6 (epoch 1)", "step 4 (epoch 1)"]
+    assert found["generations"] == ["step 6 (incarnation 1)", "step 4 (incarnation 1)"]
 
 
 @pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["export"]])
@@ -159,7 +159,7 @@ def test_a_url_without_a_run_is_an_error_and_stays_as_it_is(
     if place != "missing":
         root.mkdir()
     if place == "foreign":
-        (root / "epoch=1.ckpt").write_bytes(b"of somebody else")
+        (root / "incarnation=1.ckpt").write_bytes(b"of somebody else")
     before = sorted(tmp_path.rglob("*"))
     argv = [*command, str(root), *([str(tmp_path / "out.ckpt")] if command == ["export"] else [])]
     assert main(argv) == 2
@@ -243,7 +243,7 @@ def test_a_pipe_gets_whole_rows_without_colours(
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["inspect", sparse_run, "--step", "6"]) == 0
     piped = capsys.readouterr().out
-    assert re.search(r"snap/000000000006/e000001-[0-9a-f]{12}/rank00000\.000000000005\.safetensors", piped)
+    assert re.search(r"snap/000000000006/i000001-[0-9a-f]{12}/rank00000\.000000000005\.safetensors", piped)
     assert "\x1b" not in piped
 
 

@@ -23,7 +23,7 @@ from lightning_moe_ckpt.storage import Backend, GenerationId, ObjectBackend, Pos
 
 @pytest.fixture(params=["directory", "moto"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[list[str], Backend]]:
-    """URL with the options that lead there, and the run at it: 0 to 50 all kept, then a life that never committed 55."""
+    """URL with the options that lead there, and the run at it: 0 to 50 all kept, then an incarnation that never committed 55."""
     if request.param == "directory":
         yield [str(tmp_path / "run")], run_at(PosixBackend(tmp_path / "run"))
         return
@@ -69,7 +69,7 @@ def test_it_says_what_goes_then_deletes_exactly_that(place: tuple[list[str], Bac
     assert {row["step"]: row["reason"] for row in document["goes"]} == {
         10: "below the watermark 30",
         20: "below the watermark 30",
-        55: "not committed, and epoch 2 is over",
+        55: "not committed, and incarnation 2 is over",
     }
     assert {row["step"]: row["reason"] for row in document["stays"]} == {
         0: "first at or after step 0",
@@ -95,7 +95,7 @@ def test_without_rules_only_what_was_given_up_goes(place: tuple[list[str], Backe
     rows = [[cell.strip() for cell in line.split("│")] for line in said.splitlines() if "│" in line]
     fates = {int(step): fate for _, step, _, _, _, fate, *_ in rows}
     assert fates == {55: "deleted", **dict.fromkeys(range(0, 60, 10), "stays")}
-    assert "not committed, and epoch 2 is over" in said
+    assert "not committed, and incarnation 2 is over" in said
     assert "deleted: 1 generations" in said
     assert stored(backend) == list(range(0, 60, 10))
 
@@ -168,7 +168,7 @@ def rows(said: str, heap: str) -> dict[int, dict[str, Any]]:
 
 
 def test_what_interrupted_writes_left_is_shown_and_goes_with_the_life_that_left_it(tmp_path: Path, gc: Said) -> None:
-    """Of generations of which nothing else is there; those of the newest life may be under way, and stay."""
+    """Of generations of which nothing else is there; those of the newest incarnation may be under way, and stay."""
     backend = run_at(PosixBackend(tmp_path))
     over, under_way = tmp_path / GenerationId(53, 2).prefix, tmp_path / GenerationId(57, 3).prefix
     for folder in (over, under_way):
@@ -179,7 +179,7 @@ def test_what_interrupted_writes_left_is_shown_and_goes_with_the_life_that_left_
     assert (status, sorted(tmp_path.rglob("*"))) == (0, before)
     left = rows(told, "goes")[53]
     assert (left["objects"], left["unfinished"], left["nbytes"]) == (0, 1, 1000)
-    assert left["reason"] == "not committed, and epoch 2 is over"
+    assert left["reason"] == "not committed, and incarnation 2 is over"
     assert rows(told, "stays")[57]["unfinished"] == 1
     assert "0 + 1 unfinished" in gc(str(tmp_path), "--dry-run")[1]
     status, done, _ = gc(str(tmp_path), "--json")
@@ -207,7 +207,7 @@ def test_damaged_generations_do_not_count_as_kept_if_files_are_read_first(tmp_pa
     """A bit has turned in the newest: its size is right, and whoever keeps the last one keeps the one before too."""
     train(Small(), DenseCheckpoint(tmp_path, every_n_steps=2, keep=100), steps=6)
     assert set(rows(gc(str(tmp_path), "--keep-last=1", "--verify", "--json", "--dry-run")[1], "stays")) == {6}
-    segment = max(tmp_path.glob("snap/*6/e000001-*/*.safetensors"))
+    segment = max(tmp_path.glob("snap/*6/i000001-*/*.safetensors"))
     raw = bytearray(segment.read_bytes())
     raw[-1] ^= 1
     segment.chmod(0o600)

@@ -1,4 +1,4 @@
-"""Generations that borrow, from outside: what they need is shown, read, exported as it was, and named where it is bad."""
+"""Generations that reference, from outside: what they need is shown, read, exported as it was, and named where it is bad."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_moe_ckpt.storage._records import StoredMarker
 
 Say = Callable[..., dict[str, Any]]
 OLD = [1, 2]
-"""Experts that generation 5 borrows from step 2."""
+"""Experts that generation 5 refers to step 2."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_ls_says_what_a_generation_needs(say: Say, partial_run: str, capsys: pyt
     """And the others need nothing."""
     rows = say("ls", partial_run)["generations"]
     assert [(row["step"], row["kind"], row["needs"], row["usable"]) for row in rows] == [
-        (5, "partial", [{"step": 2, "epoch": 1}], True),
+        (5, "partial", [{"step": 2, "incarnation": 1}], True),
         (4, "dense", [], True),
         (2, "dense", [], True),
     ]
@@ -58,7 +58,7 @@ def test_ls_says_what_a_generation_needs(say: Say, partial_run: str, capsys: pyt
 def test_inspect_says_who_supplies_each_operator_and_how_old_it_is(
     say: Say, partial_run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Borrowed experts with the step they are of, and the files they are in."""
+    """Referenced experts with the step they are of, and the files they are in."""
     found = say("inspect", partial_run)
     ages = {row["operator"]: (row["supplied_by"]["step"], row["steps_old"]) for row in found["operators"]}
     assert {name: age for name, age in ages.items() if age != (5, 0)} == {f"moe/expert.{i}": (2, 3) for i in OLD}
@@ -66,11 +66,11 @@ def test_inspect_says_who_supplies_each_operator_and_how_old_it_is(
     full = {row["operator"]: row["kinds"]["full"]["steps"] for row in found["operators"]}
     assert full["moe/expert.1"] == [2]
     assert full["moe/expert.0"] == [5]
-    assert [(row["rank"], row["step"], row["operators"]) for row in found["borrowed"]] == [(0, 2, 1), (1, 2, 1)]
+    assert [(row["rank"], row["step"], row["operators"]) for row in found["referenced"]] == [(0, 2, 1), (1, 2, 1)]
     assert main(["inspect", partial_run]) == 0
     out = capsys.readouterr().out
     assert "from steps 2" in out
-    assert re.search(r"snap/000000000002/e000001-[0-9a-f]{12}/rank00001\.000000000002\.safetensors", out)
+    assert re.search(r"snap/000000000002/i000001-[0-9a-f]{12}/rank00001\.000000000002\.safetensors", out)
 
 
 def exported(url: str, step: int, out: Path) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ def test_an_export_has_every_expert_as_it_was_stored_last(partial_run: str, tmp_
 def test_an_export_says_which_versions_are_in_it(
     say: Say, partial_run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the file and on screen; a checkpoint that borrows nothing has no such key."""
+    """In the file and on screen; a checkpoint that references nothing has no such key."""
     older = {f"moe/expert.{i}": 2 for i in OLD}
     document = say("export", partial_run, str(tmp_path / "m.safetensors"))
     assert "operators older than step 5: 2 of step 2" in document["notes"]
@@ -112,7 +112,7 @@ def test_an_export_says_which_versions_are_in_it(
 
 
 def test_verify_reads_each_file_once(partial_run: str) -> None:
-    """Those of all three generations are good; what is borrowed lies in files that were read already."""
+    """Those of all three generations are good; what is referenced lies in files that were read already."""
     verdict = verify(open_backend(partial_run))
     assert verdict.sound
     assert verdict.num_files == len(list(Path(partial_run).rglob("*.safetensors")))
@@ -126,19 +126,21 @@ def test_verify_of_one_generation_reads_what_it_borrows(say: Say, copy: Path) ->
     data[-1] ^= 1
     path.write_bytes(data)
     (problem,) = say("verify", str(copy), "--step", "5", status=1)["problems"]
-    assert problem["generation"] == "step 5 (epoch 2)"
-    assert re.match(r"needs step 2 \(epoch 1\): snap/000000000002/e000001-[0-9a-f]{12}/rank00001", problem["reason"])
+    assert problem["generation"] == "step 5 (incarnation 2)"
+    assert re.match(
+        r"needs step 2 \(incarnation 1\): snap/000000000002/i000001-[0-9a-f]{12}/rank00001", problem["reason"]
+    )
     both = say("verify", str(copy), status=1)["problems"]
-    assert sorted(each["generation"] for each in both) == ["step 2 (epoch 1)", "step 5 (epoch 2)"]
+    assert sorted(each["generation"] for each in both) == ["step 2 (incarnation 1)", "step 5 (incarnation 2)"]
 
 
 @pytest.mark.parametrize("name", ["rank00000.000000000002.safetensors", "_COMMITTED"])
 def test_what_lost_something_it_needs_is_not_usable(say: Say, copy: Path, name: str) -> None:
     """By `ls`, by `verify`, and for an export, which takes the one before."""
-    next(copy.rglob(f"snap/000000000002/e000001-*/{name}")).unlink()
+    next(copy.rglob(f"snap/000000000002/i000001-*/{name}")).unlink()
     rows = {row["step"]: row for row in say("ls", str(copy))["generations"]}
     assert not rows[5]["usable"]
-    assert rows[5]["why_not"].startswith("needs step 2 (epoch 1), which cannot be read")
+    assert rows[5]["why_not"].startswith("needs step 2 (incarnation 1), which cannot be read")
     assert rows[4]["usable"]
     assert any(p["generation"].startswith("step 5") for p in say("verify", str(copy), status=1)["problems"])
     assert say("export", str(copy), str(copy / "m.safetensors"))["step"] == 4
@@ -148,18 +150,18 @@ def test_what_is_only_there_for_others_is_no_damage(say: Say, copy: Path) -> Non
     """Somebody gives up all but the newest: 4 goes, 2 stays for 5, which says so."""
     found = say("gc", str(copy), "--keep-last", "1")
     assert {row["step"]: row["reason"] for row in found["stays"]} == {
-        2: "needed by step 5 (epoch 2)",
+        2: "needed by step 5 (incarnation 2)",
         4: "among the last 2",
         5: "among the last 2",
     }
     store = PosixBackend(copy)
     assert verify(store).sound
     again = say("gc", str(copy))
-    assert {row["step"]: row["reason"] for row in again["stays"]}[2].endswith("needed by step 5 (epoch 2)")
+    assert {row["step"]: row["reason"] for row in again["stays"]}[2].endswith("needed by step 5 (incarnation 2)")
 
 
 def name_spares(root: Path) -> None:
-    """Generation 5 borrows from step 4, and names the copies in step 2 as well."""
+    """Generation 5 refers to step 4, and names the copies in step 2 as well."""
     backend = open_backend(str(root))
     store = RunStore.open(backend, resume="must")
     commits = {commit.generation.step: commit for commit in store.candidates()}
@@ -167,7 +169,7 @@ def name_spares(root: Path) -> None:
     written = []
     for rank in range(commits[5].world_size):
         older = {step: carry_forward(store.read_marker(commits[step], rank), names) for step in (2, 4)}
-        marker = replace(store.read_marker(commits[5], rank), borrowed=older[4], spares=older[2])
+        marker = replace(store.read_marker(commits[5], rank), referenced=older[4], spares=older[2])
         backend.put(marker_key(marker.generation, rank), marker.to_bytes())
         written.append(StoredMarker(marker, digest_of(marker.to_bytes())))
     backend.put(commit_key(commits[5].generation), Commit.of(written).to_bytes())
@@ -202,7 +204,9 @@ def test_an_export_takes_the_older_copy_of_what_is_bad(
             assert torch.equal(part, (old if expert == 1 else whole)[name][expert]), (name, expert)
         assert stacked or torch.equal(tensor, whole[name]), name
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert warning.startswith(f"{spared}: its copy of step 4 (epoch 1) is bad, that of step 2 (epoch 1) is taken: ")
+    assert warning.startswith(
+        f"{spared}: its copy of step 4 (incarnation 1) is bad, that of step 2 (incarnation 1) is taken: "
+    )
     with safe_open(out, "pt") as file:
         assert json.loads(file.metadata()["lightning_moe_ckpt_versions"]) == {spared: 2, "moe/expert.2": 4}
     turn_a_bit(copy, 2, spared, last=True)
@@ -217,11 +221,11 @@ def test_verify_counts_copies(say: Say, copy: Path, capsys: pytest.CaptureFixtur
     assert (good["sound"], good["num_single"]) == (True, 0)
     turn_a_bit(copy, 4, "moe/expert.1")
     one = say("verify", str(copy), "--step", "5", status=1)
-    assert [each["reason"].split(":")[0] for each in one["problems"]] == ["needs step 4 (epoch 1)"]
+    assert [each["reason"].split(":")[0] for each in one["problems"]] == ["needs step 4 (incarnation 1)"]
     assert one["num_single"] == 1
     assert main(["verify", str(copy), "--step", "5"]) == 1
     assert "one good copy only, of those taken in turns: 1" in capsys.readouterr().out
     turn_a_bit(copy, 2, "moe/expert.1")
     reasons = [each["reason"] for each in say("verify", str(copy), "--step", "5", status=1)["problems"]]
-    assert any(each.startswith("has older copies in step 2 (epoch 1): snap/") for each in reasons)
+    assert any(each.startswith("has older copies in step 2 (incarnation 1): snap/") for each in reasons)
     assert reasons[-1] == "no good copy is left of 1 operators, first moe/expert.1"

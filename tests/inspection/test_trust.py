@@ -68,7 +68,7 @@ class Held:
     def delete(self, key: str) -> None:
         raise AssertionError("deletes")
 
-    def leftovers(self, prefix: str) -> Sequence[Entry]:
+    def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         return []
 
     def sweep(self, prefix: str) -> None:
@@ -95,7 +95,7 @@ def held(tiny_run: Path, quiet: None) -> Held:
 
 @pytest.fixture
 def borrowing(tiny_partial_run: Path, quiet: None) -> Held:
-    """The run with a generation that borrows, undamaged."""
+    """The run with a generation that references, undamaged."""
     return hold(tiny_partial_run)
 
 
@@ -258,14 +258,14 @@ def test_two_files_swapped_are_noticed(held: Held) -> None:
 
 
 def borrowed_of(held: Held) -> SegmentEntry:
-    """The file that the newest generation borrows from, with the records that it borrows."""
-    (entry,) = RunView.open(held).read_marker(commit_of(held), 0).borrowed
+    """The file that the newest generation refers to, with the records that it references."""
+    (entry,) = RunView.open(held).read_marker(commit_of(held), 0).referenced
     assert {record.operator for record in entry.segment.records} == {"net.1"}
     return entry.segment
 
 
 def test_every_flipped_bit_of_documents_that_borrow_is_noticed(borrowing: Held) -> None:
-    """Marker, with the line of borrowed records, and manifest: all bits by their reader, each 499th by `verify`."""
+    """Marker, with the line of referenced records, and manifest: all bits by their reader, each 499th by `verify`."""
     missed, commit = [], commit_of(borrowing)
     assert commit.needs
     for key in [key for key in borrowing.objects if key.startswith(commit.generation.prefix)]:
@@ -298,7 +298,7 @@ def test_every_flipped_bit_of_a_file_that_is_borrowed_from_is_noticed_by_who_bor
 
 
 def test_every_flipped_bit_of_a_borrowed_record_is_noticed_when_it_is_restored(borrowing: Held) -> None:
-    """All bits of all records that are borrowed, read one by one as a restore reads them."""
+    """All bits of all records that are referenced, read one by one as a restore reads them."""
     entry = borrowed_of(borrowing)
     data = bytearray(borrowing.objects[entry.key])
     borrowing.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place

@@ -126,12 +126,14 @@ class LossyWorld(World):
         storage: where the run goes.
         nodes: the directory of each rank's node, by rank.
         taken: what the generation of each step takes.
-        borrows: whether what storage has of one names the files that hold the experts that it lacks.
+        references: whether what storage has of one names the files that hold the experts that it lacks.
     """
 
-    def __init__(self, storage: Path, nodes: Sequence[Path], taken: Mapping[int, Taken], *, borrows: bool) -> None:
+    def __init__(
+        self, storage: Path, nodes: Sequence[Path], taken: Mapping[int, Taken], *, uses_references: bool
+    ) -> None:
         super().__init__(storage, nodes)
-        self.taken, self._borrows = dict(taken), borrows
+        self.taken, self._borrows = dict(taken), uses_references
         self.spares = self.allow_missing = False
         """Whether generations name older copies, and whether experts may be lost."""
         self._committed: list[dict[int, RankMarker]] = []
@@ -194,7 +196,7 @@ class LossyWorld(World):
                 previous, stored = self._committed[-1][rank], self.taken[step].storage
                 marker = replace(
                     marker,
-                    borrowed=carry_forward(previous, lacking),
+                    referenced=carry_forward(previous, lacking),
                     spares=carry_spares(previous, lacking, stored) if self.spares else (),
                 )
             self.store.put_segment(marker.generation, rank, step, memoryview(data))
@@ -260,11 +262,11 @@ class LossyWorld(World):
             tier.close()
         return told
 
-    def lenders(self) -> list[Commit]:
+    def sources(self) -> list[Commit]:
         """Commits that are only there for others."""
         store = RunStore.open(self.backend, resume="must")
         store.candidates()
-        return store.lenders
+        return store.sources
 
     def lossy_life(
         self, transport: Transport, run_id: str, commits: Sequence[Commit], dead: Collection[int] = ()
@@ -283,11 +285,11 @@ class LossyWorld(World):
     ) -> Iterator[RestoreAttempt]:
         node = self.nodes[transport.rank]
         joined = RunStore.join(self.backend, run_id=run_id)
-        reader = Reader(run_id, [self.tiers[node]], ObjectTier(joined, [*commits, *self.lenders()]))
+        reader = Reader(run_id, [self.tiers[node]], ObjectTier(joined, [*commits, *self.sources()]))
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
-        lenders = self.lenders()
-        by_version = {Version(c.generation, c.plan_hash): c for c in (*commits, *lenders)}
-        offered = [version for version, c in by_version.items() if c not in lenders]
+        sources = self.sources()
+        by_version = {Version(c.generation, c.plan_hash): c for c in (*commits, *sources)}
+        offered = [version for version, c in by_version.items() if c not in sources]
         inventory = Inventory.of(stocks, offered, set(by_version).difference(offered))
         alive = [each for each in inventory.all_versions if each.generation.step not in dead]
         digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}

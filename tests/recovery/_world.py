@@ -138,7 +138,7 @@ def rank_part(
     """One rank's segments and the marker over them; bytes depend on all that names them."""
     entries, segments = [], []
     for step in range(generation.step - window + 1, generation.step + 1):
-        data = segment_bytes(hash((generation.step, generation.epoch, rank, step)) % 2**31)
+        data = segment_bytes(hash((generation.step, generation.incarnation, rank, step)) % 2**31)
         segments.append(data)
         entries.append(entry_of(segment_key(generation, rank, step), step, data))
     marker = RankMarker(
@@ -165,7 +165,7 @@ class World:
         self.backend = PosixBackend(storage)
         self.store = RunStore.open(self.backend, resume="auto")
         self.store.candidates()
-        self.store.open_epoch(None)
+        self.store.open_incarnation(None)
         self.wire = Wire(self.world_size)
         self.reasons: list[list[str]] = []
         self.tiers = {node: Node(self.store.run_id, node) for node in self.nodes}

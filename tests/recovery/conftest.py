@@ -39,7 +39,7 @@ def world(make_world: MakeWorld) -> World:
     return make_world("a", "b")
 
 
-@pytest.fixture(params=[True, False], ids=["borrowing", "searching"])
+@pytest.fixture(params=[True, False], ids=["references", "searching"])
 def make_lossy(request: pytest.FixtureRequest) -> Iterator[MakeLossy]:
     """Makes a world from the names of its ranks' nodes."""
     with tempfile.TemporaryDirectory(dir=shared_directory()) as shared:
@@ -48,6 +48,6 @@ def make_lossy(request: pytest.FixtureRequest) -> Iterator[MakeLossy]:
             nodes = [Path(shared) / name for name in names]
             for node in nodes:
                 node.mkdir(exist_ok=True)
-            return LossyWorld(Path(shared) / "run", nodes, taken, borrows=request.param)
+            return LossyWorld(Path(shared) / "run", nodes, taken, uses_references=request.param)
 
         yield make

@@ -13,8 +13,8 @@ from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.storage._log import History
 
 
-def version(step: int, epoch: int = 1, plan_hash: str = "a") -> Version:
-    return Version(GenerationId(step=step, epoch=epoch), plan_hash)
+def version(step: int, incarnation: int = 1, plan_hash: str = "a") -> Version:
+    return Version(GenerationId(step=step, incarnation=incarnation), plan_hash)
 
 
 def inventory(*stocks: tuple[str, set[tuple[Version, int]]], committed: set[Version] | None = None) -> Inventory:
@@ -53,7 +53,7 @@ def test_tiers_are_combined_per_rank() -> None:
 def test_one_step_of_two_lives_or_plans_is_two_versions() -> None:
     """Equal steps do not make equal bits."""
     world = inventory(
-        ("a", {(version(30, epoch=1), 0), (version(30, epoch=2), 1), (version(20), 0), (version(20), 1)}),
+        ("a", {(version(30, incarnation=1), 0), (version(30, incarnation=2), 1), (version(20), 0), (version(20), 1)}),
         ("b", {(version(40, plan_hash="a"), 0), (version(40, plan_hash="b"), 1)}),
     )
     assert usable(world) == [version(20)]
@@ -84,10 +84,12 @@ def inventories(draw: st.DrawFn) -> Inventory:
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    history = History(run_id="r", first_epoch=1, last_epoch=0)
-    for epoch in range(1, 1 + draw(st.integers(0, 3))):
+    history = History(run_id="r", first_incarnation=1, last_incarnation=0)
+    for incarnation in range(1, 1 + draw(st.integers(0, 3))):
         floor = draw(st.none() | st.integers(0, 4))
-        history = history.opened(epoch, None if floor is None else GenerationId(step=floor, epoch=epoch - 1))
+        history = history.opened(
+            incarnation, None if floor is None else GenerationId(step=floor, incarnation=incarnation - 1)
+        )
     return history.advanced(draw(st.integers(0, 2)))
 
 
@@ -109,7 +111,8 @@ def test_agreement_is_what_trying_every_version_gives(world: Inventory, history:
     ]
     found = usable(world, history)
     assert (
-        found == sorted(expected, key=lambda each: (each.generation.step, each.generation.epoch, each.plan_hash))[::-1]
+        found
+        == sorted(expected, key=lambda each: (each.generation.step, each.generation.incarnation, each.plan_hash))[::-1]
     )
     for each, owner in product(found, range(world.world_size)):
         copies = world.copies(each, owner)

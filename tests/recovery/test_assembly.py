@@ -13,7 +13,7 @@ from lightning_moe_ckpt.errors import KeyMissing
 from lightning_moe_ckpt.recovery import Assembly, Replica, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.recovery._assembly import MAX_STREAMS, Exhausted, Place
 from lightning_moe_ckpt.recovery._index import RecordIndex, newest_whole
-from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry, digest_of
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry, digest_of
 from lightning_moe_ckpt.tiers import TierName
 
 NAMES = "abcde"
@@ -22,7 +22,7 @@ SOURCES: tuple[TierName, ...] = ("host", "peer", "peer", "storage")
 
 
 def version(step: int) -> Version:
-    return Version(GenerationId(step=step, epoch=1), "plan")
+    return Version(GenerationId(step=step, incarnation=1), "plan")
 
 
 def copy_of(number: int, source: TierName, step: int = 1) -> Replica:
@@ -250,12 +250,12 @@ def test_steps_of_a_window_are_apart() -> None:
 
 
 def test_what_storage_has_is_what_the_marker_names() -> None:
-    """Its own file, what it borrows, and spares; or what of these is there."""
+    """Its own file, what it references, and spares; or what of these is there."""
     (own, _), (old, _), (older, _) = (file_of("a", f"file{step}", step) for step in (3, 2, 1))
-    borrowed, spare = (BorrowedEntry(generation=version(e.step).generation, segment=e) for e in (old, older))
+    referenced, spare = (ReferencedEntry(generation=version(e.step).generation, segment=e) for e in (old, older))
     marker = RankMarker(
         run_id="r", rank=0, world_size=1, generation=version(3).generation, plan_hash="plan", segments=(own,),
-        borrowed=(borrowed,), spares=(spare,),
+        referenced=(referenced,), spares=(spare,),
     )  # fmt: skip
     assert [each.generation.step for each, _ in stored_index(marker).offered("a")["a"]] == [3, 2, 1]
     assert [each.generation.step for each, _ in stored_index(marker, [spare]).offered("a")["a"]] == [3, 1]

@@ -197,7 +197,7 @@ def test_a_marker_that_goes_bad_costs_its_copy(full: World, bad: list[int], expe
 
 
 def test_a_marker_that_was_not_committed_is_refused(world: World) -> None:
-    """Another life's bytes under the name of a committed generation: the manifest decides."""
+    """Another incarnation's bytes under the name of a committed generation: the manifest decides."""
     world.commit(NEW)
     for rank in range(2):
         world.keep(NEW, rank, world.nodes[rank])

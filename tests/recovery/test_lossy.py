@@ -162,7 +162,7 @@ def test_a_bad_expert_falls_to_its_spare_where_no_other_marker_is_read(
 ) -> None:
     """The newest marker names both copies; those between may be gone."""
     if "searching" in request.node.name:
-        pytest.skip("nothing borrows there")
+        pytest.skip("nothing references there")
     world = make_lossy("a", "b", "c", taken={**TAKEN, 3: Taken(frozenset({"e0", "e1"}), frozenset({"e0"}))})
     world.spares = True
     committed(world, 0, 1, 2, 3, 4)
@@ -174,14 +174,14 @@ def test_a_bad_expert_falls_to_its_spare_where_no_other_marker_is_read(
 
 
 def test_generations_that_are_only_there_for_others_lend_what_they_have(make_lossy: MakeLossy) -> None:
-    """The first one lost its manifest, so those that borrow from it are no candidates; memory has one that is newer."""
+    """The first one lost its manifest, so those that refer to it are no candidates; memory has one that is newer."""
     world = make_lossy("a", "b")
     committed(world, 0, 1, 3)
     kept(world, [4])
     world.forget(0)
-    if not world.lenders():
-        pytest.skip("nothing borrows there")
-    assert [each.generation.step for each in world.lenders()] == [3, 1]
+    if not world.sources():
+        pytest.skip("nothing references there")
+    assert [each.generation.step for each in world.sources()] == [3, 1]
     assert restored(world) == (4, [1, 3, 4, 4])
 
 
@@ -229,7 +229,7 @@ def test_a_copy_that_is_bad_in_storage_on_one_rank_is_bad_there(
 def test_one_commit_says_where_everything_older_is(
     make_lossy: MakeLossy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A marker that borrows names the files; without that, markers are read as far back as needed, and no further."""
+    """A marker that references names the files; without that, markers are read as far back as needed, and no further."""
     world = make_lossy("a", "b")
     committed(world, 0, 1, 2, 3, 4)
     read: list[int] = []
@@ -241,7 +241,7 @@ def test_one_commit_says_where_everything_older_is(
 
     monkeypatch.setattr(RunStore, "read_marker", counted)
     assert restored(world) == (4, [1, 3, 2, 4])
-    borrowing = "borrowing" in request.node.name
+    borrowing = "references" in request.node.name
     assert sorted(read) == ([4, 4] if borrowing else [1, 1, 2, 2, 3, 3, 4, 4])
 
 

@@ -57,7 +57,7 @@ def test_what_a_restart_finds_alive_is_spared_and_collected_when_it_has_caught_u
     gone = weakref.ref(dead)
     del dead
     heap = FrozenHeap(wanted=True)
-    heap.spare()
+    heap.freeze_unswept()
     made = weakref.ref(Ring())
     gc.collect()
     assert gone() is not None
@@ -69,10 +69,10 @@ def test_what_a_restart_finds_alive_is_spared_and_collected_when_it_has_caught_u
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("undo", [FrozenHeap.unspare, FrozenHeap.thaw])
+@pytest.mark.parametrize("undo", [FrozenHeap.unfreeze, FrozenHeap.thaw])
 def test_what_is_spared_comes_back(undo: Callable[[FrozenHeap], None]) -> None:
     heap = FrozenHeap(wanted=True)
-    heap.spare()
+    heap.freeze_unswept()
     assert gc.get_freeze_count() > 1000
     undo(heap)
     assert gc.get_freeze_count() == 0
@@ -80,7 +80,7 @@ def test_what_is_spared_comes_back(undo: Callable[[FrozenHeap], None]) -> None:
 
 def test_nothing_is_done_unless_wanted() -> None:
     heap = FrozenHeap(wanted=False)
-    heap.spare()
+    heap.freeze_unswept()
     heap.freeze()
     assert gc.get_freeze_count() == 0
 
@@ -89,7 +89,7 @@ def test_another_owners_frozen_objects_stay_frozen() -> None:
     """A program that froze its heap, say before forking, keeps it so."""
     gc.freeze()
     heap = FrozenHeap(wanted=True)
-    heap.spare()
+    heap.freeze_unswept()
     heap.freeze()
     heap.thaw()
     assert gc.get_freeze_count() > 0
@@ -98,7 +98,7 @@ def test_another_owners_frozen_objects_stay_frozen() -> None:
 def test_another_owner_is_found_once() -> None:
     """Looking again would count all that is frozen in a step of training; who froze once does so again, if need be."""
     gc.freeze()
-    FrozenHeap(wanted=True).spare()
+    FrozenHeap(wanted=True).freeze_unswept()
     gc.unfreeze()
     heap = FrozenHeap(wanted=True)
     heap.freeze()
@@ -109,7 +109,7 @@ def test_collections_that_are_off_are_left_alone() -> None:
     """Nobody waits for collections there."""
     gc.disable()
     heap = FrozenHeap(wanted=True)
-    heap.spare()
+    heap.freeze_unswept()
     heap.freeze()
     assert gc.get_freeze_count() == 0
 

@@ -93,7 +93,7 @@ class Run:
         self._planner.agreed([[*tokens_E, *told]])
         self._settle()
         self._layout = following if following is not None else self._layout
-        newest = (GenerationId(step=self.step, epoch=1), self._layout)
+        newest = (GenerationId(step=self.step, incarnation=1), self._layout)
         tokens_of(self._planner).given("host", *newest, self._kept)
         self.ring.begin_window(self.step)
         self.ring.seal(self.ring.acquire(self.step, self.step))
@@ -106,7 +106,7 @@ class Run:
     def _settle(self) -> None:
         if self.step > 1:
             self.ring.complete_everywhere(self.step - 1)
-            tokens_of(self._planner).complete_everywhere("host", GenerationId(step=self.step - 1, epoch=1))
+            tokens_of(self._planner).complete_everywhere("host", GenerationId(step=self.step - 1, incarnation=1))
         self._busy -= 1
         if self._storing is not None and self._busy <= 0:
             tokens_of(self._planner).complete_everywhere("storage", self._storing)
@@ -250,7 +250,7 @@ def test_an_expert_of_which_another_rank_found_a_bad_copy_is_stored_again_and_no
     run.found = [place + 1, step, 1, -1, 1]
     run.window([10] * (2 * NUM_EXPERTS))
     name = expert_names(here._view.operators)[place]
-    assert here.bad_copies == {name: {GenerationId(step=step, epoch=1)}}
+    assert here.bad_copies == {name: {GenerationId(step=step, incarnation=1)}}
     seen = len(run.stored)
     for _ in range(ep_size):
         run.window([10] * (2 * NUM_EXPERTS))
@@ -260,7 +260,7 @@ def test_an_expert_of_which_another_rank_found_a_bad_copy_is_stored_again_and_no
 
 
 def test_k_doubles_when_a_fault_costs_too_much(caplog: pytest.LogCaptureFixture) -> None:
-    """And the next life reserves memory, and keeps generations, for that K. Both are said in warnings."""
+    """And the next incarnation reserves memory, and keeps generations, for that K. Both are said in warnings."""
     here = planner(k=1)
     run = Run(here, random.Random(0), 1)
     for _ in range(4):

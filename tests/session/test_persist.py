@@ -41,8 +41,8 @@ LAYOUT = SegmentLayout([TensorSpec("w", torch.float32, (8,)), TensorSpec("b", to
 NOW = timedelta(0)
 
 
-def generation(step: int, epoch: int = 1, life: str = "") -> GenerationId:
-    return GenerationId(step=step, epoch=epoch, life=life)
+def generation(step: int, incarnation: int = 1, life: str = "") -> GenerationId:
+    return GenerationId(step=step, incarnation=incarnation, nonce=life)
 
 
 def announced(name: GenerationId, num_segments: int, on_released: Released | None = None) -> Announced:
@@ -197,7 +197,7 @@ def test_what_is_built_on_stays_known_however_many_fail_on_other_ranks(bench: Be
         bench.worker.add(generation(step), segment(step))
         assert bench.worker.drain(30)
     assert bench.failures() == []
-    assert {entry.generation.step for marker in bench.sink.markers[1:] for entry in marker.borrowed} == {1}
+    assert {entry.generation.step for marker in bench.sink.markers[1:] for entry in marker.referenced} == {1}
 
 
 def test_a_bad_copy_is_no_spare_of_a_generation_that_has_everything(bench: Bench) -> None:
@@ -245,7 +245,7 @@ def test_a_generation_that_another_rank_has_given_up_is_not_waited_for(bench: Be
     bench.worker.give_up(generation(1))
     assert bench.worker.drain(30)
     assert bench.worker.gave_up(generation(1))
-    assert bench.failures() == ["step 1 (epoch 1): not stored: cancelled"]
+    assert bench.failures() == ["step 1 (incarnation 1): not stored: cancelled"]
 
 
 @pytest.mark.parametrize("call", ["segment 1", "marker 1", "commit 1"])
@@ -253,7 +253,7 @@ def test_a_lasting_outage_costs_one_generation(bench: Bench, call: str) -> None:
     """It is reported with its reason, its memory is given back once, and the next one is stored."""
     bench.sink.faults[call] = [StorageError("disk is gone")]
     bench.save(1)
-    assert bench.failures() == ["step 1 (epoch 1): not stored: disk is gone"]
+    assert bench.failures() == ["step 1 (incarnation 1): not stored: disk is gone"]
     assert bench.durable == []
     assert bench.released == [1]
     bench.save(2)
@@ -279,12 +279,12 @@ def test_failing_to_delete_does_not_undo_a_commit(bench: Bench) -> None:
     bench.sink.faults["retain 2"] = [StorageError("busy")]
     bench.save(1)
     assert bench.durable == [1]
-    assert bench.failures() == ["step 1 (epoch 1): committed, but older ones could not be deleted: busy"]
+    assert bench.failures() == ["step 1 (incarnation 1): committed, but older ones could not be deleted: busy"]
 
 
 def test_a_fenced_process_stores_nothing_more(bench: Bench) -> None:
-    """A later life has begun: every generation from then on is refused and reported."""
-    bench.sink.faults["commit 1"] = [Fenced("epoch 2 has begun")]
+    """A later incarnation has begun: every generation from then on is refused and reported."""
+    bench.sink.faults["commit 1"] = [Fenced("incarnation 2 has begun")]
     bench.save(1)
     fenced = bench.worker.fenced
     assert fenced
@@ -317,7 +317,7 @@ def test_a_callback_that_raises_is_reported_and_survived(bench: Bench) -> None:
     bench.worker.begin(announced(generation(1), 1, broken))
     bench.worker.add(generation(1), segment(1))
     assert bench.worker.drain(30)
-    assert bench.failures() == ["step 1 (epoch 1): not stored: callback"]
+    assert bench.failures() == ["step 1 (incarnation 1): not stored: callback"]
     bench.save(2)
     assert bench.durable == [2]
 
@@ -382,10 +382,10 @@ def test_a_store_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, capl
 
 
 def open_ranks(tmp_path: Path, world_size: int) -> list[RunStore]:
-    """The stores of all ranks of a fresh life."""
+    """The stores of all ranks of a fresh incarnation."""
     coordinator = RunStore.open(open_backend(str(tmp_path)), resume="auto")
     coordinator.candidates()
-    coordinator.open_epoch(None)
+    coordinator.open_incarnation(None)
     others = [RunStore.join(open_backend(str(tmp_path)), run_id=coordinator.run_id) for _ in range(1, world_size)]
     return [coordinator, *others]
 

@@ -1,4 +1,4 @@
-"""What is borrowed is read again in the background: what is bad is found once, and what may be gone is not called bad."""
+"""What is referenced is read again in the background: what is bad is found once, and what may be gone is not called bad."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from lightning_moe_ckpt.errors import KeyMissing, StorageError
 from lightning_moe_ckpt.planning._bad_copies import WIDTH, BadCopyList
 from lightning_moe_ckpt.policies import TierLedger
-from lightning_moe_ckpt.storage import BorrowedEntry, GenerationId, RankMarker, RecordEntry, SegmentEntry, digest_of
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry, digest_of
 from lightning_moe_ckpt.tiers._scrubber import BadCopy, Scrubber
 
 FAST = 2**40
 
 
 def generation(step: int) -> GenerationId:
-    return GenerationId(step=step, epoch=1, life="0123456789ab")
+    return GenerationId(step=step, incarnation=1, nonce="0123456789ab")
 
 
 class Stored:
@@ -29,7 +29,7 @@ class Stored:
         self.read = threading.Semaphore(0)
         self.down, self.out_of_reach = False, ""
 
-    def entry(self, step: int, *experts: int) -> BorrowedEntry:
+    def entry(self, step: int, *experts: int) -> ReferencedEntry:
         """A file with these experts."""
         key, data = f"file{step}", bytearray(b"".join(bytes([step, expert]) * 50 for expert in experts))
         self.files[key] = data
@@ -42,12 +42,12 @@ class Stored:
             for i, expert in enumerate(experts)
         ]  # fmt: skip
         segment = SegmentEntry(step=step, key=key, nbytes=len(data), digest=digest_of(bytes(data)), records=records)
-        return BorrowedEntry(generation=generation(step), segment=segment)
+        return ReferencedEntry(generation=generation(step), segment=segment)
 
-    def names(self, *borrowed: BorrowedEntry, spares: tuple[BorrowedEntry, ...] = ()) -> None:
+    def names(self, *referenced: ReferencedEntry, spares: tuple[ReferencedEntry, ...] = ()) -> None:
         """The newest marker does."""
         self.marker = RankMarker(
-            run_id="r", rank=0, world_size=1, generation=generation(9), plan_hash="p", segments=(), borrowed=borrowed,
+            run_id="r", rank=0, world_size=1, generation=generation(9), plan_hash="p", segments=(), referenced=referenced,
             spares=spares,
         )  # fmt: skip
 
@@ -70,7 +70,7 @@ def stored() -> Stored:
 
 
 def test_what_is_good_is_read_and_nothing_is_found(stored: Stored) -> None:
-    """Borrowed records and spares, byte for byte."""
+    """Referenced records and spares, byte for byte."""
     scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
     assert scrubber.round() == 400
     assert scrubber.take_found(9) == []
@@ -140,7 +140,7 @@ def test_it_reads_on_a_thread_of_its_own_and_ends_in_the_middle_of_a_wait(stored
 
 
 def test_ranks_tell_each_other_and_forget_when_storage_has_the_expert_again(stored: Stored) -> None:
-    """Only the rank that reads a file finds it bad; all of them take the expert again and borrow another copy."""
+    """Only the rank that reads a file finds it bad; all of them take the expert again and reference another copy."""
     scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
     stored.files["file3"][150] ^= 1
     scrubber.round()
@@ -152,12 +152,12 @@ def test_ranks_tell_each_other_and_forget_when_storage_has_the_expert_again(stor
     book = replace(book, step=book.step.fill_(3))
     for each in ranks:
         each.agreed(rows, book)
-        assert each.not_borrowed == {"e1": {generation(3)}}
+        assert each.not_referenced == {"e1": {generation(3)}}
         assert each.again(book) == [1]
     taken = book.take(4, [1], book.alive)
     assert ranks[0].again(taken) == [], "it is on its way"
     ranks[0].completed(taken, 4)
-    assert ranks[0].not_borrowed == {}
+    assert ranks[0].not_referenced == {}
     assert ranks[0].again(taken.complete(4)) == []
 
 
@@ -172,7 +172,7 @@ def test_a_bad_copy_is_remembered_until_what_was_begun_since_is_complete(stored:
     found.agreed([found.inputs()], book)
     found.completed(book, 4)
     book = book.complete(4)
-    assert (found.not_borrowed, found.all_have_copies) == ({}, True), "its newest copy is good"
+    assert (found.not_referenced, found.all_have_copies) == ({}, True), "its newest copy is good"
     assert found.again(book) == [1]
     book = book.take(5, [1], book.alive)
     found.completed(book, 5)
@@ -192,14 +192,14 @@ def test_without_another_copy_nothing_is_built_on_what_is_stored(stored: Stored)
         found.scrubber.round()
         found.agreed([found.inputs()], book)
         assert not found.all_have_copies
-        assert set(found.not_borrowed) == {"e1"}
+        assert set(found.not_referenced) == {"e1"}
         taken = book.take(4, [0, 1], book.alive)
         found.completed(taken, 4)
-        assert (found.all_have_copies, found.not_borrowed) == (True, {})
+        assert (found.all_have_copies, found.not_referenced) == (True, {})
 
 
 def test_a_bad_spare_is_made_up_for_and_the_newest_copy_stays_in_use(stored: Stored) -> None:
-    """Two copies are wanted; the one that is good is borrowed on."""
+    """Two copies are wanted; the one that is good is referenced on."""
     scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
     stored.files["file2"][0] ^= 1
     scrubber.round()
@@ -208,4 +208,4 @@ def test_a_bad_spare_is_made_up_for_and_the_newest_copy_stays_in_use(stored: Sto
     book = TierLedger.empty(2)
     book = replace(book, step=book.step.fill_(3))
     found.agreed([found.inputs()], book)
-    assert (found.not_borrowed, found.again(book)) == ({}, [1])
+    assert (found.not_referenced, found.again(book)) == ({}, [1])

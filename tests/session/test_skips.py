@@ -17,7 +17,7 @@ def follow(story: str) -> SkipCounter:
         if what == "t":
             skips.taken()
         else:
-            skips.skipped(GenerationId(step=step, epoch=1))
+            skips.skipped(GenerationId(step=step, incarnation=1))
     skips.close()
     return skips
 
@@ -34,9 +34,9 @@ def test_a_stretch_is_said_when_it_begins_and_when_it_is_over(caplog: pytest.Log
     with caplog.at_level(logging.DEBUG):
         total = follow(story).total
     begins, ends = (record.getMessage() for record in caplog.records)
-    assert "generations from step 1 (epoch 1) on are skipped" in begins
+    assert "generations from step 1 (incarnation 1) on are skipped" in begins
     last = story.rindex("s")
-    assert f"{total} generations were skipped, from step 1 (epoch 1) to step {last} (epoch 1)" in ends
+    assert f"{total} generations were skipped, from step 1 (incarnation 1) to step {last} (incarnation 1)" in ends
     calm = len(story) - 1 - last
     assert f"and {last - total + (calm if calm < 8 else 0)} taken meanwhile" in ends
 

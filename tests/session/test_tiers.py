@@ -81,7 +81,7 @@ FULL, PARTIAL = Layout(), Layout(is_incomplete=True)
 
 
 def generation(step: int) -> GenerationId:
-    return GenerationId(step=step, epoch=1)
+    return GenerationId(step=step, incarnation=1)
 
 
 class Rank:
@@ -268,7 +268,7 @@ def partial_window(ranks: list[Rank], step: int) -> bool:
 def borrowing_ranks(number: int) -> list[Rank]:
     ranks = [Rank() for _ in range(number)]
     for rank in ranks:
-        rank.slow.borrows = True
+        rank.slow.uses_references = True
     return ranks
 
 

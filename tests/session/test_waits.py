@@ -131,7 +131,7 @@ class Begins(Callback):
 def test_a_step_that_fails_does_not_cost_the_generation_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory keeps it for the next life."""
+    """Memory keeps it for the next incarnation."""
     with pytest.raises(ZeroDivisionError), seeming_device(monkeypatch) as device:
         fit(make("dense", tmp_path), device, Fails())
     begins = Begins()

@@ -1,4 +1,4 @@
-"""Generations that borrow from older ones: what one needs is committed before it, and stays as long as it does."""
+"""Generations that refer to older ones: what one needs is committed before it, and stays as long as it does."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def memory() -> Backend:
     return FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
 
 
-def generation(step: int, epoch: int = 1) -> GenerationId:
-    return named(step=step, epoch=epoch)
+def generation(step: int, incarnation: int = 1) -> GenerationId:
+    return named(step=step, incarnation=incarnation)
 
 
 def steps_of(found: Mapping[int, Sources], step: int) -> list[int]:
@@ -85,15 +85,15 @@ def test_what_a_kept_generation_needs_stays_and_nothing_older() -> None:
     assert spares_of(job.store.read_marker(newest, 1)) == {A: 240, B: 250, C: 260}
     assert sorted(found) == [250, 260, 270, 280, 290], "what is there for others can be restored too while it lasts"
     assert dict(job.store.rejected) == {
-        f"step {step} (epoch 1)": f"needs step {step - 20} (epoch 1), given up: below the watermark 230"
+        f"step {step} (incarnation 1)": f"needs step {step - 20} (incarnation 1), given up: below the watermark 230"
         for step in (230, 240)
     }
     assert job.store.unreadable == []
-    assert [commit.generation.step for commit in job.store.lenders] == [240, 230]
+    assert [commit.generation.step for commit in job.store.sources] == [240, 230]
     view = {each.generation.step: each for each in RunView.open(backend).generations()}
     assert [step for step, each in view.items() if each.usable] == [290, 280, 270, 260, 250]
     assert view[240].why_not == (
-        "only there for step 260 (epoch 1); needs step 220 (epoch 1), given up: below the watermark 230"
+        "only there for step 260 (incarnation 1); needs step 220 (incarnation 1), given up: below the watermark 230"
     )
 
 
@@ -125,7 +125,7 @@ def test_a_milestone_that_cannot_be_read_now_loses_nothing_that_it_may_need() ->
         job.save(step, EXPERTS[turn % 3], keep=keep)
     assert 100 not in job.restorable()
     told = {each.generation.step: each.reason for each in collect_garbage(backend, keep, dry_run=True).stays}
-    assert told[80] == "may be needed by step 100 (epoch 1), which cannot be read"
+    assert told[80] == "may be needed by step 100 (incarnation 1), which cannot be read"
     backend.put(key, manifest)
     assert steps_of(job.restorable(), 100) == [100, 90, 100, 80]
     job.save(200, C, keep=keep)
@@ -145,7 +145,7 @@ def test_an_expert_that_is_never_stored_again_keeps_one_generation() -> None:
     assert stored(backend) == [0, 80, 90, 100], "the first copies of two experts are their second ones now"
     for step in (110, 120, 130):
         job.save(step, A, B, C, keep=1)
-    assert stored(backend) == [110, 120, 130], "they borrow nothing; each has the one before it for a second copy"
+    assert stored(backend) == [110, 120, 130], "they reference nothing; each has the one before it for a second copy"
 
 
 @settings(max_examples=30)
@@ -206,7 +206,7 @@ def cut_file(backend: Backend) -> None:
 
 
 def give_up(backend: Backend) -> None:
-    """Somebody else's watermark, past what a save under way was allowed to borrow from."""
+    """Somebody else's watermark, past what a save under way was allowed to refer to."""
     store = RunStore.open(backend, resume="must")
     assert store._coordination is not None
     assert store._coordination.log.append({"type": "watermark"}, store._coordination.history.advanced(20))
@@ -226,7 +226,7 @@ REFUSALS = [
 def test_what_needs_something_that_is_gone_is_not_committed(
     spoil: Callable[[Backend], None], reason: str, by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By its own life or the next; the generation before stays the newest. 10 has the only copy of an expert."""
+    """By its own incarnation or the next; the generation before stays the newest. 10 has the only copy of an expert."""
     caplog.set_level("INFO")
     backend = memory()
     job = in_turn(backend, range(0, 30, 10), keep=ALL)
@@ -256,17 +256,19 @@ def test_what_needs_something_that_is_there_is_committed(by: str) -> None:
 
 
 def test_a_generation_of_a_dead_timeline_cannot_be_borrowed_from() -> None:
-    """A life began again from before it: whoever still refers to it is refused, and the next save goes on."""
+    """An incarnation began again from before it: whoever still refers to it is refused, and the next save goes on."""
     backend = memory()
     first = in_turn(backend, range(0, 30, 10), keep=ALL)
     stale = first.previous
     store = RunStore.open(backend, resume="must")
     assert store.candidates()[-1].generation == generation(0)
-    assert store.open_epoch(generation(0)) == 2
+    assert store.open_incarnation(generation(0)) == 2
     job = PartialJob(backend)
     assert job.resumed == generation(0)
     good, job.previous = job.previous, stale
-    with pytest.raises(Corrupt, match=r"step 10 \(epoch 1\), which must not be used: epoch 3 began again from step 0"):
+    with pytest.raises(
+        Corrupt, match=r"step 10 \(incarnation 1\), which must not be used: incarnation 3 began again from step 0"
+    ):
         job.commit(job.write(30, A))
     job.previous = good
     job.save(40, A)
@@ -289,13 +291,13 @@ def without_spares(backend: Backend, commit: Commit, ranks: int = 2) -> None:
 
 @pytest.mark.parametrize("damage", [uncommit, damage_manifest])
 def test_what_lost_something_it_needs_is_offered_where_it_names_older_copies(damage: Callable[[Backend], None]) -> None:
-    """Only a restore can tell whether they do: it is told of the loss; what the next one borrows is whole again."""
+    """Only a restore can tell whether they do: it is told of the loss; what the next one references is whole again."""
     backend = memory()
     job = in_turn(backend, range(0, 60, 10), keep=ALL)
     damage(backend)
     store = RunStore.open(backend, resume="must")
     assert [commit.generation.step for commit in store.candidates()] == [50, 40, 30, 20, 0]
-    assert [where for where, _ in store.unreadable] == ([] if damage is uncommit else ["step 10 (epoch 1)"])
+    assert [where for where, _ in store.unreadable] == ([] if damage is uncommit else ["step 10 (incarnation 1)"])
     view = {each.generation.step: each for each in RunView.open(backend).generations()}
     assert [step for step, each in view.items() if each.usable] == [50, 40, 30, 20, 0]
     job.store.retain(Retention(last=1))
@@ -317,11 +319,14 @@ def test_what_needs_something_that_was_lost_is_passed_over_as_a_loss(damage: Cal
     store = RunStore.open(backend, resume="must")
     assert [commit.generation.step for commit in store.candidates()] == [0]
     lost = dict(store.unreadable)
-    assert {f"step {step} (epoch 1)" for step in (20, 30)} <= set(lost)
-    assert all("needs step 10 (epoch 1), which cannot be read" in lost[f"step {step} (epoch 1)"] for step in (20, 30))
+    assert {f"step {step} (incarnation 1)" for step in (20, 30)} <= set(lost)
+    assert all(
+        "needs step 10 (incarnation 1), which cannot be read" in lost[f"step {step} (incarnation 1)"]
+        for step in (20, 30)
+    )
     view = {each.generation.step: each for each in RunView.open(backend).generations()}
     assert [step for step, each in view.items() if each.usable] == [0]
-    assert "needs step 10 (epoch 1)" in (view[30].damage or "")
+    assert "needs step 10 (incarnation 1)" in (view[30].damage or "")
 
 
 def test_nothing_that_may_come_back_loses_what_it_needs() -> None:
@@ -379,7 +384,7 @@ def test_a_crash_at_any_call_of_a_save_leaves_two_that_read_back(
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_crash_at_any_call_of_a_start_loses_nothing(ranks: int, when: str) -> None:
-    """Promotion with the check of what is needed, the pick, opening the epoch."""
+    """Promotion with the check of what is needed, the pick, opening the incarnation."""
     crash_at = 0
     while True:
         backend = memory()
@@ -405,24 +410,24 @@ def test_garbage_collection_says_what_is_needed_by_what() -> None:
     assert stored(backend) == [0, 10, 20, 30, 40, 50, 60, 70]
     looked = collect_garbage(backend)
     assert {each.generation.step: each.reason for each in looked.stays} == {
-        0: "not given up; needed by step 20 (epoch 1)",
-        10: "not given up; needed by step 30 (epoch 1)",
-        20: "not given up; needed by step 40 (epoch 1)",
-        30: "not given up; needed by step 50 (epoch 1)",
-        40: "not given up; needed by step 60 (epoch 1)",
-        50: "not given up; needed by step 70 (epoch 1)",
-        60: "not given up; needed by step 70 (epoch 1)",
+        0: "not given up; needed by step 20 (incarnation 1)",
+        10: "not given up; needed by step 30 (incarnation 1)",
+        20: "not given up; needed by step 40 (incarnation 1)",
+        30: "not given up; needed by step 50 (incarnation 1)",
+        40: "not given up; needed by step 60 (incarnation 1)",
+        50: "not given up; needed by step 70 (incarnation 1)",
+        60: "not given up; needed by step 70 (incarnation 1)",
         70: "not given up",
     }
     dry = collect_garbage(backend, Retention(last=1), dry_run=True)
     done = collect_garbage(backend, Retention(last=1))
     assert (dry.goes, dry.stays) == (done.goes, done.stays)
     assert {each.generation.step: each.reason for each in done.stays} == {
-        10: "has older copies for step 60 (epoch 1)",
-        20: "has older copies for step 70 (epoch 1)",
-        30: "has older copies for step 70 (epoch 1)",
-        40: "needed by step 60 (epoch 1)",
-        50: "needed by step 70 (epoch 1)",
+        10: "has older copies for step 60 (incarnation 1)",
+        20: "has older copies for step 70 (incarnation 1)",
+        30: "has older copies for step 70 (incarnation 1)",
+        40: "needed by step 60 (incarnation 1)",
+        50: "needed by step 70 (incarnation 1)",
         60: "among the last 2",
         70: "among the last 2",
     }
@@ -434,7 +439,7 @@ def test_garbage_collection_says_what_is_needed_by_what() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_collection_that_dies_at_any_call_loses_nothing(when: str) -> None:
-    """What is kept reads back after it, and the job, which lives, goes on."""
+    """What is kept reads back after it, and the job, which incarnations, goes on."""
     crash_at = 0
     while True:
         backend = memory()
@@ -477,7 +482,7 @@ def test_whatever_is_offered_reads_back_and_is_what_was_saved(
     for act, experts, keep, number in history:
         if act in {"save", "crash"}:
             step += 10
-            new, before = generation(step, job.epoch), job.previous[0].generation if job.previous else None
+            new, before = generation(step, job.incarnation), job.previous[0].generation if job.previous else None
             kept = wanted[before] if before is not None else dict.fromkeys(EXPERTS, new)
             wanted[new] = {**kept, **dict.fromkeys([DENSE, *experts], new)}
         if act == "save":

@@ -1,4 +1,4 @@
-"""What a generation that lacks operators borrows: each one's newest stored state, from files and not from chains."""
+"""What a generation that lacks operators references: each one's newest stored state, from files and not from chains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS = [f"blocks.{layer}.moe/expert.{i}" for layer in range(2) for i in range
 
 
 def generation(step: int) -> GenerationId:
-    return GenerationId(step=step, epoch=1)
+    return GenerationId(step=step, incarnation=1)
 
 
 def record(operator: str, step: int, rank: int, kind: str = "full") -> RecordEntry:
@@ -39,7 +39,7 @@ def record(operator: str, step: int, rank: int, kind: str = "full") -> RecordEnt
 
 
 def marker(step: int, experts: list[str], previous: RankMarker | None = None, rank: int = 0) -> RankMarker:
-    """The dense part, a buffer, a journal and some experts; the others are borrowed from `previous`."""
+    """The dense part, a buffer, a journal and some experts; the others are in `previous`."""
     records = [record(name, step, rank) for name in ("dense", *experts)]
     records += [record("", step, rank, kind="journal"), record("", step, rank, kind="buffer")]
     own = SegmentEntry(
@@ -48,7 +48,7 @@ def marker(step: int, experts: list[str], previous: RankMarker | None = None, ra
     lacking = set(EXPERTS) - set(experts)
     return RankMarker(
         run_id="r", rank=rank, world_size=2, generation=generation(step), plan_hash="p", segments=(own,),
-        borrowed=() if previous is None else carry_forward(previous, lacking),
+        referenced=() if previous is None else carry_forward(previous, lacking),
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_a_window_cannot_be_borrowed_from() -> None:
 
 
 def test_a_commit_needs_what_any_rank_needs() -> None:
-    """The union, in order; ranks may borrow from different generations."""
+    """The union, in order; ranks may refer to different generations."""
     dense = [marker(0, EXPERTS, rank=rank) for rank in (0, 1)]
     second = marker(1, EXPERTS[:1], dense[0])
     markers = [marker(2, EXPERTS[1:], second), dataclasses.replace(marker(2, EXPERTS[:1], dense[1], rank=1))]
@@ -114,14 +114,14 @@ def test_only_documents_that_borrow_are_of_the_second_version() -> None:
     for document, version in documents:
         data = document.to_bytes()
         assert f'"version":{version}}}}}'.encode() in data
-        assert (b'"borrowed"' in data or b'"needs"' in data) == (version == BORROWING)
+        assert (b'"referenced"' in data or b'"needs"' in data) == (version == BORROWING)
 
 
 def test_a_marker_may_only_borrow_older_files_of_its_own_rank() -> None:
     """Not another rank's, not its own or newer ones, none twice, and no side files."""
     good = marker(3, [], marker(2, EXPERTS[:2], marker(1, EXPERTS)))
-    first, second = good.borrowed
-    future = GenerationId(step=1, epoch=2)
+    first, second = good.referenced
+    future = GenerationId(step=1, incarnation=2)
     spoilt = [
         (dataclasses.replace(first, segment=dataclasses.replace(first.segment, key=segment_key(generation(1), 1, 1))),),
         (
@@ -134,13 +134,13 @@ def test_a_marker_may_only_borrow_older_files_of_its_own_rank() -> None:
         (dataclasses.replace(first, generation=generation(2)),),
     ]
     assert RankMarker.from_bytes(good.to_bytes(), "here") == good
-    for borrowed in spoilt:
-        with pytest.raises(Corrupt, match="borrows"):
-            RankMarker.from_bytes(dataclasses.replace(good, borrowed=borrowed).to_bytes(), "here")
+    for referenced in spoilt:
+        with pytest.raises(Corrupt, match="references"):
+            RankMarker.from_bytes(dataclasses.replace(good, referenced=referenced).to_bytes(), "here")
 
 
 def test_every_flipped_bit_and_every_truncation_of_a_marker_that_borrows_is_seen() -> None:
-    """All bytes and all lengths, lines of borrowed records included; also of its manifest."""
+    """All bytes and all lengths, lines of referenced records included; also of its manifest."""
     alone = dataclasses.replace(marker(1, EXPERTS[:5], marker(0, EXPERTS)), world_size=1)
     for document in (alone, Commit.of([stored(alone)])):
         require_damage_is_seen(document)

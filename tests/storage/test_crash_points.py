@@ -1,4 +1,4 @@
-"""Whatever call a life dies at, the next one finds the old generation or the new, whole, and cleans up.
+"""Whatever call an incarnation dies at, the next one finds the old generation or the new, whole, and cleans up.
 
 A job of several ranks runs in this process over a real backend; a crash ends all its ranks at once.
 """
@@ -46,22 +46,22 @@ When = Literal["before", "after"]
 
 
 def _content(generation: GenerationId, rank: int, step: int) -> bytes:
-    """What `rank` captures; differs for every generation, epoch, rank and step."""
-    return f"{generation.step}/{generation.epoch}/{rank}/{step};".encode() * 5
+    """What `rank` captures; differs for every generation, incarnation, rank and step."""
+    return f"{generation.step}/{generation.incarnation}/{rank}/{step};".encode() * 5
 
 
 class Job:
-    """One life of a job: starts, picks a generation that verifies, and saves."""
+    """One incarnation of a job: starts, picks a generation that verifies, and saves."""
 
     def __init__(self, backend: Backend) -> None:
         self.store = RunStore.open(backend, resume="auto")
         self.resumed: GenerationId | None = None
-        epoch = None
-        while epoch is None:
+        incarnation = None
+        while incarnation is None:
             self.store.promote()
             self.resumed = next(filter(self.is_good, map(_generation, self.candidates())), None)
-            epoch = self.store.open_epoch(self.resumed)
-        self.epoch = epoch
+            incarnation = self.store.open_incarnation(self.resumed)
+        self.incarnation = incarnation
 
     def candidates(self) -> list[Commit]:
         self.commits = {commit.generation: commit for commit in self.store.candidates()}
@@ -83,7 +83,7 @@ class Job:
 
     def write(self, step: int, ranks: int = WORLD_SIZE) -> RankMarker:
         """Segments and markers of the first `ranks` ranks; returns the coordinator's marker."""
-        generation = named(step=step, epoch=self.epoch)
+        generation = named(step=step, incarnation=self.incarnation)
         markers = [self._write_rank(generation, rank) for rank in range(ranks)]
         return markers[0]
 
@@ -110,7 +110,7 @@ def _generation(commit: Commit) -> GenerationId:
 
 
 def _stored_generations(backend: Backend) -> list[tuple[int, int]]:
-    """(step, epoch) of every generation of which anything is left."""
+    """(step, incarnation) of every generation of which anything is left."""
     return sorted({(int(key.split("/")[1]), int(key.split("/")[2][1:7])) for key in _keys(backend)})
 
 
@@ -136,7 +136,7 @@ def _first_life(backend: Backend) -> Job:
 
 
 def _crash_while(backend: Backend, crash_at: int, when: When, act: Callable[[Job], None]) -> CrashingBackend:
-    """A life that has saved 20 and 30 dies at its `crash_at`-th call of `act`."""
+    """An incarnation that has saved 20 and 30 dies at its `crash_at`-th call of `act`."""
     dying = CrashingBackend(backend, crash_at=crash_at, when=when)
     job = _first_life(backend)
     job.store._backend = dying
@@ -151,12 +151,12 @@ def _crash_while(backend: Backend, crash_at: int, when: When, act: Callable[[Job
 
 
 def _expect_recovery(backend: Backend, calls: list[str], when: When) -> None:
-    """The next life resumes as far as its predecessor's calls allow, and leaves nothing but what it keeps."""
+    """The next incarnation resumes as far as its predecessor's calls allow, and leaves nothing but what it keeps."""
     happened = calls if when == "after" else calls[:-1]
     num_markers = sum(call.startswith("put ") and call.endswith(".done") for call in happened)
     job = Job(backend)
-    assert job.resumed == named(step=40 if num_markers == WORLD_SIZE else 30, epoch=1), calls[-1]
-    assert job.is_good(named(step=30, epoch=1))
+    assert job.resumed == named(step=40 if num_markers == WORLD_SIZE else 30, incarnation=1), calls[-1]
+    assert job.is_good(named(step=30, incarnation=1))
     assert len(job.commits) >= KEEP
     job.save(50, keep=1)
     assert _stored_generations(backend) == [(50, 2)]
@@ -184,7 +184,7 @@ def test_a_crash_at_any_call_of_a_save_loses_at_most_that_save(
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("finished_ranks", [2, 3])
 def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when: When, tmp_path: Path) -> None:
-    """Promotion, the pick, opening the epoch, the sweep; the generation under way is whole or one rank short."""
+    """Promotion, the pick, opening the incarnation, the sweep; the generation under way is whole or one rank short."""
     crash_at = 0
     while True:
         backend = _memory(tmp_path)
@@ -194,9 +194,9 @@ def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when:
             Job(dying)
             break
         job = Job(backend)
-        assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
+        assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, incarnation=1), dying.calls[-1]
         job.save(50, keep=1)
-        assert _stored_generations(backend) == [(50, job.epoch)]
+        assert _stored_generations(backend) == [(50, job.incarnation)]
         crash_at += 1
     assert crash_at > 10
 
@@ -257,22 +257,22 @@ def test_a_crash_of_a_save_to_s3_loses_at_most_that_save(choose: Choose, moto: S
 @choices
 @pytest.mark.parametrize("finished_ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_crash_of_a_start_from_s3_loses_nothing(finished_ranks: int, choose: Choose, moto: S3Server) -> None:
-    """Promotion, the pick, opening the epoch, the sweep; the generation under way is whole or one rank short."""
+    """Promotion, the pick, opening the incarnation, the sweep; the generation under way is whole or one rank short."""
     undisturbed = _crash_at_start(_bucket(moto), finished_ranks, 10**6, "before").calls
     points = choose(undisturbed)
     for crash_at, when in points:
         backend = _bucket(moto)
         dying = _crash_at_start(backend, finished_ranks, crash_at, when)
         job = Job(backend)
-        assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, epoch=1), dying.calls[-1]
+        assert job.resumed == named(step=40 if finished_ranks == WORLD_SIZE else 30, incarnation=1), dying.calls[-1]
         job.save(50, keep=1)
-        assert _stored_generations(backend) == [(50, job.epoch)]
+        assert _stored_generations(backend) == [(50, job.incarnation)]
     assert {"list", "get", "get_into", "create", "sweep"} == {undisturbed[at].split()[0] for at, _ in points}
     sys.stdout.write(f"{len(points)} crash points of a start from S3\n")
 
 
 def _crash_at_start(backend: Backend, finished_ranks: int, crash_at: int, when: When) -> CrashingBackend:
-    """A second life dies at its `crash_at`-th call, before it has saved anything."""
+    """A second incarnation dies at its `crash_at`-th call, before it has saved anything."""
     job = Job(backend)
     job.save(30)
     job.write(40, finished_ranks)
@@ -283,25 +283,25 @@ def _crash_at_start(backend: Backend, finished_ranks: int, crash_at: int, when: 
 
 
 def test_crashes_in_a_row_lose_nothing(tmp_path: Path) -> None:
-    """Every life dies one call later than the one before; the newest generation never moves back."""
+    """Every incarnation dies one call later than the one before; the newest generation never moves back."""
     backend = _memory(tmp_path)
     _first_life(backend)
-    newest, epochs = 30, {1}
+    newest, incarnations = 30, {1}
     for crash_at in range(60):
         with suppress(Crashed):
             job = Job(CrashingBackend(backend, crash_at=crash_at))
-            epochs.add(job.epoch)
+            incarnations.add(job.incarnation)
             job.save(newest + 10)
         job = Job(backend)
         assert job.resumed is not None
         assert newest <= job.resumed.step <= newest + 10
-        assert job.epoch not in epochs
+        assert job.incarnation not in incarnations
         newest = job.resumed.step
-        epochs.add(job.epoch)
+        incarnations.add(job.incarnation)
     assert newest > 30
 
 
-# Zombies: a life that goes on after another has begun.
+# Zombies: an incarnation that goes on after another has begun.
 
 
 class _Hooked(CrashingBackend):
@@ -317,7 +317,7 @@ class _Hooked(CrashingBackend):
 
 
 def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
-    """It pauses between its fence check and its commit, while a new life starts from 30 and gets to 35."""
+    """It pauses between its fence check and its commit, while a new incarnation starts from 30 and gets to 35."""
     backend = _memory(tmp_path)
     hooked = _Hooked(backend)
     zombie = Job(hooked)
@@ -326,7 +326,9 @@ def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
     new_lives: list[Job] = []
 
     def start_another() -> None:
-        backend.delete("snap/000000000040/e000001-00112233aabb/rank00002.done")  # the new life must not promote 40
+        backend.delete(
+            "snap/000000000040/i000001-00112233aabb/rank00002.done"
+        )  # the new incarnation must not promote 40
         new_lives.append(Job(backend))
         new_lives[0].save(35)
 
@@ -334,36 +336,36 @@ def test_a_late_commit_of_an_earlier_life_is_dead(tmp_path: Path) -> None:
     with pytest.raises(Fenced):
         zombie.save(40)  # the commit lands; the watermark does not
     job = new_lives[0]
-    assert job.resumed == named(step=30, epoch=1)
+    assert job.resumed == named(step=30, incarnation=1)
     assert (40, 1) in _stored_generations(backend)
     assert [commit.generation for commit in job.candidates()] == [
-        named(step=35, epoch=2),
-        named(step=30, epoch=1),
+        named(step=35, incarnation=2),
+        named(step=30, incarnation=1),
     ]
-    assert dict(job.store.rejected)["step 40 (epoch 1)"] == "epoch 2 began again from step 30"
+    assert dict(job.store.rejected)["step 40 (incarnation 1)"] == "incarnation 2 began again from step 30"
 
     with pytest.raises(Fenced):
         zombie.store.commit(zombie.write(50), timeout=timedelta())
-    assert not backend.list("snap/000000000050/e000001-00112233aabb/_COMMITTED")
+    assert not backend.list("snap/000000000050/i000001-00112233aabb/_COMMITTED")
     with pytest.raises(Fenced):
         zombie.store.retain(Retention(last=1))
     job.save(40)
-    assert Job(backend).resumed == named(step=40, epoch=2)
+    assert Job(backend).resumed == named(step=40, incarnation=2)
     assert (40, 1) not in _stored_generations(backend)
 
 
 def test_a_commit_in_time_is_taken_by_the_new_life(tmp_path: Path) -> None:
-    """The old life commits and moves the watermark between the pick and the opening: the pick is repeated."""
+    """The old incarnation commits and moves the watermark between the pick and the opening: the pick is repeated."""
     backend = _memory(tmp_path)
     old = _first_life(backend)
     store = RunStore.open(backend, resume="auto")
     picked = store.candidates()[0].generation
     assert picked.step == 30
     old.save(40)
-    assert store.open_epoch(picked) is None
-    assert store.epoch is None
+    assert store.open_incarnation(picked) is None
+    assert store.incarnation is None
     assert store.candidates()[0].generation.step == 40
-    assert store.open_epoch(store.candidates()[0].generation) == 2
+    assert store.open_incarnation(store.candidates()[0].generation) == 2
 
 
 def test_a_life_and_its_successor_may_commit_the_same_generation(tmp_path: Path) -> None:
@@ -378,26 +380,26 @@ def test_a_life_and_its_successor_may_commit_the_same_generation(tmp_path: Path)
 
     hooked.hook = promote
     old.save(10)
-    assert promoted == [named(step=10, epoch=1)]
+    assert promoted == [named(step=10, incarnation=1)]
     old.save(20)
 
 
 def test_only_whole_generations_of_the_preceding_life_are_promoted(tmp_path: Path) -> None:
-    """Not one of an older life, not one whose files are not as its markers say, not one older than a commit."""
+    """Not one of an older incarnation, not one whose files are not as its markers say, not one older than a commit."""
     backend = _memory(tmp_path)
     first = _first_life(backend)
     first.write(25)
     first.write(40)
-    backend.put("snap/000000000040/e000001-00112233aabb/rank00001.000000000039.safetensors", b"short")
+    backend.put("snap/000000000040/i000001-00112233aabb/rank00001.000000000039.safetensors", b"short")
     assert RunStore.open(backend, resume="auto").promote() == []
     second = Job(backend)
-    assert second.resumed == named(step=30, epoch=1)
+    assert second.resumed == named(step=30, incarnation=1)
     first.write(50)
     third = Job(backend)
-    assert third.resumed == named(step=30, epoch=1)
+    assert third.resumed == named(step=30, incarnation=1)
     third.write(60)
     third.write(70)
-    assert Job(backend).resumed == named(step=70, epoch=3)
+    assert Job(backend).resumed == named(step=70, incarnation=3)
 
 
 # Any history at all.
@@ -441,13 +443,13 @@ class Model:
         self.step += 10
         readable = [commit.generation for commit in reversed(self.job.candidates())]
         self.job.save(self.step, keep)
-        new = named(step=self.step, epoch=self.job.epoch)
+        new = named(step=self.step, incarnation=self.job.incarnation)
         readable.append(new)
         self.good[new] = True
         # Below the watermark everything goes; unreadable ones above it stay.
         floor = readable[-keep] if len(readable) > keep else min(self.good)
         self.good = {g: good for g, good in self.good.items() if g.step >= floor.step}
-        assert _stored_generations(self.backend) == sorted((g.step, g.epoch) for g in self.good)
+        assert _stored_generations(self.backend) == sorted((g.step, g.incarnation) for g in self.good)
 
     def crash(self, crash_at: int, when: When) -> None:
         backend = CrashingBackend(self.backend, crash_at=crash_at, when=when)
@@ -455,7 +457,7 @@ class Model:
         with suppress(Crashed):
             job = Job(backend)
             self._follow(job)
-            tentative[named(step=self.step + 10, epoch=job.epoch)] = True
+            tentative[named(step=self.step + 10, incarnation=job.incarnation)] = True
             job.save(self.step + 10)
         self.restart(tentative)
 
@@ -466,7 +468,7 @@ class Model:
         self._follow(self.job)
 
     def _follow(self, job: Job) -> None:
-        """The new life must have taken the newest good generation; what is beyond it is dead."""
+        """The new incarnation must have taken the newest good generation; what is beyond it is dead."""
         assert job.resumed == max((g for g, good in self.good.items() if good), default=None)
         self.step = job.resumed.step if job.resumed is not None else 0
         self.good = {g: good for g, good in self.good.items() if g.step <= self.step}
@@ -515,13 +517,13 @@ def test_unfinished_files_go_with_their_generation_or_at_the_next_start(tmp_path
     """A write that was interrupted leaves a temporary file, which no listing shows."""
     job = _first_life(PosixBackend(tmp_path))
     unfinished = [
-        tmp_path / f"snap/{step:012d}/e000001-00112233aabb/rank00001.done.{'0' * 32}.tmp" for step in (20, 30)
+        tmp_path / f"snap/{step:012d}/i000001-00112233aabb/rank00001.done.{'0' * 32}.tmp" for step in (20, 30)
     ]
     for path in unfinished:
         path.write_bytes(b"half a mar")
     job.save(40)
     assert not unfinished[0].parent.parent.exists()
-    assert unfinished[1].exists(), "a rank of this life might be writing it"
+    assert unfinished[1].exists(), "a rank of this incarnation might be writing it"
     Job(PosixBackend(tmp_path))
     assert not unfinished[1].exists()
 

@@ -22,14 +22,14 @@ from lightning_moe_ckpt.storage import (
     RecordEntry,
     SegmentEntry,
 )
-from lightning_moe_ckpt.storage._entries import BorrowedEntry
+from lightning_moe_ckpt.storage._entries import ReferencedEntry
 from lightning_moe_ckpt.storage._json import decode, described_nbytes, digest_of, encode
 from lightning_moe_ckpt.storage._log import Cut
 from lightning_moe_ckpt.storage._names import segment_key
 from lightning_moe_ckpt.storage._record_table import RecordTable
 from lightning_moe_ckpt.storage._records import StoredMarker
 
-GENERATION = GenerationId(step=40, epoch=3)
+GENERATION = GenerationId(step=40, incarnation=3)
 
 
 def _segment(rank: int, step: int) -> SegmentEntry:
@@ -83,8 +83,8 @@ def _commit() -> Commit:
 
 
 def of_a_life(rank: int) -> RankMarker:
-    """Rank 0 says what the life descends from."""
-    generation = dataclasses.replace(GENERATION, life="a" * 12)
+    """Rank 0 says what the incarnation descends from."""
+    generation = dataclasses.replace(GENERATION, nonce="a" * 12)
     segments = [dataclasses.replace(_segment(rank, 40), key=segment_key(generation, rank, 40))]
     return dataclasses.replace(
         make_marker(rank), generation=generation, segments=tuple(segments), lineage=None if rank else LINEAGE
@@ -93,9 +93,9 @@ def of_a_life(rank: int) -> RankMarker:
 
 LINEAGE = Lineage(
     opened_ns=10**18,
-    first_epoch=1,
+    first_incarnation=1,
     watermark=25,
-    kept=frozenset({GenerationId(step=20, epoch=1), GenerationId(step=10, epoch=2, life="b" * 12)}),
+    kept=frozenset({GenerationId(step=20, incarnation=1), GenerationId(step=10, incarnation=2, nonce="b" * 12)}),
     cuts=(Cut(2, None, "b" * 12), Cut(3, 30, "a" * 12)),
 )
 
@@ -112,17 +112,17 @@ def test_a_commit_repeats_what_rank_0_says_of_the_lineage() -> None:
 def test_a_lineage_ends_with_the_life_that_wrote_it(life: str, cuts: tuple[Cut, ...]) -> None:
     spoilt = dataclasses.replace(
         _commit_of_a_life(),
-        generation=dataclasses.replace(GENERATION, life=life),
+        generation=dataclasses.replace(GENERATION, nonce=life),
         lineage=dataclasses.replace(LINEAGE, cuts=cuts),
     )
-    with pytest.raises(Corrupt, match="does not end with the life"):
+    with pytest.raises(Corrupt, match="does not end with the incarnation"):
         Commit.from_bytes(spoilt.to_bytes(), "here")
 
 
 @pytest.mark.parametrize(
     "document",
     [make_marker(), _commit(), of_a_life(0), of_a_life(1), _commit_of_a_life()],
-    ids=["marker", "commit", "rank 0 of a life", "rank 1 of a life", "commit of a life"],
+    ids=["marker", "commit", "rank 0 of an incarnation", "rank 1 of an incarnation", "commit of an incarnation"],
 )
 def test_documents_come_back_equal(document: RankMarker | Commit) -> None:
     assert type(document).from_bytes(document.to_bytes(), "here") == document
@@ -131,13 +131,13 @@ def test_documents_come_back_equal(document: RankMarker | Commit) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_document_of_a_marker_says_how_large_all_of_it_is(rank: int) -> None:
     """With or without a module, own files and older ones; cut short, or not a document, it says nothing."""
-    older = BorrowedEntry(
+    older = ReferencedEntry(
         generation=dataclasses.replace(GENERATION, step=2),
         segment=dataclasses.replace(
             _segment(rank, 2), key=segment_key(dataclasses.replace(GENERATION, step=2), rank, 2)
         ),
     )
-    data = dataclasses.replace(make_marker(rank), borrowed=(older,), spares=(older,)).to_bytes()
+    data = dataclasses.replace(make_marker(rank), referenced=(older,), spares=(older,)).to_bytes()
     end = data.index(b"\n") + 1
     assert described_nbytes(data) == described_nbytes(data[:end]) == len(data) > end
     assert [described_nbytes(each) for each in (data[: end - 1], data[1:], b"", bytes(1000))] == [None] * 4
@@ -154,7 +154,7 @@ def test_ranks_that_disagree_make_no_commit() -> None:
     first, second = make_marker(0), make_marker(1)
     changes: list[dict[str, Any]] = [
         {"plan_hash": "q"}, {"run_id": "q"}, {"world_size": 3}, {"segments": second.segments[1:]}, {"policy": {}},
-        {"generation": dataclasses.replace(GENERATION, epoch=4)},
+        {"generation": dataclasses.replace(GENERATION, incarnation=4)},
     ]  # fmt: skip
     others = [[first, dataclasses.replace(second, **change)] for change in changes]
     for markers in ([first], [second, first], [first, first], *others):
@@ -209,7 +209,7 @@ def test_a_module_of_a_kind_we_do_not_know_is_told_to_who_asks(line: bytes, reas
 
 
 @pytest.mark.parametrize(
-    "document", [make_marker(), _commit(), _commit_of_a_life()], ids=["marker", "commit", "commit of a life"]
+    "document", [make_marker(), _commit(), _commit_of_a_life()], ids=["marker", "commit", "commit of an incarnation"]
 )
 def test_every_flipped_bit_and_every_truncation_is_seen(document: RankMarker | Commit) -> None:
     require_damage_is_seen(document)

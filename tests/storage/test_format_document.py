@@ -24,7 +24,7 @@ from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.snapshot._layout import JOURNAL
 from lightning_moe_ckpt.storage import FsspecBackend, GenerationId, RunStore, digest_of
 
-SEGMENT = "snap/000000000000/e000001/rank00000.000000000000.safetensors"
+SEGMENT = "snap/000000000000/i000001/rank00000.000000000000.safetensors"
 
 
 TEXT = (importlib.resources.files("lightning_moe_ckpt") / "FORMAT.md").read_text()
@@ -110,7 +110,7 @@ def example() -> list[str]:
 
 @pytest.fixture(scope="module")
 def borrowing() -> list[str]:
-    """Every line of JSON in the example of a generation that borrows: header, marker of four lines, manifest."""
+    """Every line of JSON in the example of a generation that references: header, marker of four lines, manifest."""
     return json_lines(EXAMPLES.partition("### 8.1")[2].partition("### 8.2")[0])
 
 
@@ -130,7 +130,7 @@ def test_a_store_made_of_the_example_is_read(example: list[str]) -> None:
     backend, segment = example_run(example)
     store = RunStore.open(backend, resume="must")
     commits = store.candidates()
-    assert [commit.generation for commit in commits] == [GenerationId(step=0, epoch=1)]
+    assert [commit.generation for commit in commits] == [GenerationId(step=0, incarnation=1)]
     read = store.read_marker(commits[0], 0)
     assert read.module is not None
     assert read.module.read().param_groups == (("blocks.0.moe.w1",),)
@@ -139,7 +139,7 @@ def test_a_store_made_of_the_example_is_read(example: list[str]) -> None:
     read_segment(store, stored, memoryview(out))
     verify_records(stored, memoryview(out))
     assert out == segment
-    assert store.open_epoch(commits[0].generation) == 2
+    assert store.open_incarnation(commits[0].generation) == 2
 
 
 def example_run(lines: list[str]) -> tuple[FsspecBackend, bytes]:
@@ -148,8 +148,8 @@ def example_run(lines: list[str]) -> tuple[FsspecBackend, bytes]:
     segment = struct.pack("<Q", 4088) + header.encode().ljust(4088) + struct.pack("<3f", 1, 2, 3) + bytes(52 + 64)
     backend = FsspecBackend(f"memory://{uuid.uuid4().hex}/run")
     backend.put(SEGMENT, segment)
-    backend.put("snap/000000000000/e000001/rank00000.done", f"{marker}\n{records}\n{module}\n".encode())
-    backend.put("snap/000000000000/e000001/_COMMITTED", f"{manifest}\n".encode())
+    backend.put("snap/000000000000/i000001/rank00000.done", f"{marker}\n{records}\n{module}\n".encode())
+    backend.put("snap/000000000000/i000001/_COMMITTED", f"{manifest}\n".encode())
     for index, entry in enumerate(entries):
         backend.put(f"_log/{index:020d}.json", f"{entry}\n".encode())
 
@@ -159,23 +159,23 @@ def example_run(lines: list[str]) -> tuple[FsspecBackend, bytes]:
 def test_a_generation_that_borrows_is_read_as_the_text_says(example: list[str], borrowing: list[str]) -> None:
     """Beside the run of the first example: its own file, and the record that is in the other's."""
     backend, _ = example_run(example)
-    header, marker, own, borrowed, module, manifest = borrowing
-    prefix = "snap/000000000001/e000001/"
+    header, marker, own, referenced, module, manifest = borrowing
+    prefix = "snap/000000000001/i000001/"
     segment = struct.pack("<Q", 4088) + header.encode().ljust(4088) + bytes(64)
     backend.put(f"{prefix}rank00000.000000000001.safetensors", segment)
-    backend.put(f"{prefix}rank00000.done", f"{marker}\n{own}\n{borrowed}\n{module}\n".encode())
+    backend.put(f"{prefix}rank00000.done", f"{marker}\n{own}\n{referenced}\n{module}\n".encode())
     backend.put(f"{prefix}_COMMITTED", f"{manifest}\n".encode())
     store = RunStore.open(backend, resume="must")
     newest, older = store.candidates()
     assert (newest.needs, older.needs) == ((older.generation,), ())
     read = store.read_marker(newest, 0)
     verify_records(read.segments[0], memoryview(segment))
-    (entry,) = read.borrowed
+    (entry,) = read.referenced
     out = bytearray(12)
     read_record(store, entry.segment, entry.segment.records[0], memoryview(out))
     assert struct.unpack("<3f", out) == (1, 2, 3)
     assert (read.to_bytes().decode(), newest.to_bytes().decode()) == (
-        f"{marker}\n{own}\n{borrowed}\n{module}\n",
+        f"{marker}\n{own}\n{referenced}\n{module}\n",
         f"{manifest}\n",
     )
 
@@ -184,7 +184,7 @@ def test_a_generation_with_a_spare_is_read_as_the_text_says(example: list[str], 
     """Beside the run of the first example, which has the older copy of the operator that it stores."""
     backend, _ = example_run(example)
     marker, own, spare, module, manifest = sparing
-    prefix = "snap/000000000002/e000001/"
+    prefix = "snap/000000000002/i000001/"
     segment = struct.pack("<Q", 4088) + example[0].encode().ljust(4088) + struct.pack("<3f", 4, 5, 6) + bytes(52 + 64)
     backend.put(f"{prefix}rank00000.000000000002.safetensors", segment)
     backend.put(f"{prefix}rank00000.done", f"{marker}\n{own}\n{spare}\n{module}\n".encode())
@@ -205,7 +205,7 @@ def test_a_generation_with_a_spare_is_read_as_the_text_says(example: list[str], 
 
 
 def test_every_key_of_a_marker_and_of_a_manifest_is_described(sparing: list[str]) -> None:
-    """Those of the third version, which has all of the others, and what lives with a name add."""
+    """Those of the third version, which has all of the others, and what incarnations with a name add."""
     marker, manifest = json.loads(sparing[0]), json.loads(sparing[4])
     for title, document in (("### 4.1 Marker", marker), ("### 4.2 Manifest", manifest)):
         section = TEXT.partition(title)[2].partition("\n### ")[0]
@@ -218,11 +218,11 @@ def test_every_key_of_a_marker_and_of_a_manifest_is_described(sparing: list[str]
 def test_digests_follow_the_text(example: list[str], borrowing: list[str]) -> None:
     """Computed as section 4 says, without the package's writer."""
     _, marker, records, module, *others = example
-    _, second, own, borrowed, again, manifest = borrowing
+    _, second, own, referenced, again, manifest = borrowing
     body, body2 = (json.loads(line)["document"]["body"] for line in (marker, second))
     for told, line in (
         (body["segments"][0]["records"], records), (body["module"], module), (body2["module"], again),
-        (body2["segments"][0]["records"], own), (body2["borrowed"][0]["segment"]["records"], borrowed),
+        (body2["segments"][0]["records"], own), (body2["referenced"][0]["segment"]["records"], referenced),
     ):  # fmt: skip
         assert told == {"digest": digest_of(f"{line}\n".encode()), "nbytes": len(line) + 1}
     for line in (marker, *others, second, manifest):

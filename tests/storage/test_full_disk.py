@@ -96,9 +96,9 @@ def main(disk: Path) -> None:
     fit(checkpoint, filler, steps=END)
     resumed = DenseCheckpoint(str(disk / "run"))
     fit(resumed, steps=END)
-    leftovers = [str(path) for path in disk.rglob("*.tmp")]
+    unfinished = [str(path) for path in disk.rglob("*.tmp")]
     facts = {
-        "newest": filler.newest, "good": filler.good, "errors": errors.messages, "leftovers": leftovers,
+        "newest": filler.newest, "good": filler.good, "errors": errors.messages, "leftovers": unfinished,
         "steps": checkpoint.report.steps, "resumed": resumed.report.resumed_from,
     }  # fmt: skip
     sys.stdout.write("FACTS " + json.dumps(facts) + "\n")

@@ -39,16 +39,16 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
 
 
 def history_of_failures(backend: Backend) -> RunStore:
-    """A run with everything that can be left behind; returns its third life, which is alive.
+    """A run with everything that can be left behind; returns its third incarnation, which is alive.
 
-    Steps 10 and 20 of an earlier run; of this one 30 (dead: the second life began again from 20), 25 (never committed,
-    its life is over), 40 to 60 of the third life, which is in the middle of 70.
+    Steps 10 and 20 of an earlier run; of this one 30 (dead: the second incarnation began again from 20), 25 (never committed,
+    its incarnation is over), 40 to 60 of the third incarnation, which is in the middle of 70.
     """
     earlier = begin(backend)
     save(earlier, 10, ALL)
     write(earlier, 20)
     first = RunStore.open(backend, resume="never")
-    assert first.open_epoch(None) == 2
+    assert first.open_incarnation(None) == 2
     for step in (10, 20, 30):
         save_without_retention(first, step)
     second = begin(backend, at=20)
@@ -69,10 +69,10 @@ def test_only_what_the_log_gave_up_goes_and_the_job_goes_on(backend: Backend) ->
     job = history_of_failures(backend)
     looked = collect_garbage(backend, dry_run=True)
     before = backend.list("")
-    assert {(each.generation.step, each.generation.epoch): each.reason for each in looked.goes} == {
+    assert {(each.generation.step, each.generation.incarnation): each.reason for each in looked.goes} == {
         (20, 1): "of an earlier run, not committed",
-        (25, 3): "not committed, and epoch 3 is over",
-        (30, 2): "epoch 4 began again from step 20",
+        (25, 3): "not committed, and incarnation 3 is over",
+        (30, 2): "incarnation 4 began again from step 20",
     }
     assert not looked.deleted
     done = collect_garbage(backend)
@@ -80,18 +80,18 @@ def test_only_what_the_log_gave_up_goes_and_the_job_goes_on(backend: Backend) ->
     after = backend.list("")
     gone = {entry.key: entry.nbytes for entry in before if entry not in after}
     assert (sum(gone.values()), len(gone)) == (done.nbytes, sum(each.num_objects for each in done.goes))
-    assert {key.split("/")[2][:7] for key in gone} == {"e000001", "e000002", "e000003"}
+    assert {key.split("/")[2][:7] for key in gone} == {"i000001", "i000002", "i000003"}
     assert collect_garbage(backend).goes == ()
     save(job, 80, Retention(last=2))
     assert (steps(job), stored(backend)) == ([60, 80], [60, 80])
 
 
 def test_what_is_given_up_for_a_job_that_lives_is_news_to_it(backend: Backend) -> None:
-    """It goes on, commits, and keeps by its own rules what is left; a later life still fences it."""
+    """It goes on, commits, and keeps by its own rules what is left; a later incarnation still fences it."""
     job = history_of_failures(backend)
     found = collect_garbage(backend, Retention(last=1, every_n_steps=40))
     assert {each.generation.step for each in found.stays} == {10, 40, 60, 70}
-    assert {(e.generation.step, e.reason) for e in found.stays if e.generation.epoch > 1} == {
+    assert {(e.generation.step, e.reason) for e in found.stays if e.generation.incarnation > 1} == {
         (10, "first at or after step 0"),
         (40, "first at or after step 40"),
         (60, "among the last 1"),
@@ -133,9 +133,9 @@ def test_a_start_and_a_collection_that_meet_look_again(tmp_path: Path) -> None:
     starting = RunStore.open(backend, resume="auto")
     older = starting.candidates()[-1].generation
     collect_garbage(backend, Retention(last=1))
-    assert starting.open_epoch(older) is None
+    assert starting.open_incarnation(older) is None
     assert [commit.generation.step for commit in starting.candidates()] == [20]
-    assert starting.open_epoch(starting.candidates()[0].generation) == 2
+    assert starting.open_incarnation(starting.candidates()[0].generation) == 2
     for step in (30, 40):
         save(starting, step, ALL)
 
@@ -189,8 +189,8 @@ def test_without_a_sound_log_nothing_more_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match="newest log entry cannot be read"):
         collect_garbage(backend, Retention(last=1))
     found = collect_garbage(backend)
-    assert [(each.generation.step, each.generation.epoch) for each in found.goes] == [(20, 1), (30, 2)]
-    assert "of a later life than the log shows" in {each.reason for each in found.stays}
+    assert [(each.generation.step, each.generation.incarnation) for each in found.goes] == [(20, 1), (30, 2)]
+    assert "of a later incarnation than the log shows" in {each.reason for each in found.stays}
     for entry in entries:
         backend.put(entry.key, b"spoilt")
     with pytest.raises(Corrupt, match="none of the"):
@@ -218,10 +218,10 @@ def test_an_earlier_run_goes_once_the_newer_one_has_more_than_it_keeps(tmp_path:
     backend = local(tmp_path)
     save(begin(backend), 10, ALL)
     store = RunStore.open(backend, resume="never")
-    store.open_epoch(None)
+    store.open_incarnation(None)
     for step in (10, 20):
         save(store, step, Retention(last=2))
     assert collect_garbage(backend).goes == collect_garbage(backend, Retention(last=2)).goes == ()
     found = collect_garbage(backend, Retention(last=1))
-    assert [each.generation for each in found.goes] == [named(step=10, epoch=1), named(step=10, epoch=2)]
+    assert [each.generation for each in found.goes] == [named(step=10, incarnation=1), named(step=10, incarnation=2)]
     assert "of an earlier run" in found.goes[0].reason

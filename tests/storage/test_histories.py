@@ -58,7 +58,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(retention=retentions)
     def captures_and_commits(self, retention: Retention) -> None:
-        """Often enough that generations borrow from some that retention would take."""
+        """Often enough that generations refer to some that retention would take."""
         self.job.capture([True for _ in RANKS])
         self.job.commit(retention, None, "before")
         self.job.tell(self.job.own)

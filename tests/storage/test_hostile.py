@@ -16,7 +16,7 @@ from lightning_moe_ckpt.tiers import shared_directory
 
 @pytest.fixture(autouse=True)
 def _named_lives() -> None:
-    """Each life has a name of its own here."""
+    """Each incarnation has a name of its own here."""
 
 
 def ends_of(seed: int, root: Path) -> list[str]:

@@ -39,7 +39,7 @@ NOW = timedelta()
 
 @pytest.fixture(autouse=True)
 def _named_lives() -> None:
-    """Each life has a name of its own here."""
+    """Each incarnation has a name of its own here."""
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ def publish_late(
 
 
 def overtaken(place: Path, tmp_path: Path) -> tuple[RunStore, RunStore]:
-    """A job that hangs, and one that was started after a backup was put back; to both this is epoch 2, from step 10."""
+    """A job that hangs, and one that was started after a backup was put back; to both this is incarnation 2, from step 10."""
     save(begin(PosixBackend(place)), 10, KEEP)
     shutil.copytree(place, tmp_path / "backup")
     hung = begin(PosixBackend(place))
     put_back(tmp_path / "backup", place)
     successor = begin(PosixBackend(place))
-    assert (hung.epoch, successor.epoch) == (2, 2)
-    assert hung.life != successor.life
+    assert (hung.incarnation, successor.incarnation) == (2, 2)
+    assert hung.nonce != successor.nonce
     return hung, successor
 
 
@@ -99,7 +99,7 @@ def test_a_job_that_wakes_up_after_a_backup_was_put_back_is_fenced(place: Path, 
 
 
 def test_entries_of_a_successor_are_not_taken_for_those_of_a_garbage_collector(place: Path, tmp_path: Path) -> None:
-    """They name the same run and epoch, behind ours."""
+    """They name the same run and incarnation, behind ours."""
     hung, successor = overtaken(place, tmp_path)
     for step in (20, 30, 40):
         save(successor, step, Retention(last=1))
@@ -164,14 +164,14 @@ def test_only_generations_that_the_log_does_not_name_are_no_reason_to_begin_from
         save(store, step, KEEP)
     shutil.rmtree(place / "_log")
     fresh = PosixBackend(place)
-    assert Log(fresh).append({"type": "run"}, History(run_id=store.run_id, first_epoch=1, last_epoch=1))
+    assert Log(fresh).append({"type": "run"}, History(run_id=store.run_id, first_incarnation=1, last_incarnation=1))
     again = RunStore.open(fresh, resume="auto")
     assert again.candidates() == []
     assert [where for where, _ in again.unreadable] == [str(store.name(20)), str(store.name(10))]
 
 
 def test_copies_of_a_directory_go_on_apart(place: Path, tmp_path: Path) -> None:
-    """Both open epoch 2; what one wrote is nothing to the other, wherever it gets."""
+    """Both open incarnation 2; what one wrote is nothing to the other, wherever it gets."""
     save(begin(PosixBackend(place)), 10, KEEP)
     shutil.copytree(place, tmp_path / "copy")
     here, there = begin(PosixBackend(place)), begin(PosixBackend(tmp_path / "copy"))
@@ -191,17 +191,17 @@ def as_older_release(backend: Backend) -> None:
         for key in ("key", "replaced", "has_commits"):
             del past[key]
         for row in (*past["cuts"], *past["kept"]):  # type: ignore[misc]
-            del row["life"]
+            del row["nonce"]
         backend.put(entry.key, encode("log", {**body, "history": past}))
 
 
 def test_runs_of_older_releases_go_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their lives have no names; the first life of this release has one, and continues what they began."""
-    monkeypatch.setattr("lightning_moe_ckpt.storage._coordination.new_life", lambda: "")
+    """Their lives have no names; the first incarnation of this release has one, and continues what they began."""
+    monkeypatch.setattr("lightning_moe_ckpt.storage._coordination.new_nonce", lambda: "")
     old = begin(PosixBackend(place))
     for step in (10, 20, 30):
         save(old, step, Retention(last=1, every_n_steps=20))
-    assert (place / "snap/000000000030/e000001/_COMMITTED").exists()
+    assert (place / "snap/000000000030/i000001/_COMMITTED").exists()
     as_older_release(PosixBackend(place))
     monkeypatch.undo()
     assert json.loads((place / log_key(1)).read_bytes())["document"]["version"] == 1
@@ -209,7 +209,7 @@ def test_runs_of_older_releases_go_on(place: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(Fenced):
         save(old, 40, KEEP)
     assert steps(store) == [10, 20, 30]
-    assert len(store.life) == 12
+    assert len(store.nonce) == 12
     save(store, 40, Retention(last=1, every_n_steps=20))
     assert steps(begin(PosixBackend(place))) == [10, 20, 40]
     assert len(history(place).key) == 32
@@ -239,11 +239,11 @@ def test_generations_that_no_log_names_are_never_deleted(place: Path) -> None:
     shutil.rmtree(place / "_log")
     replaced = RunStore.open(PosixBackend(place), resume="never")
     replaced.candidates()
-    replaced.open_epoch(None)
+    replaced.open_incarnation(None)
     save(replaced, 11, KEEP)
     new = RunStore.open(PosixBackend(place), resume="never")
     new.candidates()
-    new.open_epoch(None)
+    new.open_incarnation(None)
     for step in (1, 2, 3, 4):
         save(new, step, Retention(last=1))
     found = collect_garbage(PosixBackend(place), Retention(last=1))
@@ -320,7 +320,7 @@ def move_away(folder: Path, to: Path) -> None:
 
 
 def test_a_log_is_made_again_from_manifests(place: Path) -> None:
-    """First it is only shown. What a later life left behind stays behind, and what is damaged is named."""
+    """First it is only shown. What a later incarnation left behind stays behind, and what is damaged is named."""
     first = begin(PosixBackend(place))
     for step in (10, 20, 30):
         save(first, step, KEEP)
@@ -337,7 +337,7 @@ def test_a_log_is_made_again_from_manifests(place: Path) -> None:
     with pytest.raises(Fenced):
         second.commit(write(second, 26), timeout=NOW)
     again = begin(PosixBackend(place))
-    assert (again.run_id, again.epoch, steps(again)) == (first.run_id, 3, [10, 20, 25])
+    assert (again.run_id, again.incarnation, steps(again)) == (first.run_id, 3, [10, 20, 25])
     for step in (30, 35):
         save(again, step, Retention(last=1))
     assert steps(begin(PosixBackend(place))) == [35]
@@ -346,7 +346,7 @@ def test_a_log_is_made_again_from_manifests(place: Path) -> None:
 
 
 def test_a_log_that_cannot_be_read_is_made_again_behind_what_is_there(place: Path, tmp_path: Path) -> None:
-    """Of two lives of one number the one that began last counts; another run's and damaged ones are left out."""
+    """Of two incarnations of one number the one that began last counts; another run's and damaged ones are left out."""
     hung, successor = overtaken(place, tmp_path)
     save(successor, 20, KEEP, unix_time=100)
     late = publish_late(place, hung, 15, unix_time=200)
@@ -354,10 +354,10 @@ def test_a_log_that_cannot_be_read_is_made_again_behind_what_is_there(place: Pat
     for entry in backend.list("_log/"):
         backend.put(entry.key, b"spoilt")
     manifest = place / f"{successor.name(20).prefix}_COMMITTED"
-    (place / "snap/000000000050/e000001").mkdir(parents=True)
-    (place / "snap/000000000050/e000001/_COMMITTED").write_bytes(manifest.read_bytes())
+    (place / "snap/000000000050/i000001").mkdir(parents=True)
+    (place / "snap/000000000050/i000001/_COMMITTED").write_bytes(manifest.read_bytes())
     found = repair_log(backend, dry_run=False)
-    assert {*found.left_out} == {GenerationId(step=50, epoch=1), late}
+    assert {*found.left_out} == {GenerationId(step=50, incarnation=1), late}
     assert steps(begin(PosixBackend(place))) == [10, 20]
 
 
@@ -371,7 +371,7 @@ def test_a_repair_takes_no_late_commit_of_a_job_that_was_followed(place: Path) -
     shutil.rmtree(place / "_log")
     found = repair_log(PosixBackend(place), dry_run=False)
     assert list(found.usable) == [successor.name(40), hung.name(10)]
-    assert found.left_out == {late: "epoch 2 began again from step 10"}
+    assert found.left_out == {late: "incarnation 2 began again from step 10"}
     assert steps(begin(PosixBackend(place))) == [10, 40]
 
 
@@ -384,7 +384,7 @@ def test_a_repair_follows_the_life_that_began_last_whatever_its_number(place: Pa
     hung = begin(PosixBackend(place))
     put_back(tmp_path / "backup", place)
     successor = begin(PosixBackend(place))
-    assert (left.epoch, hung.epoch, successor.epoch) == (3, 4, 3)
+    assert (left.incarnation, hung.incarnation, successor.incarnation) == (3, 4, 3)
     save(successor, 25, KEEP, unix_time=100)
     late = publish_late(place, hung, 30, unix_time=200)
     shutil.rmtree(place / "_log")
@@ -392,7 +392,7 @@ def test_a_repair_follows_the_life_that_began_last_whatever_its_number(place: Pa
     assert [each.step for each in found.usable] == [25, 20, 10]
     assert [*found.left_out] == [late]
     again = begin(PosixBackend(place))
-    assert (again.epoch, steps(again)) == (5, [10, 20, 25])
+    assert (again.incarnation, steps(again)) == (5, [10, 20, 25])
 
 
 def test_a_clock_that_is_slow_makes_no_descendant_an_ancestor(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def test_a_repair_knows_what_was_kept_below_the_watermark(place: Path) -> None:
 
 
 def test_generations_that_do_not_name_their_line_are_placed_by_their_steps(place: Path) -> None:
-    """Those of older releases: a life has begun below the oldest that it has. What is late looks as if it were not."""
+    """Those of older releases: an incarnation has begun below the oldest that it has. What is late looks as if it were not."""
     hung = begin(PosixBackend(place))
     save(hung, 10, KEEP, with_line=False)
     successor = begin(PosixBackend(place))

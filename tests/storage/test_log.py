@@ -39,12 +39,14 @@ def _written_log(backend: Backend) -> list[History]:
     """Three lives and a watermark; returns the history after each entry."""
     log = Log(backend)
     log.read()
-    history = History(run_id="r", first_epoch=1, last_epoch=0)
+    history = History(run_id="r", first_incarnation=1, last_incarnation=0)
     histories = [history]
     histories.append(histories[-1].opened(1, None))
-    histories.append(histories[-1].opened(2, GenerationId(step=30, epoch=1)))
-    histories.append(histories[-1].advanced(20, [GenerationId(step=10, epoch=1), GenerationId(step=5, epoch=1)]))
-    histories.append(histories[-1].opened(3, GenerationId(step=40, epoch=2)))
+    histories.append(histories[-1].opened(2, GenerationId(step=30, incarnation=1)))
+    histories.append(
+        histories[-1].advanced(20, [GenerationId(step=10, incarnation=1), GenerationId(step=5, incarnation=1)])
+    )
+    histories.append(histories[-1].opened(3, GenerationId(step=40, incarnation=2)))
     for written in histories:
         assert log.append(EVENT, written)
     return histories
@@ -56,10 +58,10 @@ def test_the_newest_entry_is_the_state(backend: Backend) -> None:
     assert Log(backend).read() == histories[-1]
     assert histories[-1] == History(
         run_id="r",
-        first_epoch=1,
-        last_epoch=3,
+        first_incarnation=1,
+        last_incarnation=3,
         watermark=20,
-        kept=frozenset({GenerationId(step=5, epoch=1), GenerationId(step=10, epoch=1)}),
+        kept=frozenset({GenerationId(step=5, incarnation=1), GenerationId(step=10, incarnation=1)}),
         cuts=(Cut(1, None), Cut(2, 30), Cut(3, 40)),
     )
 
@@ -76,7 +78,7 @@ def test_a_spoilt_entry_is_healed_by_the_ones_after_it(backend: Backend, index: 
 
 
 def test_a_spoilt_newest_entry_is_passed_over_and_counted(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
-    """Its predecessor is the state; what it may have opened is counted, so that no epoch is given twice."""
+    """Its predecessor is the state; what it may have opened is counted, so that no incarnation is given twice."""
     histories = _written_log(backend)
     _spoil(backend, log_key(4))
     log = Log(backend)
@@ -117,13 +119,13 @@ def test_every_flipped_bit_of_an_entry_is_seen(backend: Backend) -> None:
 
 
 def test_only_the_first_of_two_writers_appends(backend: Backend) -> None:
-    """And the other is fenced, as often as it asks, if that began a life or a run; else it takes over what was said."""
+    """And the other is fenced, as often as it asks, if that began an incarnation or a run; else it takes over what was said."""
     _written_log(backend)
     first, second = Log(backend), Log(backend)
     history = first.read()
     assert history is not None
     second.read()
-    advanced = history.advanced(30, [GenerationId(step=20, epoch=2)])
+    advanced = history.advanced(30, [GenerationId(step=20, incarnation=2)])
     assert first.append(EVENT, advanced)
     assert not second.append(EVENT, history)
     assert first.news(history) is None
@@ -149,7 +151,7 @@ def test_an_unreadable_foreign_entry_fences_too(backend: Backend) -> None:
 
 def test_the_fence_is_seen_across_a_block_of_keys(backend: Backend) -> None:
     """The tail is looked for among a thousand names; the next one may be in the next thousand."""
-    log, history = Log(backend), History(run_id="r", first_epoch=1, last_epoch=0)
+    log, history = Log(backend), History(run_id="r", first_incarnation=1, last_incarnation=0)
     backend.put(log_key(998), b"spoilt")
     for index in range(999, 1003):
         with pytest.raises(Corrupt):
@@ -186,26 +188,26 @@ class EverySaid:
     """The rules taken literally, over all that was ever said, beside a history that forgets."""
 
     def __init__(self) -> None:
-        self.history = History(run_id="r", first_epoch=1, last_epoch=0)
-        self.begun: list[tuple[int, int]] = []  # epoch, and newest step that survives it
+        self.history = History(run_id="r", first_incarnation=1, last_incarnation=0)
+        self.begun: list[tuple[int, int]] = []  # incarnation, and newest step that survives it
         self.stay: set[GenerationId] = set()  # what nobody gave up
         self.stored: set[GenerationId] = set()
         self.dead: set[GenerationId] = set()
         self.step = 0
 
     def open(self, choice: int) -> None:
-        """A life begins, from something that stays or from nothing."""
+        """An incarnation begins, from something that stays or from nothing."""
         resumed = [*sorted(self.stay, reverse=True), None][choice % (len(self.stay) + 1)]
-        epoch = self.history.last_epoch + 1
-        self.history = self.history.opened(epoch, resumed)
-        self.begun.append((epoch, -1 if resumed is None else resumed.step))
+        incarnation = self.history.last_incarnation + 1
+        self.history = self.history.opened(incarnation, resumed)
+        self.begun.append((incarnation, -1 if resumed is None else resumed.step))
         self.step = 0 if resumed is None else resumed.step
         self.stay = {each for each in self.stay if each.step <= self.begun[-1][1]}
 
     def save(self, steps: int) -> None:
-        """The newest life commits; its first generation may be of the step it began from."""
+        """The newest incarnation commits; its first generation may be of the step it began from."""
         self.step += steps % 4
-        generation = GenerationId(step=self.step, epoch=self.history.last_epoch)
+        generation = GenerationId(step=self.step, incarnation=self.history.last_incarnation)
         self.stay.add(generation)
         self.stored.add(generation)
 
@@ -218,14 +220,14 @@ class EverySaid:
             self.history = advanced_history(self.history, self.stay, restorable) or self.history
 
     def check(self) -> None:
-        """All that was stored, and all that a life before might still store."""
+        """All that was stored, and all that an incarnation before might still store."""
         for step in range(max((each.step for each in self.stored), default=0) + 2):
-            for epoch in range(1, self.history.last_epoch + 1):
-                generation = GenerationId(step=step, epoch=epoch)
+            for incarnation in range(1, self.history.last_incarnation + 1):
+                generation = GenerationId(step=step, incarnation=incarnation)
                 dead = self.history.why_dead(generation) is not None
                 assert not dead or generation not in self.stay, f"{generation} was kept"
                 assert dead or generation not in self.dead, f"{generation} was dead and may be deleted"
-                left_behind = any(epoch < begun and step > floor for begun, floor in self.begun)
+                left_behind = any(incarnation < begun and step > floor for begun, floor in self.begun)
                 assert dead or not left_behind, f"{generation} is of another past"
                 if dead:
                     self.dead.add(generation)
@@ -252,7 +254,7 @@ said = st.lists(
     ]
 )
 def test_whatever_was_said_the_verdicts_hold(actions: list[tuple[str, int]]) -> None:
-    """What is kept lives, what was dead once is dead for ever, and what another life left behind never comes back.
+    """What is kept lives, what was dead once is dead for ever, and what another incarnation left behind never comes back.
 
     Lives begin from any generation that was kept, also from one below the watermark, and give up any others.
     """
@@ -266,10 +268,12 @@ def test_whatever_was_said_the_verdicts_hold(actions: list[tuple[str, int]]) -> 
 @settings(max_examples=200, deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 10**12), st.integers(1, 10**6)), max_size=12), st.integers(0, 10**12))
 def test_kept_generations_come_back_from_the_log(kept: set[tuple[int, int]], watermark: int) -> None:
-    """Any set, whatever its order and however the epochs repeat."""
+    """Any set, whatever its order and however the incarnations repeat."""
     backend = FsspecBackend(f"memory://{uuid.uuid4().hex}")
-    generations = {GenerationId(step=step, epoch=epoch) for step, epoch in kept}
-    history = History(run_id="r", first_epoch=1, last_epoch=10**6, watermark=watermark, kept=frozenset(generations))
+    generations = {GenerationId(step=step, incarnation=incarnation) for step, incarnation in kept}
+    history = History(
+        run_id="r", first_incarnation=1, last_incarnation=10**6, watermark=watermark, kept=frozenset(generations)
+    )
     log = Log(backend)
     log.read()
     assert log.append(EVENT, history)
@@ -277,7 +281,15 @@ def test_kept_generations_come_back_from_the_log(kept: set[tuple[int, int]], wat
 
 
 @pytest.mark.parametrize(
-    "kept", [None, {}, [[1]], [{"epoch": 1}], [{"epoch": 1, "steps": [-1]}], [{"epoch": 1, "steps": [], "more": 1}]]
+    "kept",
+    [
+        None,
+        {},
+        [[1]],
+        [{"incarnation": 1}],
+        [{"incarnation": 1, "steps": [-1]}],
+        [{"incarnation": 1, "steps": [], "more": 1}],
+    ],
 )
 def test_kept_generations_of_another_form_are_refused(backend: Backend, kept: object) -> None:
     """With a digest that fits: a program that writes something else is not understood by half."""
@@ -294,20 +306,20 @@ def test_kept_generations_of_another_form_are_refused(backend: Backend, kept: ob
 def test_what_may_be_restored_is_what_the_newest_life_descends_from(lives: list[tuple[int, list[int]]]) -> None:
     """Lives that begin from any generation that may be restored, in storage or only in memory, or from nothing.
 
-    The model knows the ancestors of every generation; the log knows epochs and steps only.
+    The model knows the ancestors of every generation; the log knows incarnations and steps only.
     """
-    history = History(run_id="r", first_epoch=1, last_epoch=0)
+    history = History(run_id="r", first_incarnation=1, last_incarnation=0)
     ancestors: dict[GenerationId, list[GenerationId]] = {}
     path: list[GenerationId] = []
-    for epoch, (pick, gaps) in enumerate(lives, start=1):
+    for incarnation, (pick, gaps) in enumerate(lives, start=1):
         alive = sorted(each for each in ancestors if history.why_dead(each) is None)
         begin = alive[-1 - pick] if pick < len(alive) else None
-        history = history.opened(epoch, begin)
+        history = history.opened(incarnation, begin)
         path = [] if begin is None else [*ancestors[begin], begin]
         step = -1 if begin is None else begin.step
         for gap in gaps:
             step += gap
-            generation = GenerationId(step=step, epoch=epoch)
+            generation = GenerationId(step=step, incarnation=incarnation)
             ancestors[generation] = list(path)
             path.append(generation)
     assert {each for each in ancestors if history.why_dead(each) is None} == set(path)
@@ -315,10 +327,12 @@ def test_what_may_be_restored_is_what_the_newest_life_descends_from(lives: list[
 
 def test_the_history_stays_small() -> None:
     """A thousand lives that each get one generation further and keep two, and every hundredth for good."""
-    history = History(run_id="r", first_epoch=1, last_epoch=0)
+    history = History(run_id="r", first_incarnation=1, last_incarnation=0)
     kept: list[GenerationId] = []
-    for epoch in range(1, 1000):
-        history = history.opened(epoch, GenerationId(step=epoch, epoch=epoch - 1)).advanced(max(0, epoch - 1), kept)
-        kept += [GenerationId(step=epoch - 1, epoch=epoch - 2)] if epoch % 100 == 2 else []
+    for incarnation in range(1, 1000):
+        history = history.opened(incarnation, GenerationId(step=incarnation, incarnation=incarnation - 1)).advanced(
+            max(0, incarnation - 1), kept
+        )
+        kept += [GenerationId(step=incarnation - 1, incarnation=incarnation - 2)] if incarnation % 100 == 2 else []
     assert len(history.cuts) <= 3
-    assert len(json.dumps(_body(history))) < 720
+    assert len(json.dumps(_body(history))) < 820

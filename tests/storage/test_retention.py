@@ -46,7 +46,7 @@ def test_every_rule_keeps_what_it_says_and_together_they_keep_all_of_it(backend:
 
 
 def test_what_is_kept_for_good_outlives_lives(backend: PosixBackend) -> None:
-    """Also under a later life that keeps otherwise, until it has committed and said so."""
+    """Also under a later incarnation that keeps otherwise, until it has committed and said so."""
     store = begin(backend)
     for step in range(0, 70, 10):
         save(store, step, Retention(last=2, every_n_steps=30))
@@ -59,7 +59,7 @@ def test_what_is_kept_for_good_outlives_lives(backend: PosixBackend) -> None:
 
 
 def test_a_life_may_begin_from_what_was_kept_below_the_watermark(backend: PosixBackend) -> None:
-    """The newer ones were damaged: the steps begin again there, and what the old life had beyond them is dead."""
+    """The newer ones were damaged: the steps begin again there, and what the old incarnation had beyond them is dead."""
     store = begin(backend)
     retention = Retention(last=2, every_n_steps=30)
     for step in range(0, 80, 10):
@@ -69,10 +69,10 @@ def test_a_life_may_begin_from_what_was_kept_below_the_watermark(backend: PosixB
     for step in (40, 50):
         save(second, step, retention)
     assert steps(second) == stored(backend) == [0, 30, 40, 50]
-    late = write(store, 45)  # the old life, which does not know
+    late = write(store, 45)  # the old incarnation, which does not know
     with pytest.raises(Fenced):
         store.commit(late, timeout=timedelta())
-    assert begin(backend).candidates()[0].generation == named(step=50, epoch=2)
+    assert begin(backend).candidates()[0].generation == named(step=50, incarnation=2)
 
 
 def test_a_milestone_that_cannot_be_read_now_is_kept_with_the_next_one(backend: PosixBackend) -> None:
@@ -80,7 +80,7 @@ def test_a_milestone_that_cannot_be_read_now_is_kept_with_the_next_one(backend: 
     store = begin(backend)
     for step in (0, 100, 130, 160):
         save(store, step, Retention(last=1, every_n_steps=100))
-    key = commit_key(named(step=100, epoch=1))
+    key = commit_key(named(step=100, incarnation=1))
     manifest = backend.get(key)
     backend.put(key, b"unreadable for now")
     for step in (190, 220):
@@ -96,7 +96,7 @@ def test_one_of_which_objects_are_missing_does_not_count(backend: PosixBackend) 
     store = begin(backend)
     for step in (10, 20):
         save(store, step, Retention(last=2))
-    backend.delete(segment_key(named(step=20, epoch=1), 0, 20))
+    backend.delete(segment_key(named(step=20, incarnation=1), 0, 20))
     save(store, 30, Retention(last=2))
     assert stored(backend) == [10, 20, 30]
     save(store, 40, Retention(last=2))
@@ -155,12 +155,12 @@ def test_any_policies_in_turn_keep_the_union_of_their_rules(
     saves: list[tuple[int, int]], policies: list[Retention]
 ) -> None:
     """Against each rule taken literally: what one keeps is alive, what none keeps is dead or above the watermark."""
-    history = History(run_id="r", first_epoch=1, last_epoch=0).opened(1, None, LIFE)
+    history = History(run_id="r", first_incarnation=1, last_incarnation=0).opened(1, None, LIFE)
     commits: list[Commit] = []
     step = unix_time = 0
     for (steps_on, seconds), policy in zip(saves, [*policies, *[Retention()] * len(saves)], strict=False):
         step, unix_time = step + steps_on, unix_time + seconds
-        commits.insert(0, commit_of(named(step=step, epoch=1), unix_time))
+        commits.insert(0, commit_of(named(step=step, incarnation=1), unix_time))
         wanted = {c.generation for c in commits[: policy.last]}
         if policy.days is not None:
             wanted |= {c.generation for c in commits if unix_time - c.unix_time <= policy.days * DAY}
@@ -194,4 +194,4 @@ def test_deletion_follows_the_log_and_never_leads_it(backend: PosixBackend) -> N
     rival.retain(retention)
     assert stored(backend) == [0, 20]
     with pytest.raises(KeyMissing):
-        backend.get(commit_key(named(step=10, epoch=1)))
+        backend.get(commit_key(named(step=10, incarnation=1)))

@@ -42,19 +42,19 @@ def backend() -> Backend:
 
 
 def _start(backend: Backend, resume: str = "auto") -> RunStore:
-    """A life that takes the newest generation there is."""
+    """An incarnation that takes the newest generation there is."""
     store = RunStore.open(backend, resume=resume)  # type: ignore[arg-type]
-    epoch = None
-    while epoch is None:
+    incarnation = None
+    while incarnation is None:
         newest = [commit.generation for commit in store.candidates()][:1]
-        epoch = store.open_epoch(newest[0] if newest else None)
+        incarnation = store.open_incarnation(newest[0] if newest else None)
     return store
 
 
 def _write(store: RunStore, step: int, rank: int = 0, world_size: int = 1, plan_hash: str = "plan") -> RankMarker:
     """One rank's segment and marker; the bytes depend on step and rank."""
-    assert store.epoch is not None
-    generation = named(step=step, epoch=store.epoch)
+    assert store.incarnation is not None
+    generation = named(step=step, incarnation=store.incarnation)
     data = segment_bytes(1000 * step + rank)
     entry = entry_of(store.put_segment(generation, rank, step, memoryview(data)), step, data)
     marker = RankMarker(
@@ -81,16 +81,16 @@ def _flip(backend: Backend, key: str, position: int) -> None:
     backend.put(key, bytes(data))
 
 
-# Which run, which epoch.
+# Which run, which incarnation.
 
 
 def test_a_new_url_begins_a_run_and_the_next_start_continues_it(tmp_path: Path) -> None:
     """Over real files, through the front door."""
     first = _start(open_backend(f"file://{tmp_path}/run"))
-    assert (first.epoch, _steps(first)) == (1, [])
+    assert (first.incarnation, _steps(first)) == (1, [])
     written = _save(first, 10)
     second = _start(open_backend(f"file://{tmp_path}/run"), "must")
-    assert (second.run_id, second.epoch, second.candidates()) == (first.run_id, 2, [written])
+    assert (second.run_id, second.incarnation, second.candidates()) == (first.run_id, 2, [written])
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["_log", "snap"]
 
 
@@ -105,12 +105,12 @@ def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backe
     old = _start(backend)
     _save(old, 10)
     _save(old, 20)
-    old.put_segment(named(step=30, epoch=1), 0, 30, memoryview(b"never finished"))
+    old.put_segment(named(step=30, incarnation=1), 0, 30, memoryview(b"never finished"))
     new = _start(backend, "never")
     assert new.run_id != old.run_id
-    assert new.epoch == 2
+    assert new.incarnation == 2
     assert _steps(new) == []
-    assert dict(new.rejected)["step 20 (epoch 1)"] == "belongs to an earlier run"
+    assert dict(new.rejected)["step 20 (incarnation 1)"] == "belongs to an earlier run"
     assert new.unreadable == [], "nothing of this run is lost"
     with pytest.raises(Fenced):
         _save(old, 30)
@@ -118,7 +118,7 @@ def test_never_begins_another_run_and_releases_the_older_one_late(backend: Backe
     _save(new, 6)
     assert backend.list("snap/000000000010/"), "the older run is a fallback until now"
     _save(new, 7)
-    assert {entry.key.split("/")[2] for entry in backend.list("snap/")} == {"e000002-00112233aabb"}
+    assert {entry.key.split("/")[2] for entry in backend.list("snap/")} == {"i000002-00112233aabb"}
     assert _steps(_start(backend)) == [7, 6]
 
 
@@ -126,19 +126,19 @@ def test_epochs_are_never_reused(backend: Backend) -> None:
     """Not after a lost `open` entry, and not after the whole log was lost."""
     first = _start(backend)
     _save(first, 10)
-    backend.put(log_key(1), b"spoilt")  # the entry that opened epoch 1
+    backend.put(log_key(1), b"spoilt")  # the entry that opened incarnation 1
     second = _start(backend)
-    assert second.epoch == 2
-    backend.put(log_key(2), b"spoilt")  # the entry that opened epoch 2, which has written nothing
+    assert second.incarnation == 2
+    backend.put(log_key(2), b"spoilt")  # the entry that opened incarnation 2, which has written nothing
     third = _start(backend)
-    assert third.epoch is not None
-    assert third.epoch > 2
-    assert third.candidates()[0].generation == named(step=10, epoch=1)
+    assert third.incarnation is not None
+    assert third.incarnation > 2
+    assert third.candidates()[0].generation == named(step=10, incarnation=1)
     for entry in backend.list("_log/"):
         backend.delete(entry.key)
     fourth = _start(backend, "never")
-    assert fourth.epoch == 2  # above every epoch of which anything is stored
-    assert dict(fourth.rejected)["step 10 (epoch 1)"] == "belongs to an earlier run"
+    assert fourth.incarnation == 2  # above every incarnation of which anything is stored
+    assert dict(fourth.rejected)["step 10 (incarnation 1)"] == "belongs to an earlier run"
 
 
 def test_an_unreadable_log_stops_auto_but_not_never(backend: Backend) -> None:
@@ -147,7 +147,7 @@ def test_an_unreadable_log_stops_auto_but_not_never(backend: Backend) -> None:
         backend.put(entry.key, b"spoilt")
     with pytest.raises(Corrupt, match="none of the 3 log entries"):
         RunStore.open(backend, resume="auto")
-    assert _start(backend, "never").epoch == 4
+    assert _start(backend, "never").incarnation == 4
 
 
 def test_of_jobs_started_at_once_each_gets_an_epoch_of_its_own(backend: Backend) -> None:
@@ -155,10 +155,10 @@ def test_of_jobs_started_at_once_each_gets_an_epoch_of_its_own(backend: Backend)
     _save(_start(backend), 10)
     with ThreadPoolExecutor(6) as pool:
         stores = list(pool.map(lambda _: _start(backend), range(8)))
-    epochs = sorted(store.epoch or 0 for store in stores)
-    assert epochs == list(range(2, 10))
+    incarnations = sorted(store.incarnation or 0 for store in stores)
+    assert incarnations == list(range(2, 10))
     for store in stores:
-        if store.epoch == 9:
+        if store.incarnation == 9:
             _save(store, 20)
         else:
             with pytest.raises(Fenced):
@@ -169,7 +169,7 @@ def test_a_run_replaced_while_starting_is_noticed(backend: Backend) -> None:
     store = RunStore.open(backend, resume="auto")
     store.candidates()
     RunStore.open(backend, resume="never")
-    assert store.open_epoch(None) is None
+    assert store.open_incarnation(None) is None
     with pytest.raises(Fenced, match="another run"):
         store.candidates()
 
@@ -178,7 +178,7 @@ def test_only_candidates_can_be_resumed(backend: Backend) -> None:
     store = RunStore.open(backend, resume="auto")
     store.candidates()
     with pytest.raises(ValueError, match="not one of the candidates"):
-        store.open_epoch(named(step=10, epoch=1))
+        store.open_incarnation(named(step=10, incarnation=1))
 
 
 def _last_event(backend: Backend) -> object:
@@ -187,19 +187,19 @@ def _last_event(backend: Backend) -> object:
 
 
 def test_a_life_may_begin_from_memory_ahead_of_storage(backend: Backend) -> None:
-    """The log says so; what the earlier life commits late beyond that step is dead, what it commits up to it is not."""
+    """The log says so; what the earlier incarnation commits late beyond that step is dead, what it commits up to it is not."""
     first = _start(backend)
     _save(first, 10)
-    ahead = named(step=15, epoch=1)
+    ahead = named(step=15, incarnation=1)
     late = [_write(first, 12), _write(first, 20)]
     store = RunStore.open(backend, resume="must")
     assert [commit.generation.step for commit in store.candidates()] == [10]
     assert store.why_dead(ahead) is None
-    assert store.open_epoch(ahead, volatile=[ahead]) == 2
+    assert store.open_incarnation(ahead, volatile=[ahead]) == 2
     assert _last_event(backend) == {
-        "type": "open", "epoch": 2, "resumed": {"epoch": 1, "life": LIFE, "step": 15}, "volatile": True,
+        "type": "open", "incarnation": 2, "resumed": {"incarnation": 1, "nonce": LIFE, "step": 15}, "volatile": True,
     }  # fmt: skip
-    for marker in late:  # the earlier life looked at the log before `open_epoch`, and writes after it
+    for marker in late:  # the earlier incarnation looked at the log before `open_incarnation`, and writes after it
         publish(backend, await_markers(backend, marker, timeout=NOW), _history(backend))
     assert _steps(RunStore.open(backend, resume="must")) == [12, 10]
 
@@ -215,47 +215,51 @@ def test_a_generation_that_storage_has_is_not_volatile(backend: Backend) -> None
     commit = _save(first, 10)
     store = RunStore.open(backend, resume="must")
     store.candidates()
-    store.open_epoch(commit.generation, volatile=[commit.generation])
-    assert _last_event(backend) == {"type": "open", "epoch": 2, "resumed": {"epoch": 1, "life": LIFE, "step": 10}}
+    store.open_incarnation(commit.generation, volatile=[commit.generation])
+    assert _last_event(backend) == {
+        "type": "open",
+        "incarnation": 2,
+        "resumed": {"incarnation": 1, "nonce": LIFE, "step": 10},
+    }
 
 
 @pytest.mark.parametrize("commits", [False, True], ids=["before its first commit", "after a commit"])
 def test_when_all_memory_is_lost_an_older_commit_is_resumed(backend: Backend, commits: bool) -> None:
-    """A life that began from memory dies with the whole cluster; what it left in memory or storage stays dead."""
+    """An incarnation that began from memory dies with the whole cluster; what it left in memory or storage stays dead."""
     _save(_start(backend), 10)
     second = RunStore.open(backend, resume="must")
     second.candidates()
-    ahead = named(step=15, epoch=1)
-    second.open_epoch(ahead, volatile=[ahead])
+    ahead = named(step=15, incarnation=1)
+    second.open_incarnation(ahead, volatile=[ahead])
     unfinished = _write(second, 17)
     if commits:
         _save(second, 16)
     third = RunStore.open(backend, resume="must")
     newest = third.candidates()[0].generation
-    assert newest == (named(step=16, epoch=2) if commits else named(step=10, epoch=1))
-    assert third.open_epoch(newest) == 3
+    assert newest == (named(step=16, incarnation=2) if commits else named(step=10, incarnation=1))
+    assert third.open_incarnation(newest) == 3
     publish(backend, await_markers(backend, unfinished, timeout=NOW), _history(backend))  # late
     fourth = RunStore.open(backend, resume="must")
     assert fourth.candidates()[0].generation == newest
     # A node comes back with what it had in memory.
     assert (fourth.why_dead(ahead) is None) == commits
-    assert fourth.why_dead(named(step=17, epoch=2)) is not None
-    for dead in (named(step=17, epoch=2), named(step=18, epoch=1)):
-        with pytest.raises(ValueError, match=r"epoch \d began again from step"):
-            fourth.open_epoch(dead, volatile=[ahead, dead])
+    assert fourth.why_dead(named(step=17, incarnation=2)) is not None
+    for dead in (named(step=17, incarnation=2), named(step=18, incarnation=1)):
+        with pytest.raises(ValueError, match=r"incarnation \d began again from step"):
+            fourth.open_incarnation(dead, volatile=[ahead, dead])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_crash_while_a_life_begins_from_memory_changes_nothing(backend: Backend, when: str) -> None:
     """Before or after any call to the store: the next start may begin from the same copy, or from storage."""
     _save(_start(backend), 10)
-    ahead, crash_at, done = named(step=15, epoch=1), 0, False
+    ahead, crash_at, done = named(step=15, incarnation=1), 0, False
     while not done:
         dying = CrashingBackend(backend, crash_at=crash_at, when=when)  # type: ignore[arg-type]
         try:
             store = RunStore.open(dying, resume="must")
             store.candidates()
-            store.open_epoch(ahead, volatile=[ahead])
+            store.open_incarnation(ahead, volatile=[ahead])
             done = True
         except Crashed:
             crash_at += 1
@@ -263,21 +267,21 @@ def test_a_crash_while_a_life_begins_from_memory_changes_nothing(backend: Backen
         assert [commit.generation.step for commit in store.candidates()] == [10]
         assert store.why_dead(ahead) is None
     assert crash_at > 5
-    epoch = store.open_epoch(ahead, volatile=[ahead])
-    assert epoch is not None
-    assert epoch > 2
+    incarnation = store.open_incarnation(ahead, volatile=[ahead])
+    assert incarnation is not None
+    assert incarnation > 2
 
 
 def test_what_memory_holds_below_the_watermark_is_not_resumed(backend: Backend) -> None:
-    """The log forgets there which epochs began where."""
+    """The log forgets there which incarnations began where."""
     first = _start(backend)
     for step in (10, 20, 30):
         _save(first, step)
     store = RunStore.open(backend, resume="must")
     store.candidates()
-    below = named(step=15, epoch=1)
+    below = named(step=15, incarnation=1)
     with pytest.raises(ValueError, match="below the watermark 20"):
-        store.open_epoch(below, volatile=[below])
+        store.open_incarnation(below, volatile=[below])
 
 
 def test_epochs_are_past_those_in_memory(backend: Backend) -> None:
@@ -285,15 +289,15 @@ def test_epochs_are_past_those_in_memory(backend: Backend) -> None:
     _save(_start(backend), 10)
     store = RunStore.open(backend, resume="must")
     store.candidates()
-    ahead = named(step=15, epoch=1)
-    assert store.open_epoch(ahead, volatile=[ahead, named(step=12, epoch=7)]) == 8
+    ahead = named(step=15, incarnation=1)
+    assert store.open_incarnation(ahead, volatile=[ahead, named(step=12, incarnation=7)]) == 8
 
 
 def test_a_joined_store_reads_and_writes_but_does_not_coordinate(backend: Backend) -> None:
     coordinator = _start(backend)
     rank1 = RunStore.join(backend, run_id=coordinator.run_id)
-    assert backend.get(rank1.put_segment(named(step=10, epoch=1), 1, 10, memoryview(b"x"))) == b"x"
-    assert rank1.epoch is None
+    assert backend.get(rank1.put_segment(named(step=10, incarnation=1), 1, 10, memoryview(b"x"))) == b"x"
+    assert rank1.incarnation is None
     for misuse in (rank1.candidates, rank1.promote, lambda: rank1.retain(Retention(last=1))):
         with pytest.raises(ValueError, match="only the coordinator"):
             misuse()
@@ -373,7 +377,7 @@ def test_spoilt_files_are_refused_whatever_was_spoilt(backend: Backend) -> None:
 
     backend.put(commit_key(newer.generation), backend.get(commit_key(older.generation)))
     assert store.candidates() == [older]
-    assert "belongs to step 10" in dict(store.rejected)["step 20 (epoch 1)"]
+    assert "belongs to step 10" in dict(store.rejected)["step 20 (incarnation 1)"]
     assert store.unreadable == store.rejected
 
 
@@ -431,17 +435,17 @@ def _nothing(backend: Backend, store: RunStore) -> None:
 
 def _no_segment(backend: Backend, store: RunStore) -> None:
     _write(store, 10, 1, world_size=2)
-    backend.delete(segment_key(named(step=10, epoch=1), 1, 10))
+    backend.delete(segment_key(named(step=10, incarnation=1), 1, 10))
 
 
 def _short_segment(backend: Backend, store: RunStore) -> None:
     _write(store, 10, 1, world_size=2)
-    backend.put(segment_key(named(step=10, epoch=1), 1, 10), b"short")
+    backend.put(segment_key(named(step=10, incarnation=1), 1, 10), b"short")
 
 
 def _spoilt_marker(backend: Backend, store: RunStore) -> None:
     _write(store, 10, 1, world_size=2)
-    _flip(backend, marker_key(named(step=10, epoch=1), 1), 50)
+    _flip(backend, marker_key(named(step=10, incarnation=1), 1), 50)
 
 
 def _other_plan(backend: Backend, store: RunStore) -> None:
@@ -485,8 +489,8 @@ def test_a_repeated_commit_succeeds_and_another_one_does_not(backend: Backend) -
 
 def test_another_lifes_generation_cannot_be_committed(backend: Backend) -> None:
     store = _start(backend)
-    foreign = dataclasses.replace(_write(store, 10), generation=named(step=10, epoch=7))
-    with pytest.raises(ValueError, match="not of this life"):
+    foreign = dataclasses.replace(_write(store, 10), generation=named(step=10, incarnation=7))
+    with pytest.raises(ValueError, match="not of this incarnation"):
         store.commit(foreign, timeout=NOW)
 
 
@@ -502,15 +506,15 @@ def test_what_a_life_began_from_stays_until_it_has_committed(backend: Backend) -
         assert second.retain(Retention(last=1)) == []
         assert _steps(second) == [10]
     second.commit(marker, timeout=NOW)
-    assert second.retain(Retention(last=1)) == [named(step=10, epoch=1)]
+    assert second.retain(Retention(last=1)) == [named(step=10, incarnation=1)]
     assert _steps(second) == [20]
 
 
 def test_what_is_in_flight_is_never_deleted(backend: Backend) -> None:
-    """Segments of a later generation of this life, while an older one is committed and swept."""
+    """Segments of a later generation of this incarnation, while an older one is committed and swept."""
     store = _start(backend)
     for step in (10, 20, 30):
-        store.put_segment(named(step=step + 10, epoch=1), 0, step + 10, memoryview(b"under way"))
+        store.put_segment(named(step=step + 10, incarnation=1), 0, step + 10, memoryview(b"under way"))
         _save(store, step, keep=1)
         assert [entry.nbytes for entry in backend.list(f"snap/{step + 10:012d}/")] == [len(b"under way")]
 
@@ -520,7 +524,7 @@ def test_a_manifest_that_cannot_be_read_is_not_deleted_above_the_watermark(backe
     store = _start(backend)
     for step in (10, 20, 30):
         _save(store, step, keep=3)
-    key = commit_key(named(step=20, epoch=1))
+    key = commit_key(named(step=20, incarnation=1))
     data = backend.get(key)
     backend.put(key, b"unreadable for now")
     _save(store, 40, keep=3)
@@ -534,16 +538,16 @@ def test_an_interrupted_deletion_is_finished(backend: Backend) -> None:
     store = _start(backend)
     for step in (10, 20, 30):
         store.commit(_write(store, step), timeout=NOW)
-    victim = segment_key(named(step=10, epoch=1), 0, 10)
-    assert store.retain(Retention(last=2)) == [named(step=10, epoch=1)]
+    victim = segment_key(named(step=10, incarnation=1), 0, 10)
+    assert store.retain(Retention(last=2)) == [named(step=10, incarnation=1)]
     backend.put(victim, b"left over")
-    assert store.retain(Retention(last=2)) == [named(step=10, epoch=1)]
+    assert store.retain(Retention(last=2)) == [named(step=10, incarnation=1)]
     assert backend.list("snap/000000000010/") == []
 
 
 def test_retention_needs_an_epoch(backend: Backend) -> None:
     unopened = RunStore.open(backend, resume="auto")
-    with pytest.raises(ValueError, match="open_epoch"):
+    with pytest.raises(ValueError, match="open_incarnation"):
         unopened.retain(Retention(last=1))
 
 
@@ -552,12 +556,12 @@ def test_memory_is_needed_only_of_what_is_newer_than_storage_and_not_left_behind
     store = _start(backend)
     joined = RunStore.join(backend, run_id=store.run_id)
     _save(store, 4)
-    here = [named(step=step, epoch=1) for step in (3, 4, 5)]
+    here = [named(step=step, incarnation=1) for step in (3, 4, 5)]
     assert [joined.may_need(each) for each in here] == [False, False, True]
     _write(store, 5)
     assert joined.may_need(here[2]), "stored, and not committed"
     _start(backend)
     assert not joined.may_need(here[2]), "the run went on from step 4"
-    assert joined.may_need(named(step=5, epoch=2))
+    assert joined.may_need(named(step=5, incarnation=2))
     _start(backend, "never")
-    assert not joined.may_need(named(step=5, epoch=2)), "another run"
+    assert not joined.may_need(named(step=5, incarnation=2)), "another run"

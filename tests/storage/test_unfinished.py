@@ -56,7 +56,7 @@ package.__path__ = [sys.argv.pop(1)]  # without what it imports itself, which is
 from lightning_moe_ckpt.storage import ObjectBackend
 endpoint, key, secret, nbytes, *urls = sys.argv[1:]
 options = {"key": key, "secret": secret, "endpoint_url": endpoint}
-name = "snap/000000000010/e000001-00112233aabb/rank00000.000000000010.safetensors"
+name = "snap/000000000010/i000001-00112233aabb/rank00000.000000000010.safetensors"
 for url in urls:
     backend = ObjectBackend(url, storage_options=options, bandwidth=2**20)
     threading.Thread(target=backend.put, args=(name, bytes(int(nbytes)))).start()
@@ -85,7 +85,7 @@ def test_the_next_start_aborts_what_a_killed_process_left(server: S3Server, capl
     with caplog.at_level(logging.INFO):
         store = RunStore.open(open_backend(url, storage_options=server.storage_options), resume="auto")
         store.candidates()
-        assert store.open_epoch(None) == 1
+        assert store.open_incarnation(None) == 1
     assert unfinished(own) == []
     assert [upload.key.endswith("10.safetensors") for upload in unfinished(other)] == [True]
     assert "left by an interrupted write" in caplog.text
@@ -94,7 +94,7 @@ def test_the_next_start_aborts_what_a_killed_process_left(server: S3Server, capl
 
 
 def test_an_upload_that_is_swept_away_fails_and_its_retry_succeeds(server: S3Server) -> None:
-    """A process of an earlier life that still writes is told, in words; never silently."""
+    """A process of an earlier incarnation that still writes is told, in words; never silently."""
     url = server.url()
     slow, other = opened(server, url, SLOW), opened(server, url)
     with ThreadPoolExecutor(1) as pool:

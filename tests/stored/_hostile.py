@@ -49,13 +49,13 @@ class Place:
     """Pasts of this directory that were committed in it, by name; not those that were given up or left behind."""
     ever: set[GenerationId] = field(default_factory=set)
     """Names of all that was ever committed in it."""
-    life: str = ""
+    nonce: str = ""
     """Of the last job that was started here, as far as the directory tells."""
 
 
 @dataclass
 class Running:
-    """A life: dead, hung or at work."""
+    """An incarnation: dead, hung or at work."""
 
     place: Place
     store: RunStore
@@ -107,7 +107,7 @@ class World:
         try:
             store = RunStore.open(backend, resume="auto")
             for promoted in store.promote():
-                assert promoted.life == place.life, f"{promoted} is not of the last job that {place.path} tells of"
+                assert promoted.nonce == place.nonce, f"{promoted} is not of the last job that {place.path} tells of"
                 place.committed[promoted] = self.written[promoted]
                 place.ever.add(promoted)
             commits = {Version(commit.generation, "p"): commit for commit in store.candidates()}
@@ -118,7 +118,7 @@ class World:
         if resumed is None and (store.unreadable or foreign):
             self.ends.append("NoUsableGeneration")  # as the session has it
             return None
-        assert store.open_epoch(resumed, volatile=volatile) is not None
+        assert store.open_incarnation(resumed, volatile=volatile) is not None
         newest = max((each for each in place.committed), default=None)
         older = newest is not None and (resumed is None or resumed < newest)
         assert not older or store.unreadable, f"{newest} was passed over in silence for {resumed}"
@@ -129,8 +129,8 @@ class World:
         seen = max((each.generation for each in commits if resumed and each.generation <= resumed), default=None)
         memory.saw(seen)
         memory.make(SLOT, SLOTS)
-        place.life = store.life
-        self.lives.append(store.life)
+        place.nonce = store.nonce
+        self.lives.append(store.nonce)
         return Running(place, store, memory, past, 0 if resumed is None else resumed.step, seen)
 
     def _find(
@@ -160,7 +160,7 @@ class World:
         return version.generation, past, [each.generation for each in foreign], volatile
 
     def _expect_own_past(self, place: Place, generation: GenerationId, past: str) -> None:
-        """Right bits: committed in this directory as it stands, or put into memory by a life that knew no more than it."""
+        """Right bits: committed in this directory as it stands, or put into memory by an incarnation that knew no more than it."""
         if place.committed.get(generation) == past:
             return
         held, seen = self.in_memory[generation]
@@ -170,7 +170,7 @@ class World:
     def _step(self, life: Running) -> None:
         """One generation, to memory unless that is full, and to storage if that is quick enough."""
         life.step += 1
-        life.past += f"{life.store.life[:4]}{life.step};"
+        life.past += f"{life.store.nonce[:4]}{life.step};"
         generation, data = life.store.name(life.step), life.past.encode()
         marker = self._marker(life, generation, data)
         if self._draws.random() < 0.85:
@@ -229,12 +229,12 @@ class World:
         if not self.hung:
             return
         life = self.hung.pop(self._draws.randrange(len(self.hung)))
-        if life.place.life == life.store.life and (life.place.path / "_log").exists():
+        if life.place.nonce == life.store.nonce and (life.place.path / "_log").exists():
             with contextlib.suppress(Fenced):
                 self._step(life)
         else:
             life.step += 1
-            life.past += f"{life.store.life[:4]}late;"
+            life.past += f"{life.store.nonce[:4]}late;"
             generation, data = life.store.name(life.step), life.past.encode()
             self.written[generation] = life.past
             marker = self._marker(life, generation, data)
@@ -267,11 +267,11 @@ class World:
         place, backup = self._draws.choice(self.backups)
         shutil.rmtree(place.path, ignore_errors=True)
         shutil.copytree(backup.path, place.path)
-        place.committed, place.ever, place.life = dict(backup.committed), set(backup.ever), backup.life
+        place.committed, place.ever, place.nonce = dict(backup.committed), set(backup.ever), backup.nonce
 
     def _copied(self, place: Place, path: Path) -> Place:
         shutil.copytree(place.path, path)
-        return Place(path, dict(place.committed), set(place.ever), place.life)
+        return Place(path, dict(place.committed), set(place.ever), place.nonce)
 
     def lose_log(self) -> None:
         """The next start refuses, or there was nothing to lose; the log is made again from what is there."""
@@ -279,7 +279,7 @@ class World:
         if not (place.path / "_log").exists():
             return
         shutil.rmtree(place.path / "_log")
-        place.life = ""
+        place.nonce = ""
         before, had = len(self.ends), bool(place.committed)
         self.live(place)
         if had:
@@ -287,14 +287,14 @@ class World:
             self._repair(place)
 
     def _repair(self, place: Place) -> None:
-        """All that is stored of the line of the life that began last, of those that committed something, and nothing else.
+        """All that is stored of the line of the incarnation that began last, of those that committed something, and nothing else.
 
         A late commit counts as one: lives that have followed and committed nothing were known to the log alone. What
-        that life's log had given up, and a backup has brought back, stays given up.
+        that incarnation's log had given up, and a backup has brought back, stays given up.
         """
         backend = PosixBackend(place.path)
         stored = [each for each, contents in read_catalog(backend).items() if contents.committed]
-        newest = max(stored, key=lambda each: (self.lives.index(each.life), each.step))
+        newest = max(stored, key=lambda each: (self.lives.index(each.nonce), each.step))
         line = {each for each in stored if self.written[newest].startswith(self.written[each])}
         found = repair_log(backend, dry_run=False)
         line -= {each for each, reason in found.left_out.items() if reason.startswith("below the watermark")}
@@ -302,7 +302,7 @@ class World:
         assert newest in line
         place.committed = {each: self.written[each] for each in line}
         place.ever |= line
-        place.life = newest.life
+        place.nonce = newest.nonce
 
     def lose_snap(self) -> None:
         """The next start refuses; then everything is gone for good."""
@@ -316,7 +316,7 @@ class World:
         # Memory from before the first commit is of this past too; that storage has lost something is a warning then.
         assert not had or self.ends[before:] in (["NoUsableGeneration"], ["exact"]), self.ends[before:]
         shutil.rmtree(place.path)
-        place.committed, place.ever, place.life = {}, set(), ""
+        place.committed, place.ever, place.nonce = {}, set(), ""
 
     def turn_a_bit(self) -> None:
         """In the newest manifest of a place."""

@@ -11,9 +11,9 @@ LIFE = "00112233aabb"
 
 def name_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """All lives of this process have one name."""
-    monkeypatch.setattr(_coordination, "new_life", lambda: LIFE)
+    monkeypatch.setattr(_coordination, "new_nonce", lambda: LIFE)
 
 
-def named(*, step: int, epoch: int) -> GenerationId:
+def named(*, step: int, incarnation: int) -> GenerationId:
     """A generation of one of them."""
-    return GenerationId(step=step, epoch=epoch, life=LIFE)
+    return GenerationId(step=step, incarnation=incarnation, nonce=LIFE)

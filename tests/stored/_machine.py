@@ -3,7 +3,7 @@
 Ranks are objects in this process. A process that dies lets go of its rings without removing their names; a node that is
 lost takes the directory that is its shared memory with it. What must survive is kept here by rules of its own.
 
-Memory takes whole generations. What goes to storage has some of the experts, others by turns, and borrows the rest.
+Memory takes whole generations. What goes to storage has some of the experts, others by turns, and references the rest.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Loss = Literal["processes", "node 0", "node 1", "cluster"]
 
 
 def content(generation: GenerationId, rank: int) -> bytes:
-    """What `rank` captures; different in every generation of every life."""
-    return f"{generation.step}/{generation.epoch}/{rank};".encode() * 5
+    """What `rank` captures; different in every generation of every incarnation."""
+    return f"{generation.step}/{generation.incarnation}/{rank};".encode() * 5
 
 
 def marker_of(run_id: str, generation: GenerationId, rank: int) -> RankMarker:
@@ -128,14 +128,14 @@ class Job:
             node.mkdir()
         self.store = RunStore.open(self.backend, resume="auto")
         self.store.candidates()
-        self.store.open_epoch(None)
+        self.store.open_incarnation(None)
         run_id = self.store.run_id
         self.own = [Memory(self.nodes[rank], shared_name(run_id, rank)) for rank in RANKS]
         # The copy of a rank is on the other node.
         self.copies = [Memory(self.nodes[1 - rank], shared_name(run_id, rank, "replica")) for rank in RANKS]
         self.zombies: list[RunStore] = []
         self.committed: set[GenerationId] = set()
-        """Committed, not given up, and not left behind by a later life."""
+        """Committed, not given up, and not left behind by a later incarnation."""
         self.sources: dict[GenerationId, Sources] = {}
         self.spares: dict[GenerationId, Sources] = {}
         """Of every generation, from which other one the second copy of an expert is, if there is one."""
@@ -143,16 +143,16 @@ class Job:
         self.held: set[GenerationId] = set()
         """Committed ones that are stored: to be restored, or for what others need of them."""
         self.previous: GenerationId | None = None
-        """What the next save borrows from."""
+        """What the next save refers to."""
         self.step = 0
         self.restarts = 0
 
     @property
-    def epoch(self) -> int:
-        assert self.store.epoch is not None
-        return self.store.epoch
+    def incarnation(self) -> int:
+        assert self.store.incarnation is not None
+        return self.store.incarnation
 
-    # -- what a life does
+    # -- what an incarnation does
 
     def capture(self, whole: Sequence[bool]) -> None:
         """The next generation, sealed on some ranks or all."""
@@ -245,11 +245,11 @@ class Job:
             self._give_up(retention)
 
     def wake_a_zombie(self, number: int) -> None:
-        """A process of an earlier life goes on with its save."""
+        """A process of an earlier incarnation goes on with its save."""
         if not self.zombies:
             return
         zombie = self.zombies[number % len(self.zombies)]
-        assert zombie.epoch is not None
+        assert zombie.incarnation is not None
         late = zombie.name(self.step + number)
         if late in self.committed:
             return  # it has saved that, and does not do so again
@@ -262,12 +262,12 @@ class Job:
         ):
             with contextlib.suppress(CheckpointError):
                 act()
-                raise AssertionError("a process of an earlier life was not fenced")
+                raise AssertionError("a process of an earlier incarnation was not fenced")
 
     # -- death and restart
 
     def restart(self, lost: Loss, *, stopped: bool = True) -> None:
-        """All processes die, perhaps with nodes; a new life begins from the newest that is left of every rank.
+        """All processes die, perhaps with nodes; a new incarnation begins from the newest that is left of every rank.
 
         Args:
             lost: what goes with them.
@@ -311,7 +311,7 @@ class Job:
         alive = [each for each in inventory.all_versions if self.store.why_dead(each.generation) is None]
         versions = inventory.usable(alive)
         resumed = versions[0].generation if versions else None
-        # What a life that died was to give up may still be there.
+        # What an incarnation that died was to give up may still be there.
         self.committed = set(commits)
         self.held = self.committed.union(self._seconds(commits), *(self._needs(each) for each in commits))
         return resumed, stocks
@@ -337,7 +337,7 @@ class Job:
         return Stock(str(node), tuple(items))
 
     def _begin(self, resumed: GenerationId | None, volatile: Iterable[GenerationId]) -> None:
-        assert self.store.open_epoch(resumed, volatile=frozenset(volatile)) is not None
+        assert self.store.open_incarnation(resumed, volatile=frozenset(volatile)) is not None
         for rank in RANKS:
             self.own[rank].adopt(resumed, self.nodes[rank])
             self.copies[rank].adopt(resumed, self.nodes[1 - rank])
@@ -351,8 +351,8 @@ class Job:
     def _give_up(self, retention: Retention) -> None:
         """What the retention does not keep, what nothing that it keeps needs, and no second copy for the newest."""
         newest = sorted(self.committed, reverse=True)
-        borrows = any(self._needs(each) or self.spares[each] for each in newest[:1])
-        last = newest[: max(2, retention.last) if borrows else retention.last]
+        uses_references = any(self._needs(each) or self.spares[each] for each in newest[:1])
+        last = newest[: max(2, retention.last) if uses_references else retention.last]
         kept = set(last)
         if retention.every_n_steps is not None:
             for multiple in range(0, self.step + 1, retention.every_n_steps):
@@ -364,7 +364,11 @@ class Job:
     def _newest_sealed(self) -> GenerationId | None:
         """The newest generation that all ranks have in memory."""
         own = [set(memory.ring.complete) for memory in self.own]
-        found = [each for each in set.intersection(*own) if isinstance(each, GenerationId) and each.epoch == self.epoch]
+        found = [
+            each
+            for each in set.intersection(*own)
+            if isinstance(each, GenerationId) and each.incarnation == self.incarnation
+        ]
         return max(found, default=None)
 
     def _use(self, backend: Backend) -> None:

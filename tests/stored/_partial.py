@@ -1,4 +1,4 @@
-"""Generations that have a dense part and some experts, and borrow the other experts: what was written says where it is from."""
+"""Generations that have a dense part and some experts, and reference the other experts: what was written says where it is from."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ Sources = Mapping[str, GenerationId]
 
 
 def piece(operator: str, generation: GenerationId, rank: int) -> bytes:
-    """What `rank` stores of an operator; different in every generation of every life."""
-    return f"{operator}@{generation.step}/{generation.epoch}/{generation.life}/{rank};".encode().ljust(_NBYTES, b".")
+    """What `rank` stores of an operator; different in every generation of every incarnation."""
+    return f"{operator}@{generation.step}/{generation.incarnation}/{generation.nonce}/{rank};".encode().ljust(
+        _NBYTES, b"."
+    )
 
 
 def part(
@@ -53,7 +55,7 @@ def part(
         rank: whose part.
         world_size: ranks.
         experts: those that it stores.
-        previous: the rank's marker of the generation before, from which it borrows the others.
+        previous: the rank's marker of the generation before, from which it references the others.
     """
     operators = (DENSE, *sorted(experts))
     pieces = [piece(each, generation, rank) for each in operators]
@@ -71,7 +73,7 @@ def part(
     lacking = set(EXPERTS) - set(experts)
     marker = RankMarker(
         run_id=run_id, rank=rank, world_size=world_size, generation=generation, plan_hash="p", segments=(own,),
-        borrowed=() if previous is None else carry_forward(previous, lacking),
+        referenced=() if previous is None else carry_forward(previous, lacking),
         spares=() if previous is None else carry_spares(previous, lacking, experts), unix_time=generation.step,
     )  # fmt: skip
     return marker, data
@@ -96,8 +98,8 @@ def _read_rank(store: RunStore, commit: Commit, rank: int) -> dict[str, Generati
     for file, record in full_records(store.read_marker(commit, rank)):
         out = bytearray(record.nbytes)
         read_record(store, file, record, memoryview(out))
-        step, epoch, life, _ = out.decode().partition("@")[2].partition(";")[0].split("/")
-        generation = GenerationId(step=int(step), epoch=int(epoch), life=life)
+        step, incarnation, life, _ = out.decode().partition("@")[2].partition(";")[0].split("/")
+        generation = GenerationId(step=int(step), incarnation=int(incarnation), nonce=life)
         assert out == piece(record.operator, generation, rank), "verified, but not what was written"
         assert record.operator not in sources, "an operator comes from two files"
         sources[record.operator] = generation
@@ -105,7 +107,7 @@ def _read_rank(store: RunStore, commit: Commit, rank: int) -> dict[str, Generati
 
 
 class PartialJob:
-    """One life of a job: starts from the newest generation that reads back, and saves parts of what it trains.
+    """One incarnation of a job: starts from the newest generation that reads back, and saves parts of what it trains.
 
     Args:
         backend: where to.
@@ -116,12 +118,12 @@ class PartialJob:
         self.store = RunStore.open(backend, resume="auto")
         self.world_size = world_size
         self.resumed: GenerationId | None = None
-        epoch = None
-        while epoch is None:
+        incarnation = None
+        while incarnation is None:
             self.store.promote()
             self.resumed = next((c.generation for c in self.store.candidates() if self.is_good(c)), None)
-            epoch = self.store.open_epoch(self.resumed)
-        self.epoch = epoch
+            incarnation = self.store.open_incarnation(self.resumed)
+        self.incarnation = incarnation
         commits = {commit.generation: commit for commit in self.store.candidates()}
         self.previous = None if self.resumed is None else self._markers(commits[self.resumed])
 
@@ -149,7 +151,7 @@ class PartialJob:
         return markers
 
     def commit(self, markers: list[RankMarker]) -> Commit:
-        """Make it visible, and borrow from it from now on."""
+        """Make it visible, and refer to it from now on."""
         commit = self.store.commit(markers[0], timeout=timedelta())
         self.previous = markers
         return commit

@@ -8,10 +8,10 @@ from lightning_moe_ckpt.storage import Backend, RankMarker, Retention, RunStore,
 
 
 def begin(backend: Backend, at: int | None = None) -> RunStore:
-    """A life that goes on from generation `at`, or the newest."""
+    """An incarnation that goes on from generation `at`, or the newest."""
     store = RunStore.open(backend, resume="auto")
     steps = {commit.generation.step: commit.generation for commit in store.candidates()}
-    assert store.open_epoch(steps[max(steps) if at is None else at] if steps else None) is not None
+    assert store.open_incarnation(steps[max(steps) if at is None else at] if steps else None) is not None
     return store
 
 

@@ -222,7 +222,7 @@ def _write_campaign(folder: Path) -> None:
 
 
 def test_a_summary_counts_each_step_once(tmp_path: Path) -> None:
-    """Step 1 of the first life and 2 to 4 of the second were kept: five of 25 seconds."""
+    """Step 1 of the first incarnation and 2 to 4 of the second were kept: five of 25 seconds."""
     _write_campaign(tmp_path / "record")
     summary = summarize_faults(tmp_path / "record")
     assert (summary.lives, summary.finished, summary.steps, summary.steps_lost) == (2, True, 4, 2)
@@ -323,7 +323,7 @@ def test_a_full_disk_takes_nothing_and_gives_what_it_has(backend: Backend, activ
 
 def test_calls_of_storage_are_phases(backend: Backend, places: list[tuple[FaultPhase, int]]) -> None:
     """With the step of their generation; reads and log entries are none."""
-    generation = GenerationId(step=7, epoch=1)
+    generation = GenerationId(step=7, incarnation=1)
     key = segment_key(generation, 0, 7)
     backend.put(key, b"")
     backend.put(f"{generation.prefix}rank00000.done", b"")
@@ -353,7 +353,7 @@ def test_one_bit_of_the_newest_copy_in_memory_is_flipped(tmp_path: Path) -> None
         keep(ring, generation(step), (step - 1, step))
     before = ring.memory.clone()  # reading the file here would take the lock away
     said = flip_memory_bit(tmp_path, RUN, "ring", 0, random.Random(0))
-    assert f"in {ring.path}, in step 6 (epoch 1)" in said
+    assert f"in {ring.path}, in step 6 (incarnation 1)" in said
     changed = (before ^ ring.memory)[before != ring.memory]
     assert [int(byte).bit_count() for byte in changed] == [1]
     tier = HostTier(RUN, tmp_path)

@@ -29,13 +29,13 @@ RUN = "0123456789abcdef0123456789abcdef"
 TIMEOUT = 30
 
 
-def generation(step: int, epoch: int = 1) -> GenerationId:
-    return GenerationId(step=step, epoch=epoch)
+def generation(step: int, incarnation: int = 1) -> GenerationId:
+    return GenerationId(step=step, incarnation=incarnation)
 
 
 def value_of(name: GenerationId, rank: int, step: int) -> float:
     """What all tensors of a segment hold, different in every one."""
-    return float(name.epoch * 10_000 + name.step * 100 + rank * 10 + step % 10)
+    return float(name.incarnation * 10_000 + name.step * 100 + rank * 10 + step % 10)
 
 
 def _records() -> RecordRows:

@@ -1,4 +1,4 @@
-"""A restarted process finds what its last life captured, and nothing else."""
+"""A restarted process finds what its last incarnation captured, and nothing else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def memory(node: Path, *, rank: int = 0, run_id: str = RUN, url: str = URL) -> R
 
 
 def life(
-    node: Path, *steps: int, rank: int = 0, window: int = 2, epoch: int = 1, num_slots: int = 9
+    node: Path, *steps: int, rank: int = 0, window: int = 2, incarnation: int = 1, num_slots: int = 9
 ) -> Callable[[], object]:
     """A process that captures generations at `steps` in a ring of its own."""
 
@@ -69,7 +69,7 @@ def life(
         own.claim(None)
         ring = own.make(SLOT, num_slots)
         for step in steps:
-            keep(ring, generation(step, epoch), range(step - window + 1, step + 1), rank=rank)
+            keep(ring, generation(step, incarnation), range(step - window + 1, step + 1), rank=rank)
         return own, ring
 
     return live
@@ -237,9 +237,9 @@ def test_an_adopted_ring_goes_on_in_place(node: Path) -> None:
     ring = own.make(SLOT, 9)
     assert ring.path.stat().st_ino == before
     assert (ring.published, ring.free_slots) == ([generation(6)], 7)
-    keep(ring, generation(9, epoch=2), (8, 9))
+    keep(ring, generation(9, incarnation=2), (8, 9))
     assert readable(node) == [(0, 9), (0, 6)]
-    own.complete_everywhere(generation(9, epoch=2))
+    own.complete_everywhere(generation(9, incarnation=2))
     assert (readable(node), ring.free_slots) == ([(0, 9)], 7)
     own.close(unlink=True)
     assert names(node) == []
@@ -306,14 +306,14 @@ def _marker_of(rank: int, step: int) -> RankMarker:
 def test_killed_again_before_anything_new_is_complete(node: Path) -> None:
     """Two lives in a row die in the middle of a window: the generation is still there, in the ring they both adopted."""
     leave_behind(life(node, 3))
-    for epoch in (2, 3):
+    for incarnation in (2, 3):
 
-        def replay(epoch: int = epoch) -> object:
+        def replay(incarnation: int = incarnation) -> object:
             own = memory(node)
             own.claim(generation(3))
             ring = own.make(SLOT, 9)
-            ring.begin_window(generation(6, epoch))
-            ring.acquire(generation(6, epoch), 5).view.fill_(1)
+            ring.begin_window(generation(6, incarnation))
+            ring.acquire(generation(6, incarnation), 5).view.fill_(1)
             return own, ring
 
         leave_behind(replay)
@@ -339,7 +339,7 @@ def test_a_ring_that_does_not_fit_is_kept_until_the_new_one_has_something(node: 
 
 
 def test_killed_again_beside_a_ring_that_did_not_fit(node: Path) -> None:
-    """The next life finds both, and takes the one that fits."""
+    """The next incarnation finds both, and takes the one that fits."""
     leave_behind(life(node, 3, num_slots=3))
 
     def second() -> object:
@@ -417,7 +417,7 @@ def test_the_ring_of_a_stopped_process_is_read_but_stays_its_own(node: Path) -> 
 
 
 def test_a_name_that_another_life_has_taken_since_is_left_to_it(node: Path) -> None:
-    """The stopped owner is dead, its file gone, and the name leads to a later life's ring: not what was found at start."""
+    """The stopped owner is dead, its file gone, and the name leads to a later incarnation's ring: not what was found at start."""
     zombie = Child(life(node, 3))
     zombie.stop()
     own = memory(node)
@@ -426,16 +426,16 @@ def test_a_name_that_another_life_has_taken_since_is_left_to_it(node: Path) -> N
     zombie.kill()
     for path in [node / shared_name(RUN, 0), *marker_files(node / shared_name(RUN, 0))]:
         path.unlink()
-    successor = Child(life(node, 9, rank=0, epoch=3))
+    successor = Child(life(node, 9, rank=0, incarnation=3))
     own.close(unlink=True)
     assert readable(node) == [(0, 9)]
     successor.kill()
 
 
 def test_what_ranks_left_that_are_on_other_nodes_now_goes_when_all_have_something_newer(node: Path) -> None:
-    """Not what lives, nor what is as new: its owner may have died a moment ago."""
+    """Not what incarnations, nor what is as new: its owner may have died a moment ago."""
     leave_behind(life(node, 3, rank=1))
-    leave_behind(life(node, 6, rank=2, epoch=2))
+    leave_behind(life(node, 6, rank=2, incarnation=2))
     living = Child(life(node, 3, rank=3))
     replica = RankMemory(RUN, 1, url=URL, directory=node, kind="replica")
     replica.claim(None)
@@ -495,7 +495,7 @@ def test_a_process_removes_only_its_own_names(node: Path) -> None:
     ring = make_ring(node)
     keep(ring, generation(3), (2, 3))
     ring.path.rename(node / "away")
-    successor = Child(life(node, 6, epoch=2))
+    successor = Child(life(node, 6, incarnation=2))
     ring.unlink()
     ring.close()
     assert readable(node) == [(0, 6)]
@@ -529,7 +529,7 @@ def _assert_owned(path: Path) -> None:
 
 
 def test_a_forked_child_neither_owns_nor_removes(node: Path) -> None:
-    """A data loader worker that outlives its parent for a moment does not keep the next life from adopting."""
+    """A data loader worker that outlives its parent for a moment does not keep the next incarnation from adopting."""
     ring = make_ring(node)
     keep(ring, generation(3), (2, 3))
 
@@ -591,7 +591,7 @@ def test_descriptors_mappings_and_names_are_given_back(node: Path) -> None:
 
 
 def test_names_stay_where_a_later_life_can_restore_something(node: Path) -> None:
-    """The end of a life that failed, and then the next."""
+    """The end of an incarnation that failed, and then the next."""
     own = memory(node)
     own.claim(None)
     keep(own.make(SLOT, 9), generation(3), (2, 3))
@@ -666,7 +666,7 @@ def test_a_ring_torn_while_it_was_made_is_replaced(node: Path, content: bytes) -
 
 
 def test_a_process_killed_while_it_reserves_memory_leaves_nothing_to_the_next(node: Path) -> None:
-    """A name without memory, as the kernel takes back what it had reserved: the next life uses that name again."""
+    """A name without memory, as the kernel takes back what it had reserved: the next incarnation uses that name again."""
     pid = os.fork()
     if pid == 0:
         os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -687,22 +687,22 @@ def test_after_any_history_what_is_listed_is_whole_and_the_newest_told_is_there(
     """Random windows, completions and deaths: whatever the tier lists passes every digest, and nothing needed is gone."""
     own = memory(node)
     own.claim(None)
-    ring, epoch, step = own.make(SLOT, 6), 1, 0
+    ring, incarnation, step = own.make(SLOT, 6), 1, 0
     newest: GenerationId | None = None
     told: GenerationId | None = None
     for op in ops:
         step += 2
         if op == "window" and ring.has_room(2):
-            keep(ring, newest := generation(step, epoch), (step - 1, step))
+            keep(ring, newest := generation(step, incarnation), (step - 1, step))
         elif op == "torn" and ring.has_room(1):
-            ring.begin_window(torn := generation(step, epoch))
+            ring.begin_window(torn := generation(step, incarnation))
             ring.acquire(torn, step).view.fill_(9)
             ring.abort_window(torn)
         elif op == "told" and newest is not None:
             own.complete_everywhere(told := newest)
         elif op == "die":
             own.close(unlink=False)
-            own, epoch = memory(node), epoch + 1
+            own, incarnation = memory(node), incarnation + 1
             own.claim(newest)
             told, ring = newest, own.make(SLOT, 6)
         listed = readable(node)

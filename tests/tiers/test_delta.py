@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder, EncodedDelta, encode_delta
 from lightning_moe_ckpt.tiers._delta_plan import index_of
-from lightning_moe_ckpt.tiers._squeeze import squeeze, unsqueeze
+from lightning_moe_ckpt.tiers._header_compression import compress, decompress
 
 from ._steps import OPTIMIZERS, Training, baseline, decode, feed
 
@@ -213,11 +213,11 @@ LINES = st.lists(st.binary(max_size=60), max_size=6).map(b"\n".join)
 @given(data=LINES, like=LINES)
 def test_squeezed_bytes_come_back(data: bytes, like: bytes) -> None:
     """Whatever the older version was."""
-    assert unsqueeze(squeeze(data, like), like, len(data)) == data
+    assert decompress(compress(data, like), like, len(data)) == data
 
 
 @given(told=st.binary(max_size=80), like=LINES)
 def test_what_was_not_squeezed_is_refused_or_is_bytes(told: bytes, like: bytes) -> None:
     """No other error, whatever comes."""
     with contextlib.suppress(Corrupt):
-        assert isinstance(unsqueeze(told, like, 2**20), bytes)
+        assert isinstance(decompress(told, like, 2**20), bytes)

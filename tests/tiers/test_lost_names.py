@@ -42,7 +42,7 @@ def memory(node: Path) -> RankMemory:
 
 
 def test_a_ring_that_lost_its_name_is_made_again(node: Path) -> None:
-    """As large as it was; who reads from the old one keeps its bytes, and the new one is what a later life finds."""
+    """As large as it was; who reads from the old one keeps its bytes, and the new one is what a later incarnation finds."""
     own = memory(node)
     ring = own.make(SLOT, 9, keep=2)
     keep(ring, G3, (2, 3))
@@ -121,7 +121,7 @@ def test_a_directory_that_is_gone_is_made_again_with_the_memory(node: Path) -> N
 
 
 def test_a_directory_that_cannot_be_made_again_ends_nothing(node: Path) -> None:
-    """Each attempt says where memory cannot be made; the end of a life leaves nothing, and raises nothing."""
+    """Each attempt says where memory cannot be made; the end of an incarnation leaves nothing, and raises nothing."""
     own = memory(node)
     keep(own.make(SLOT, 9), G3, (2, 3))
     shutil.rmtree(node)

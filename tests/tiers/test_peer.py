@@ -44,7 +44,9 @@ def three_ranks(tmp_path: Path) -> Iterator[Cluster]:
 
 def segment(rank: int, generation: GenerationId, index: int) -> Tensor:
     """What a rank has at a boundary: bytes of no other rank, generation or boundary."""
-    seed = torch.Generator().manual_seed(rank * 10**6 + generation.step * 10**3 + generation.epoch * 10**2 + index)
+    seed = torch.Generator().manual_seed(
+        rank * 10**6 + generation.step * 10**3 + generation.incarnation * 10**2 + index
+    )
     return torch.randint(0, 256, (NBYTES - 1000 * index,), dtype=torch.uint8, generator=seed)
 
 
@@ -112,7 +114,7 @@ def send(
     made.stream.finish(marker_of(rank.rank, generation, window, rank.world_size))
 
 
-G5, G8 = GenerationId(step=5, epoch=0), GenerationId(step=8, epoch=0)
+G5, G8 = GenerationId(step=5, incarnation=0), GenerationId(step=8, incarnation=0)
 
 
 def test_copies_are_the_owners_bytes_and_their_markers_verify(four_ranks: Cluster) -> None:
@@ -122,7 +124,7 @@ def test_copies_are_the_owners_bytes_and_their_markers_verify(four_ranks: Cluste
         made = replication(rank, TWO_NODES)
         send(rank, made, G5)
         send(rank, made, G8, keep=G5)
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=False)
         return [threading.active_count()]
 
@@ -133,7 +135,7 @@ def test_copies_are_the_owners_bytes_and_their_markers_verify(four_ranks: Cluste
 
 
 def published(nodes: Cluster, owner: int, generation: GenerationId) -> bool:
-    """Whether a later life would find a copy on some node; if so it must be the owner's bytes and its marker."""
+    """Whether a later incarnation would find a copy on some node; if so it must be the owner's bytes and its marker."""
     for node in nodes.nodes:
         tier = HostTier(RUN, node)
         for holding in tier.holdings():
@@ -177,7 +179,7 @@ def test_an_owner_killed_in_the_middle_leaves_its_older_copy_whole(three_ranks: 
             rank.die()
         if rank.rank == 1:
             rank.wait_for(lambda: made.receivers[0].join(0))
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=False)
         return "done"
 
@@ -215,7 +217,7 @@ def test_a_dead_holder_stops_neither_steps_nor_the_way_out(three_ranks: Cluster)
             made.pacer.step()
             steps += 1
             thread.join(0.005)
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=True)
         return threading.active_count(), told[0]
 
@@ -230,7 +232,7 @@ def test_a_dead_holder_stops_neither_steps_nor_the_way_out(three_ranks: Cluster)
 def test_no_step_sends_more_than_it_was_given(three_ranks: Cluster) -> None:
     """A dense generation of 8 steps: an eighth per step, counted by the sender, with two holders at once."""
     holders = {0: (1, 2), 1: (), 2: ()}
-    generation = GenerationId(step=8, epoch=0)
+    generation = GenerationId(step=8, incarnation=0)
 
     def work(rank: Rank) -> list[int]:
         made = replication(rank, holders, max_chunk=7_000)
@@ -249,7 +251,7 @@ def test_no_step_sends_more_than_it_was_given(three_ranks: Cluster) -> None:
                 made.pacer.step()
             thread.join()
             made.stream.finish(marker_of(0, generation, {8: whole}, 3))
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=False)
         return per_step
 
@@ -260,7 +262,7 @@ def test_no_step_sends_more_than_it_was_given(three_ranks: Cluster) -> None:
 
 def test_an_unwanted_generation_is_given_up_in_the_middle(three_ranks: Cluster) -> None:
     """Nothing of it is found, its memory takes the next one, and the one before it stays."""
-    unwanted, after = G8, GenerationId(step=11, epoch=0)
+    unwanted, after = G8, GenerationId(step=11, incarnation=0)
 
     def work(rank: Rank) -> None:
         made = replication(rank, THREE_NODES)
@@ -268,7 +270,7 @@ def test_an_unwanted_generation_is_given_up_in_the_middle(three_ranks: Cluster) 
         send_until(rank, made, unwanted, keep=G5, stop_at=50_000)
         made.stream.abandon()
         send(rank, made, after, keep=G5)
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=False)
 
     run(three_ranks, work)
@@ -298,7 +300,7 @@ def test_what_arrives_otherwise_than_its_marker_says_is_refused(three_ranks: Clu
         else:
             made.stream.finish(marker)
         send(rank, made, G8)
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=False)
 
     run(three_ranks, work)
@@ -333,7 +335,7 @@ def test_a_node_that_dies_while_some_copies_are_newer_takes_nothing_that_is_need
             rank.wait_for("newer-0")
             made.stores[0].reclaim(keep=G8)
         rank.wait_for(lambda: made.receivers[-1].join(0) or rank.rank == 1)
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=False)
         return "done"
 
@@ -365,7 +367,7 @@ def test_an_owner_that_says_no_goodbye_is_cut_off(three_ranks: Cluster) -> None:
 
 def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_then(three_ranks: Cluster) -> None:
     """Four segments instead of three do not fit beside the copy kept: it goes once the new ring holds one for all."""
-    larger = GenerationId(step=9, epoch=0)
+    larger = GenerationId(step=9, incarnation=0)
     holders = {0: (1,), 1: (), 2: ()}
 
     def send_four(
@@ -386,21 +388,23 @@ def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_the
             four = {step: segment(0, larger, step) for step in range(6, 10)}
             send_four(made, G5, larger, four)
             seen.append([path.name.partition(f"-{RUN}-0")[2] for path in rank.cluster.files()])
-            send_four(made, larger, GenerationId(step=13, epoch=0), {step + 4: each for step, each in four.items()})
+            send_four(
+                made, larger, GenerationId(step=13, incarnation=0), {step + 4: each for step, each in four.items()}
+            )
             seen.append([path.name.partition(f"-{RUN}-0")[2] for path in rank.cluster.files()])
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=True)
         return seen
 
     both, new = run(three_ranks, work)[0]
-    assert both == [".1.replica", ".1.replica.9.e0.done", ".replica", ".replica.5.e0.done"]
-    assert new == [".1.replica", ".1.replica.13.e0.done", ".1.replica.9.e0.done"]
+    assert both == [".1.replica", ".1.replica.9.i0.done", ".replica", ".replica.5.i0.done"]
+    assert new == [".1.replica", ".1.replica.13.i0.done", ".1.replica.9.i0.done"]
     assert three_ranks.files() == []
 
 
 def test_a_later_life_goes_on_in_the_memory_of_the_last_one(three_ranks: Cluster) -> None:
     """After SIGKILL the copy that was resumed from stays, in place, until a newer one is complete; the rest goes."""
-    resumed, later = G5, GenerationId(step=11, epoch=1)
+    resumed, later = G5, GenerationId(step=11, incarnation=1)
 
     def killed(rank: Rank) -> None:
         made = replication(rank, THREE_NODES)
@@ -415,7 +419,7 @@ def test_a_later_life_goes_on_in_the_memory_of_the_last_one(three_ranks: Cluster
         made = replication(rank, THREE_NODES, resumed=resumed)
         (found,) = [path.name.partition(".")[2] for path in rank.cluster.shared_memory(rank.rank).glob("*.done")]
         send(rank, made, later, keep=resumed)
-        made.stream.bye()
+        made.stream.say_close()
         made.close(30, unlink=False)
         return [
             found,
@@ -423,7 +427,7 @@ def test_a_later_life_goes_on_in_the_memory_of_the_last_one(three_ranks: Cluster
         ]
 
     assert run(three_ranks, killed) == [-9, -9, -9]
-    assert run(three_ranks, work) == [["replica.5.e0.done", "replica"]] * 3
+    assert run(three_ranks, work) == [["replica.5.i0.done", "replica"]] * 3
     for owner in THREE_NODES:
         assert published(three_ranks, owner, resumed)
         assert published(three_ranks, owner, later)

@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, TensorSpec
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
+from lightning_moe_ckpt.tiers._header_compression import compress, decompress
 from lightning_moe_ckpt.tiers._peer import Replication
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, ReplicaStream
 from lightning_moe_ckpt.tiers._peer_wire import _MAGIC, MessageKind, Wire
-from lightning_moe_ckpt.tiers._squeeze import squeeze, unsqueeze
 
 from ._nodes import Cluster, Rank, cluster, run
 
@@ -46,12 +46,12 @@ def begin(num_segments: int = 2, slot_nbytes: int = NBYTES) -> Header:
 
 TALKS: dict[str, Sequence[Header]] = {
     "unknown kind": [header(99)],
-    "too many numbers": [header(MessageKind.BYE, length=HUGE)],
+    "too many numbers": [header(MessageKind.CLOSE, length=HUGE)],
     "too few numbers": [header(MessageKind.BEGIN, 1)],
     "begin without segments": [begin(num_segments=0)],
     "begin with less than nothing": [begin(slot_nbytes=-1)],
     "begin of no generation": [header(MessageKind.BEGIN, *[-1] * 9, 1, 1)],
-    "begin of no life": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 6, 1, 1)],
+    "begin of no incarnation": [header(MessageKind.BEGIN, 5, 0, HUGE, *[-1] * 6, 1, 1)],
     "segment before begin": [header(MessageKind.SEGMENT, 4, NBYTES)],
     "segment larger than its slot": [begin(), header(MessageKind.SEGMENT, 4, HUGE)],
     "segment of less than nothing": [begin(), header(MessageKind.SEGMENT, 4, -8)],
@@ -117,7 +117,7 @@ def test_whatever_an_owner_says_its_holder_makes_no_room_for_it_and_goes_on(two_
                 if name in REFUSED:
                     answer = wire.receive()
                     assert "bytes are free" in wire.receive_bytes(answer.numbers[0], 2**16).decode()
-                    say(group, header(MessageKind.BYE))
+                    say(group, header(MessageKind.CLOSE))
                 rank.wait_for(f"ended {name}")
             else:
                 before, made = used(), holder(rank, group)
@@ -153,7 +153,7 @@ def test_whatever_a_holder_answers_its_owner_leaves_it_out(
                 before = used()
                 stream = ReplicaStream(group, [1], max_chunk=2**20, pacer=Pacer())
                 try:
-                    stream.begin(GenerationId(step=5, epoch=0), keep=None, num_segments=1, slot_nbytes=NBYTES)
+                    stream.begin(GenerationId(step=5, incarnation=0), keep=None, num_segments=1, slot_nbytes=NBYTES)
                     stream.finish(b"marker")
                     wrong.append(f"{name}: believed")
                 except NotReplicated:
@@ -176,7 +176,7 @@ def test_whatever_a_holder_answers_its_owner_leaves_it_out(
 
 def recipe(document: bytes, codes: bytes, header: bytes, like: bytes) -> bytes:
     """As the sending side packs it, whatever it says."""
-    parts = [document, codes, squeeze(header, like)]
+    parts = [document, codes, compress(header, like)]
     body = struct.pack("<III", *map(len, parts)) + b"".join(parts)
     return body + xxhash.xxh3_128_digest(body)
 
@@ -242,7 +242,7 @@ def test_what_is_told_by_a_difference_takes_no_more_than_was_allowed(told: Calla
     data = told()
     before = used()
     with pytest.raises(Corrupt):
-        unsqueeze(data, b"a marker\nof two lines", 2**20)
+        decompress(data, b"a marker\nof two lines", 2**20)
     assert used() - before < MEMORY
     text = b"a marker\nof two Lines"
-    assert unsqueeze(squeeze(text, b"a marker\nof two lines"), b"a marker\nof two lines", len(text)) == text
+    assert decompress(compress(text, b"a marker\nof two lines"), b"a marker\nof two lines", len(text)) == text

@@ -78,7 +78,7 @@ def history(dtype: torch.dtype = torch.float32) -> list[Boundary]:
 
 def generation(index: int) -> GenerationId:
     """Boundaries follow each other."""
-    return GenerationId(step=index + 1, epoch=1)
+    return GenerationId(step=index + 1, incarnation=1)
 
 
 SLOT = max(each.segment.numel() + each.gradients.area.numel() for each in history())
@@ -142,12 +142,12 @@ def send(
 
 
 def end(made: Replication) -> None:
-    made.stream.bye()
+    made.stream.say_close()
     made.close(30, unlink=False)
 
 
 def published(nodes: Cluster, holder: int) -> list[int]:
-    """Which generations a later life would find on a node, by index; each must have the owner's bytes."""
+    """Which generations a later incarnation would find on a node, by index; each must have the owner's bytes."""
     tier, found = HostTier(RUN, nodes.nodes[holder]), []
     for holding in tier.holdings():
         index = holding.generation.step - 1

@@ -222,7 +222,7 @@ def test_a_holder_that_dies_is_a_failure_and_nothing_else(two_ranks: Cluster) ->
         bench.close()
         return released, threading.active_count()
 
-    # What both had stays for the next life.
+    # What both had stays for the next incarnation.
     assert run(two_ranks, work) == [([G4], 1), -9]
     assert copies(two_ranks, 0) == [2]
 

@@ -70,7 +70,7 @@ def squat(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", SQUATTERS)
 def test_a_squatted_name_stops_no_start(node: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Another name is used, what is kept there is found by the next life, and what was squatted is as it was."""
+    """Another name is used, what is kept there is found by the next incarnation, and what was squatted is as it was."""
     path = node / shared_name(RUN, 0)
     squat(kind, path)
     before = path.lstat()
@@ -153,7 +153,7 @@ def test_all_that_is_made_is_for_this_user_alone(node: Path, umask: int) -> None
         keep(own.make(SLOT, 9), G3, (2, 3))
         assert {stat.S_IMODE(path.stat().st_mode) for path in node.iterdir()} == {0o600}
         assert len([*node.iterdir()]) == 2
-        assert own.published == [GenerationId(step=3, epoch=1)]
+        assert own.published == [GenerationId(step=3, incarnation=1)]
         own.close(unlink=True)
     finally:
         os.umask(before)

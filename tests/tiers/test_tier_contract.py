@@ -94,7 +94,7 @@ class TestObjectTierInMemory(TierContract):
 def _stored(url: str) -> Iterator[TierHalves]:
     store = RunStore.open(open_backend(url), resume="auto")
     store.candidates()
-    store.open_epoch(None)
+    store.open_incarnation(None)
     others: list[RunStore] = []
 
     def make_reader() -> ObjectTier:

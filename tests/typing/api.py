@@ -379,14 +379,14 @@ def store(url: str) -> list[storage.GenerationId]:
     data = memoryview(bytearray(marker.segments[0].nbytes))
     run.read_range(marker.segments[0], 0, data)
     assert_type(storage.digest_of(data), str)
-    assert_type(storage.segment_key(storage.GenerationId(step=1, epoch=1), rank=0, step=1), str)
+    assert_type(storage.segment_key(storage.GenerationId(step=1, incarnation=1), rank=0, step=1), str)
     assert_type(storage.DIGEST_NAME, str)
     assert_type(storage.lacking_memory(storage.MAX_MARKER_NBYTES), str | None)
     assert_type(storage.RecordRows(marker.segments[0].records).digested(data).line, bytes)
-    bad: storage.BadCopies = {"moe/expert.3": [storage.GenerationId(step=1, epoch=1)]}
-    assert_type(storage.carry_forward(marker, ["moe/expert.3"], bad), tuple[storage.BorrowedEntry, ...])
+    bad: storage.BadCopies = {"moe/expert.3": [storage.GenerationId(step=1, incarnation=1)]}
+    assert_type(storage.carry_forward(marker, ["moe/expert.3"], bad), tuple[storage.ReferencedEntry, ...])
     assert_type(storage.Pace(bandwidth=2**20).chunk_nbytes(2**24), int)
-    assert_type(storage.carry_spares(marker, ["moe/expert.3"], ["moe/expert.4"]), tuple[storage.BorrowedEntry, ...])
+    assert_type(storage.carry_spares(marker, ["moe/expert.3"], ["moe/expert.4"]), tuple[storage.ReferencedEntry, ...])
     for file, record in storage.full_records(marker):
         assert_type((file.nbytes, record), tuple[int, storage.RecordEntry])
     return run.retain(storage.Retention(last=2, every_n_steps=1000, days=1.5))

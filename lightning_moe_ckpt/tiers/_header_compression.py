@@ -22,7 +22,7 @@ _DICTIONARY_NBYTES = 2**15
 """As far as zlib looks back."""
 
 
-def squeeze(data: bytes, like: bytes) -> bytes:
+def compress(data: bytes, like: bytes) -> bytes:
     """Tell `data` to somebody who has `like`."""
     parts = []
     for line, older in zip_longest(data.split(b"\n"), like.split(b"\n")):
@@ -33,7 +33,7 @@ def squeeze(data: bytes, like: bytes) -> bytes:
     return b"".join(parts)
 
 
-def unsqueeze(told: bytes, like: bytes, most: int) -> bytes:
+def decompress(told: bytes, like: bytes, most: int) -> bytes:
     """What `squeeze` was given, from what it returned and the same `like`.
 
     Args:
