@@ -37,7 +37,7 @@ from lightning_moe_ckpt.native import (
     CpuCopyEngine,
     CudaCopyEngine,
     NativeError,
-    _compiled_cuda,
+    _cuda,
     _library,
 )
 from lightning_moe_ckpt.native._plan import Arrangement, Space
@@ -308,9 +308,9 @@ def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> C
     if library is None:
         raise NativeError(f"The compiled CUDA part is not in use: {_library.status('cuda').reason}.")
     engine = CompiledCudaEngine(library, device, arrangement)
-    usual, _compiled_cuda._DEPTH = _compiled_cuda._DEPTH, depth  # noqa: SLF001  # no argument: users have no use for one
+    usual, _cuda._DEPTH = _cuda._DEPTH, depth  # noqa: SLF001  # no argument: users have no use for one
     try:
         engine.start()
     finally:
-        _compiled_cuda._DEPTH = usual  # noqa: SLF001
+        _cuda._DEPTH = usual  # noqa: SLF001
     return engine

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +23,66 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import _adam_twin, _library
-from lightning_moe_ckpt.native._adam_steps import AdamState, AdamStep
-from lightning_moe_ckpt.native._gradient import CompressedGradient, QuantizedGradient, SparseGradient
+from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native._gradient import (
+    DTYPE_CODES,
+    CompressedGradient,
+    QuantizedGradient,
+    SparseGradient,
+    decompress_gradient,
+)
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 log = logging.getLogger(__name__)
 
-_DENSE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SPARSE, _INT8 = 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class AdamState:
+    """Parameter and moments, float32, contiguous, of one shape, on one device; changed in place."""
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+    """Maximum of the second moment; only with `amsgrad`."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of the state."""
+        return [t for t in (self.param, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamStep:
+    """One step that the optimizer took, with the settings it had."""
+
+    gradient: Tensor | CompressedGradient
+    """Gradient that the optimizer used; a plain one is float32, bfloat16 or float16 and has the parameter's shape."""
+    step: int
+    """The optimizer's count after the step: 1 for the first."""
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    """Weight decay as in AdamW; otherwise as in Adam, added to the gradient."""
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"`AdamStep(step={self.step})` must be one or more: it is the count after the step.")
+
+    @property
+    def step_size(self) -> float:
+        """Learning rate over the bias correction of the first moment."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def bias2_sqrt(self) -> float:
+        """Root of the bias correction of the second moment."""
+        return math.sqrt(1 - self.beta2**self.step)
 
 
 class _Step(c.Structure):
@@ -86,7 +138,7 @@ def _agrees(variant: Arithmetic, decoupled: bool, beta1: float) -> bool:
     settings = AdamStep(gradient=draw(), step=3, lr=1e-2, beta1=beta1, weight_decay=0.1, decoupled=decoupled)
     steps = [settings, replace(settings, gradient=draw(), step=4)]
     want = AdamState(*(t.clone() for t in state.tensors()))
-    _adam_twin.replay_adam(want, steps)
+    replay_torch(want, steps)
     replay_cpu(state, steps, variant)
     return all(map(torch.equal, state.tensors(), want.tensors()))
 
@@ -146,7 +198,7 @@ def _pack(step: AdamStep, begin: int) -> _Step:
         packed.kind, packed.values = _SPARSE, part.values.data_ptr()
         packed.indices, packed.tiles = part.indices.data_ptr(), part.tiles.data_ptr()
     else:
-        packed.kind = _DENSE_KINDS[gradient.dtype]
+        packed.kind = DTYPE_CODES[gradient.dtype]
         packed.values = gradient.data_ptr() + begin * gradient.element_size()
     if isinstance(gradient, QuantizedGradient):
         packed.values += begin
@@ -161,6 +213,29 @@ def _device_of(gradient: Tensor | CompressedGradient) -> torch.device:
     if isinstance(gradient, Tensor):
         return gradient.device
     return (gradient.parts[0] if isinstance(gradient, SparseGradient) else gradient).values.device
+
+
+def replay_torch(state: AdamState, steps: Sequence[AdamStep]) -> None:
+    """Replay with torch, by the operations of `torch.optim` with `foreach=False` in their order."""
+    for step in steps:
+        dense = step.gradient if isinstance(step.gradient, Tensor) else decompress_gradient(step.gradient)
+        _one_step(state, step, dense.to(torch.float32).view_as(state.param))
+
+
+def _one_step(state: AdamState, step: AdamStep, gradient: Tensor) -> None:
+    if step.maximize:
+        gradient = -gradient
+    if step.weight_decay and step.decoupled:
+        state.param.mul_(1 - step.lr * step.weight_decay)
+    elif step.weight_decay:
+        gradient = gradient.add(state.param, alpha=step.weight_decay)
+    state.exp_avg.lerp_(gradient, 1 - step.beta1)
+    state.exp_avg_sq.mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
+    second = state.exp_avg_sq
+    if state.max_exp_avg_sq is not None:
+        second = torch.maximum(state.max_exp_avg_sq, second, out=state.max_exp_avg_sq)
+    under = (second.sqrt() / step.bias2_sqrt).add_(step.eps)
+    state.param.addcdiv_(state.exp_avg, under, value=-step.step_size)
 
 
 def check_replay_arguments(state: AdamState, steps: Sequence[AdamStep]) -> None:
@@ -185,7 +260,7 @@ def check_replay_arguments(state: AdamState, steps: Sequence[AdamStep]) -> None:
         if isinstance(step.gradient, SparseGradient):
             layouts.add(tuple(part.numel for part in step.gradient.parts))
         elif isinstance(step.gradient, Tensor) and (
-            step.gradient.dtype not in _DENSE_KINDS or not step.gradient.is_contiguous()
+            step.gradient.dtype not in DTYPE_CODES or not step.gradient.is_contiguous()
         ):
             raise ValueError(
                 f"The gradient of step {position} is {step.gradient.dtype} with strides {step.gradient.stride()}; wanted "

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import statistics
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import _adam, _adam_twin
-from lightning_moe_ckpt.native._adam_steps import AdamState, AdamStep
-from lightning_moe_ckpt.native._compiled import CompiledCpuEngine
-from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaEngine
-from lightning_moe_ckpt.native._compress import compress_with
-from lightning_moe_ckpt.native._cpu import CpuCopyEngine
-from lightning_moe_ckpt.native._cuda import CudaCopyEngine
+from lightning_moe_ckpt.native import _adam
+from lightning_moe_ckpt.native._adam import AdamState, AdamStep
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
+from lightning_moe_ckpt.native._cuda import CompiledCudaEngine, CudaCopyEngine
 from lightning_moe_ckpt.native._device_check import cuda_for
 from lightning_moe_ckpt.native._engine import CopyEngine
 from lightning_moe_ckpt.native._gradient import (
@@ -23,10 +22,13 @@ from lightning_moe_ckpt.native._gradient import (
     CompressedGradient,
     GradientCompression,
     check_gradient,
+    compress_with,
 )
 from lightning_moe_ckpt.native._library import Library, NativeError, cpu, status
 
 log = logging.getLogger(__name__)
+
+_REPEATS = 5
 
 
 def create_engine(device: torch.device) -> CopyEngine:
@@ -97,7 +99,33 @@ def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | N
     elif library is not None:
         _adam.replay_cuda(library, state, steps)
     else:
-        _adam_twin.replay_adam(state, steps)
+        _adam.replay_torch(state, steps)
+
+
+def measure_bandwidth(nbytes: int, device: torch.device | None = None) -> float:
+    """Return the median rate of a few copies of `nbytes` by the engine of `device` (default: CPU) into mapped memory.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        ValueError: `nbytes` is not positive.
+    """
+    if nbytes <= 0:
+        raise ValueError(f"`measure_bandwidth(nbytes={nbytes})` must be positive.")
+    device = device if device is not None else torch.device("cpu")
+    src = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    dst = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    engine = create_engine(device)
+    try:
+        seconds = []
+        for _ in range(_REPEATS + 1):
+            start = time.perf_counter()
+            engine.wait(engine.submit([(src, dst)]))
+            seconds.append(time.perf_counter() - start)
+    finally:
+        engine.close()
+    return nbytes / statistics.median(seconds[1:])  # the first copy also pays for the thread or the stream
 
 
 def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:

@@ -1,21 +1,25 @@
-"""Copies from a CUDA device into page-locked host memory on a side stream.
+"""Copies between a CUDA device and page-locked host memory: one engine on torch's streams, and the compiled one.
 
 Events keep the order; nothing here synchronises the device or the training stream:
 
 * `submit`: the side stream waits for the work queued on the current stream so far, then copies.
 * `fence`: the current stream waits for the copies, so a later kernel cannot overwrite a source too early.
-* `wait`: the calling thread sleeps on the event of the copies.
+* `wait`: the calling thread sleeps until the bytes have arrived.
 
-Copy engines ignore stream priority, so a low-priority stream would not protect the copies of training. Only the
-compiled engine paces its copies.
+Copy engines ignore stream priority, so a low-priority stream would not protect the copies of training. The compiled
+engine batches, packs and paces copies. Its `fence` waits on the calling thread until all are queued, and pacing ends for
+them, since the optimizer needs them now. Host memory given to its `register` is mapped and page-locked piece by piece in
+the background; until that is done, copies into it are queued one by one and at the speed of ordinary memory.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,18 +27,27 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.native._copies import Copy, CopyList, split_at_pieces
-from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
-from lightning_moe_ckpt.native._memory import PageLocks
+from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, Ticket, copy_failed, split_at_pieces
+from lightning_moe_ckpt.native._library import Library, NativeError
+from lightning_moe_ckpt.native._memory import PageLocks, Preparation, node_of_pci_device
+from lightning_moe_ckpt.native._plan import Arrangement, Cast, CopyPlan, PlannedCopies, Space, slices_of
+from lightning_moe_ckpt.native._prototypes import Slice
 from lightning_moe_ckpt.native._torch_device import TorchDevice
+from lightning_moe_ckpt.native._worker import CompiledEngine, CompiledTicket, Worker
 
 log = logging.getLogger(__name__)
 
-_PIECE_NBYTES = 2**30
+PIECE_NBYTES = 2**30
 """Bytes per `cudaHostRegister`: one call over 512 GiB fails on current drivers, and each holds a driver-wide lock."""
 _POLL = timedelta(milliseconds=2)
 _cuda: Any = torch.cuda
 """Events, streams and the runtime are partly untyped in torch."""
+
+_left: list[dict[int, tuple[PageLocks, Preparation]]] = []
+"""Memory that is never freed, because the device of its engine hangs and may still write to it."""
+_DEPTH = 2
+"""Chunks queued with the device at a time."""
 
 
 class CudaTicket(Ticket):
@@ -117,8 +130,8 @@ class CudaCopyEngine(CopyEngine):
     def register(self, buffer: Tensor) -> None:
         base, locks = buffer.data_ptr(), PageLocks(buffer, self._runtime.unregister)
         self._registered[base] = locks
-        for start in range(0, buffer.nbytes, _PIECE_NBYTES):
-            piece = (base + start, min(_PIECE_NBYTES, buffer.nbytes - start))
+        for start in range(0, buffer.nbytes, PIECE_NBYTES):
+            piece = (base + start, min(PIECE_NBYTES, buffer.nbytes - start))
             code = self._runtime.register(*piece)
             if code != 0:
                 locks.release()
@@ -141,7 +154,7 @@ class CudaCopyEngine(CopyEngine):
         for base, locks in self._registered.items():
             if len(locks.pieces) > 1:
                 end = sum(locks.pieces[-1])
-                copies = list(split_at_pieces(copies, base=base, end=end, piece_nbytes=_PIECE_NBYTES))
+                copies = list(split_at_pieces(copies, base=base, end=end, piece_nbytes=PIECE_NBYTES))
         return CopyList(copies)
 
     @override
@@ -166,3 +179,200 @@ class CudaCopyEngine(CopyEngine):
     def _release_finished(self) -> None:
         while self._pending and self._pending[0].release():
             self._pending.popleft()
+
+
+class CompiledCudaEngine(CompiledEngine):
+    """Copies in the order they were submitted, by the copy engines of `device`.
+
+    Args:
+        library: the CUDA part.
+        device: device of the parameters.
+        arrangement: how lists are cut.
+    """
+
+    def __init__(self, library: Library, device: torch.device, arrangement: Arrangement | None = None) -> None:
+        self._library, self._device = library, TorchDevice(device)
+        self._arrangement = replace(arrangement if arrangement is not None else Arrangement(), has_device=True)
+        self._worker: Worker | None = None
+        self._twin = CudaCopyEngine(device)
+        self._newest: Ticket | None = None
+        self._buffers: dict[int, tuple[PageLocks, Preparation]] = {}
+        self._lock, self._waiting = threading.Lock(), set[int]()
+        # The worker ends a list before it begins the next one, so all prepared lists share one staging buffer.
+        self._staging: Tensor | None = None
+        self._bounce: Tensor | None = None
+        self._lacked_memory = False
+
+    def start(self) -> None:
+        """Create stream and thread now.
+
+        Raises:
+            NativeError: the device cannot be used.
+        """
+        self._running_worker()
+
+    @override
+    def register(self, buffer: Tensor) -> None:
+        base, library, index = buffer.data_ptr(), self._library, self._device.index
+        self._note(base, ready=False)
+        locks = PageLocks(buffer, lambda address: library.moe_cuda_unregister(index, address))
+
+        def register_piece(address: int, nbytes: int) -> None:
+            library.moe_cuda_register(index, address, nbytes)
+            locks.pieces.append((address, nbytes))
+
+        bus_id = self._device.pci_bus_id()
+        preparation = Preparation(
+            buffer,
+            node=None if bus_id is None else node_of_pci_device(bus_id),
+            per_step=register_piece,
+            done=lambda: self._note(base, ready=True),
+            step_nbytes=PIECE_NBYTES,
+        )
+        self._buffers[base] = (locks, preparation)
+
+    def finish_registering(self) -> None:
+        """Wait until all memory given to `register` is ready; failures were logged."""
+        for _, preparation in self._buffers.values():
+            preparation.wait()
+
+    @override
+    def unregister(self, buffer: Tensor) -> None:
+        self._finish_newest()
+        locks, preparation = self._buffers.pop(buffer.data_ptr())
+        preparation.stop()
+        self._note(buffer.data_ptr(), ready=True)
+        locks.release()
+
+    @override
+    def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:
+        planned = PlannedCopies(copies)
+        slices = slices_of(planned, self._space)
+        if slices is None:
+            return planned
+        to_device, from_device = slices["dst_space"] == Space.DEVICE, slices["src_space"] == Space.DEVICE
+        if ((slices["cast"] != Cast.BYTES) & ~to_device & ~from_device).any():
+            return planned  # torch does conversions on the host
+        planned.keep()
+        planned.reads_host = bool((to_device & ~from_device).any())
+        pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
+        plan = CopyPlan(self._library, slices, replace(self._arrangement, pieces=pieces))
+        try:
+            self._attach(planned, plan)
+        except RuntimeError as error:  # torch has no other one for memory that is not there
+            if not self._lacked_memory:
+                log.warning("torch copies some slices, which is slower: there is no memory to pack them in: %s", error)
+            self._lacked_memory = True
+            return planned
+        planned.plan = plan
+        return planned
+
+    @override
+    def close(self) -> None:
+        self._twin.close()
+        if self._worker is not None and not self._worker.stop():
+            _left.append(self._buffers)  # the device may still write to them
+            self._buffers = {}
+        for locks, _ in list(self._buffers.values()):
+            self.unregister(locks.buffer)
+        self._worker, self._newest, self._staging, self._bounce = None, None, None, None
+
+    # -- private
+
+    @override
+    def _submit(self, copies: PlannedCopies) -> Ticket:
+        if copies.plan is None:
+            # Rare: the twin's stream does not wait for the worker's, so the host keeps the order.
+            self._finish_newest()
+            return self._twin.submit(list(copies.pairs()))
+        if not isinstance(self._newest, CompiledCudaTicket):
+            self._finish_newest()
+        ticket = self._running_worker().submit(copies, self._device.stream())
+        return CompiledCudaTicket(ticket, self._device, reads_host=copies.reads_host)
+
+    def _finish_newest(self) -> None:
+        if self._newest is not None and not self._newest.done:
+            try:
+                self._newest.wait()
+            except CheckpointError:
+                return  # that ticket reports the failure
+
+    def _attach(self, copies: PlannedCopies, plan: CopyPlan) -> None:
+        """Allocate staging memory and upload the list that kernels read; both are kept with the copies.
+
+        Raises:
+            RuntimeError: memory is exhausted, or the device cannot be used.
+        """
+        num_units = int(self._library.moe_cuda_plan_num_units(plan.handle))
+        if num_units == 0:
+            return
+        self._staging = staging_U8 = _room(plan.staging_nbytes, self._staging, self._device.memory)
+        self._bounce = bounce_U8 = _room(plan.bounce_nbytes, self._bounce, self._device.page_locked)
+        plan.attach(staging_U8.data_ptr(), bounce_U8.data_ptr())
+        units = (Slice * num_units)()
+        self._library.moe_cuda_plan_units(plan.handle, units)
+        units_U8 = self._device.upload_now(units)
+        self._library.moe_cuda_plan_set_units(plan.handle, units_U8.data_ptr())
+        copies.attached = [staging_U8, bounce_U8, units_U8]
+
+    def _space(self, tensor: Tensor) -> Space:
+        if not tensor.is_cuda:
+            address = tensor.data_ptr()
+            if any(base <= address < base + locks.buffer.nbytes for base, (locks, _) in self._buffers.items()):
+                return Space.PINNED
+        return self._device.space(tensor)
+
+    def _note(self, base: int, *, ready: bool) -> None:
+        """Note whether a buffer is registered; batches start when all are. Preparing threads call this too."""
+        with self._lock:
+            (self._waiting.discard if ready else self._waiting.add)(base)
+            if self._worker is not None:
+                self._worker.call("set_registered", self._worker.handle, int(not self._waiting))
+
+    @override
+    def _running_worker(self) -> Worker:
+        if self._worker is None or not self._worker.is_ours:
+            with self._lock:
+                self._worker = Worker(self._library, self._device.index, _DEPTH)
+                self._worker.call("set_registered", self._worker.handle, int(not self._waiting))
+            self._newest = None
+        return self._worker
+
+
+def _room(nbytes: int, found: Tensor | None, make: Callable[[int], Tensor]) -> Tensor:
+    return found if found is not None and found.nbytes >= nbytes else make(nbytes)
+
+
+class CompiledCudaTicket(Ticket):
+    """A list of copies submitted to the worker; the fence waits on the device.
+
+    If the device reads from the host (`reads_host`), the host waits instead: no stream keeps it from writing there.
+    """
+
+    def __init__(self, ticket: CompiledTicket, device: TorchDevice, *, reads_host: bool) -> None:
+        self._ticket, self._device, self._reads_host = ticket, device, reads_host
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self._ticket.done
+
+    @override
+    def fence(self) -> float:
+        start = time.perf_counter()
+        if not self._ticket.done and self._device.is_capturing():
+            self._ticket.wait()  # waiting for an outside event would break the user's graph
+        if not self._ticket.done:
+            worker = self._ticket.worker
+            try:
+                worker.call("fence", worker.handle, self._ticket.number, self._device.stream())
+            except NativeError as error:
+                raise copy_failed(self._ticket.num_copies, error) from error
+            self._ticket.release_sources()  # torch's allocator follows the stream, which waits for the copies
+        if self._reads_host or self._ticket.done:
+            self._ticket.wait()  # raises if it failed
+        return time.perf_counter() - start
+
+    @override
+    def wait(self, timeout: Any = None) -> None:
+        self._ticket.wait(timeout)

@@ -13,6 +13,7 @@ kept, however many there are.
 
 from __future__ import annotations
 
+import ctypes as c
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.native._library import Library
+from lightning_moe_ckpt.native._torch_device import TorchDevice
+
 TILE_NUMEL = 2048
 MAX_PART_NUMEL = 2**31 - TILE_NUMEL
 MAX_SAMPLES = 32_768
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ABS_MASK = 0x7FFFFFFF
+INF_BITS = 0x7F800000
+HALF_NAN = 0x7E00
+HALF_MAX = 65504.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,3 +202,158 @@ def decompress_gradient(compressed: CompressedGradient) -> Tensor:
         dense[part.indices[:kept].long()] = part.values[:kept].float()
         parts.append(dense)
     return torch.cat(parts).view(compressed.shape)
+
+
+class QuantizeJob(c.Structure):
+    """Mirrors `QuantizeJob` of gradient.hpp."""
+
+    _fields_ = (
+        ("source", c.c_void_p),
+        ("to", c.c_void_p),
+        ("scale", c.c_void_p),
+        ("not_finite", c.c_void_p),
+        ("count", c.c_uint64),
+        ("dtype", c.c_int32),
+    )
+
+
+def compress_with(
+    library: Library | None,
+    gradients: Sequence[Tensor],
+    how: GradientCompression,
+    threads: int = 1,
+    part_numel: int = MAX_PART_NUMEL,
+) -> list[CompressedGradient]:
+    """Compress gradients that `compress_gradients` has checked, with `library`, or with the twins if it is `None`."""
+    small = {i: empty_quantized(g) for i, g in enumerate(gradients) if is_small(g, how)}
+    _quantize(library, [gradients[i] for i in small], list(small.values()), threads)
+    return [small[i] if i in small else _sparse(library, g, how, threads, part_numel) for i, g in enumerate(gradients)]
+
+
+def _quantize(
+    library: Library | None, gradients: Sequence[Tensor], outs: Sequence[QuantizedGradient], threads: int
+) -> None:
+    if not gradients:
+        return
+    if library is None:
+        for gradient, out in zip(gradients, outs, strict=True):
+            quantize(gradient, out)
+        return
+    jobs = (QuantizeJob * len(outs))(*map(_job, gradients, outs))
+    if library.part == "cuda":
+        device = TorchDevice(gradients[0].device)
+        on_device_U8 = device.upload(jobs)
+        library.moe_cuda_quantize(on_device_U8.data_ptr(), len(outs), device.index, device.stream())
+    else:
+        library.moe_quantize(jobs, len(outs), threads)
+
+
+def _job(gradient: Tensor, out: QuantizedGradient) -> QuantizeJob:
+    return QuantizeJob(
+        gradient.data_ptr(),
+        out.values.data_ptr(),
+        out.scale.data_ptr(),
+        out.not_finite.data_ptr(),
+        gradient.numel(),
+        DTYPE_CODES[gradient.dtype],
+    )
+
+
+def _sparse(
+    library: Library | None, gradient: Tensor, how: GradientCompression, threads: int, part_numel: int
+) -> SparseGradient:
+    parts = []
+    for piece in split_parts(gradient, part_numel):
+        out = empty_part(piece.numel(), piece.device, how)
+        if library is None:
+            select(piece, sample_threshold(piece, how), out)
+        elif library.part == "cuda":
+            _select_cuda(library, piece, how, out)
+        else:
+            _select_cpu(library, piece, how, out, threads)
+        parts.append(out)
+    return SparseGradient(tuple(parts), gradient.shape)
+
+
+def _select_cpu(library: Library, piece: Tensor, how: GradientCompression, out: SparsePart, threads: int) -> None:
+    threshold, (samples, rank) = c.c_uint32(), sample_rank(piece.numel(), how)
+    source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
+    library.moe_sample_threshold(*source, samples, rank, threshold)
+    library.moe_select(*source, threshold, *_room(out), threads)
+
+
+def _select_cuda(library: Library, piece: Tensor, how: GradientCompression, out: SparsePart) -> None:
+    samples, rank = sample_rank(piece.numel(), how)
+    # one word for the threshold, one for the tile counter, then two words of look-back state for each tile
+    scratch = torch.zeros(2 + 2 * out.tiles.numel(), dtype=torch.int32, device=piece.device)
+    source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
+    device = TorchDevice(piece.device)
+    library.moe_cuda_select(*source, samples, rank, *_room(out), scratch.data_ptr(), device.index, device.stream())
+
+
+def _room(out: SparsePart) -> tuple[int, int, int, int, int]:
+    capacity = out.values.numel()
+    return out.values.data_ptr(), out.indices.data_ptr(), capacity, out.tiles.data_ptr(), out.counts.data_ptr()
+
+
+# -- the twins: the same bytes from torch, on any device
+
+
+def quantize(gradient: Tensor, out: QuantizedGradient) -> None:
+    """Compress a gradient to INT8 with one scale."""
+    values = gradient.reshape(-1).float()
+    bits = _magnitude_bits(values)
+    out.not_finite.fill_(int((bits >= INF_BITS).sum()))
+    largest = values.abs().max() if values.numel() else values.new_zeros(())
+    # Divide by a tensor: on CUDA, division by a number multiplies by its reciprocal, which rounds differently.
+    scale = largest / torch.full_like(largest, 127)
+    if values.numel():
+        scale = torch.where(bits.max() >= INF_BITS, torch.nan, scale)
+    out.scale.copy_(scale.reshape(1))
+    if bool(scale > 0):
+        out.values.copy_((values / scale).round().clamp(-127, 127))
+    else:
+        out.values.zero_()
+
+
+def sample_threshold(gradient: Tensor, how: GradientCompression) -> int:
+    """Estimate the magnitude that about `keep_ratio` of the elements reach; return its float bits."""
+    samples, rank = sample_rank(gradient.numel(), how)
+    position = _sample_positions(samples, gradient.numel() // samples).to(gradient.device)
+    magnitudes = _magnitude_bits(gradient.view(-1)[position].float())
+    return min(max(int(magnitudes.kthvalue(rank + 1).values), 1), INF_BITS)
+
+
+def select(gradient: Tensor, threshold: int, out: SparsePart) -> None:
+    """Write the elements that reach the threshold, in index order, until `out` is full."""
+    values = gradient.view(-1).float()
+    bits = _magnitude_bits(values)
+    reached = (bits >= threshold).nonzero().view(-1)
+    kept = reached[: out.values.numel()]
+    out.values[: kept.numel()] = saturated_half(values[kept])
+    out.indices[: kept.numel()] = kept.int()
+    borders = torch.arange(out.tiles.numel(), device=kept.device) * TILE_NUMEL
+    out.tiles.copy_(torch.searchsorted(kept, borders))
+    out.counts[0], out.counts[1] = reached.numel(), int((bits >= INF_BITS).sum())
+
+
+def saturated_half(values: Tensor) -> Tensor:
+    """Convert float32 to float16: finite values stay finite, every NaN becomes the same quiet NaN."""
+    half = torch.where(values.isinf(), values, values.clamp(-HALF_MAX, HALF_MAX)).half()
+    nan = torch.tensor(HALF_NAN, dtype=torch.int16, device=values.device).view(torch.float16)
+    return torch.where(values.isnan(), nan, half)
+
+
+def _magnitude_bits(values: Tensor) -> Tensor:
+    """Return integers in the order of the magnitudes, with NaN above all."""
+    return values.view(torch.int32) & ABS_MASK
+
+
+def _sample_positions(samples: int, stride: int) -> Tensor:
+    """One element out of each stride; int64 with masks stands in for the uint32 arithmetic of the compiled code."""
+    index = torch.arange(samples, dtype=torch.int64)
+    mixed = index * 2654435761 & 0xFFFFFFFF
+    mixed ^= mixed >> 15
+    mixed = (mixed & 0xFFFF) * 2246822519 + ((mixed >> 16) * 2246822519 << 16) & 0xFFFFFFFF
+    mixed ^= mixed >> 13
+    return index * stride + mixed % stride

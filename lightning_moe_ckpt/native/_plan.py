@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native._copies import Copy, CopyList
+from lightning_moe_ckpt.native._engine import Copy, CopyList
 from lightning_moe_ckpt.native._library import Library
 from lightning_moe_ckpt.native._prototypes import Pieces, PlanOptions, Slice
 

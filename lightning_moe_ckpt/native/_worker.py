@@ -20,8 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native._copies import Copy, CopyList
-from lightning_moe_ckpt.native._engine import CopyEngine, Ticket, copy_failed
+from lightning_moe_ckpt.native._engine import Copy, CopyEngine, CopyList, Ticket, copy_failed
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._plan import PlannedCopies
 

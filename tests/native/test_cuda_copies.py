@@ -90,7 +90,7 @@ def test_registered_memory_takes_batches_across_pieces(
     engine: CompiledCudaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of our own, registered in the background in small pieces, and unregistered at the end."""
-    monkeypatch.setattr("lightning_moe_ckpt.native._compiled_cuda.PIECE_NBYTES", 2**20)
+    monkeypatch.setattr("lightning_moe_ckpt.native._cuda.PIECE_NBYTES", 2**20)
     ring = torch.zeros(2**23, dtype=torch.uint8)
     start = -ring.data_ptr() % 4096
     ring = ring[start : start + 2**22]

@@ -13,7 +13,7 @@ import torch
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import CopyList, CudaCopyEngine
 from lightning_moe_ckpt.native import _cuda as engine_module
-from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaTicket
+from lightning_moe_ckpt.native._cuda import CompiledCudaTicket
 from lightning_moe_ckpt.native._torch_device import TorchDevice
 
 DEVICE = torch.device("cuda", 0)
@@ -138,7 +138,7 @@ def test_memory_is_registered_in_pieces_and_copies_are_cut_there(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that touches two registered pieces would be refused by the driver."""
-    monkeypatch.setattr(engine_module, "_PIECE_NBYTES", 4096)
+    monkeypatch.setattr(engine_module, "PIECE_NBYTES", 4096)
     engine, buffer = CudaCopyEngine(DEVICE), torch.zeros(10_000, dtype=torch.uint8)
     engine.register(buffer)
     assert script.lines == ["register 4096 flags=1", "register 4096 flags=1", "register 1808 flags=1"]

@@ -29,17 +29,23 @@ from lightning_moe_ckpt.native import (
     SparseGradient,
     Ticket,
     _adam,
-    _adam_twin,
     _device_check,
     _doctor,
     _library,
     create_engine,
 )
-from lightning_moe_ckpt.native._check_copies import CheckFailed, check_copies
-from lightning_moe_ckpt.native._check_kernels import check_compression, check_replay
-from lightning_moe_ckpt.native._compiled import CompiledCpuEngine
-from lightning_moe_ckpt.native._compress import compress_with
-from lightning_moe_ckpt.native._device_check import USES, DeviceVerdict, Use, cuda_for
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
+from lightning_moe_ckpt.native._device_check import (
+    USES,
+    CheckFailed,
+    DeviceVerdict,
+    Use,
+    check_compression,
+    check_copies,
+    check_replay,
+    cuda_for,
+)
+from lightning_moe_ckpt.native._gradient import compress_with
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DONE = partial(torch.empty, dtype=torch.uint8)
@@ -223,7 +229,7 @@ def test_a_good_replay_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the library of the CPU bit for bit, without it to rounding."""
     check_replay(_replay, CPU)
     monkeypatch.setattr(_library, "cpu", lambda: None)
-    check_replay(_adam_twin.replay_adam, CPU)
+    check_replay(_adam.replay_torch, CPU)
 
 
 def _last_bit_of_moment(state: AdamState, steps: Sequence[AdamStep]) -> None:

@@ -22,8 +22,6 @@ from lightning_moe_ckpt.native import (
     CopyEngine,
     CudaCopyEngine,
     NativeError,
-    _check_copies,
-    _compiled_cuda,
     _cuda,
     _device_check,
     _worker,
@@ -96,7 +94,7 @@ def _forms(draw: random.Random, *, converts: bool) -> Iterator[tuple[torch.dtype
 def test_any_list_arrives_as_it_was_at_submit(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Packed, converted, strided and large, in any direction; nothing beside it changes; what comes late is waited for."""
     draw = random.Random(seed)
-    monkeypatch.setattr(_compiled_cuda, "PIECE_NBYTES", draw.choice((4 * mmap.PAGESIZE, 2**30)))
+    monkeypatch.setattr(_cuda, "PIECE_NBYTES", draw.choice((4 * mmap.PAGESIZE, 2**30)))
     nbytes = 2**20
     ring_U8 = registered_memory(nbytes)
     memory = {"device": emulator.memory(nbytes), "too": emulator.memory(nbytes), "ring": ring_U8}
@@ -254,7 +252,7 @@ def test_a_check_that_hangs_ends_and_keeps_what_the_device_may_write(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     """Some drivers never come back from a batch, to the host or to the device; there a fence waits for it."""
-    monkeypatch.setattr(_check_copies, "PATIENCE", timedelta(milliseconds=200))
+    monkeypatch.setattr(_device_check, "PATIENCE", timedelta(milliseconds=200))
     monkeypatch.setattr(_device_check, "LONGEST", timedelta(milliseconds=600))
     monkeypatch.setattr(_worker, "_LONGEST_US", 200_000)
     monkeypatch.setattr(_device_check, "_stuck", [])
@@ -498,8 +496,7 @@ def test_copies_go_on_into_memory_that_could_not_be_registered(
 @ENGINES
 def test_pieces_before_a_failure_are_given_back(emulator: Emulator, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the latest when the engine is closed."""
-    monkeypatch.setattr(_cuda, "_PIECE_NBYTES", 2**16)
-    monkeypatch.setattr(_compiled_cuda, "PIECE_NBYTES", 2**16)
+    monkeypatch.setattr(_cuda, "PIECE_NBYTES", 2**16)
     engine = _made(make, emulator)
     emulator.plant(b"cudaHostRegister", 3, OUT_OF_MEMORY)
     with pytest.MonkeyPatch.context() as quiet:
@@ -637,8 +634,8 @@ def test_the_end_does_not_wait_for_a_device_that_hangs(
     assert emulator.num_registered() == 1
     emulator.release()
     ticket.wait(PATIENCE)
-    while _compiled_cuda._left:
-        for locks, _ in _compiled_cuda._left.pop().values():
+    while _cuda._left:
+        for locks, _ in _cuda._left.pop().values():
             locks.release()
 
 

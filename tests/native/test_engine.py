@@ -27,7 +27,7 @@ from lightning_moe_ckpt.native import (
     explain,
     measure_bandwidth,
 )
-from lightning_moe_ckpt.native._copies import split_at_pieces
+from lightning_moe_ckpt.native._engine import split_at_pieces
 
 ENGINES = [
     pytest.param("cpu python", id="cpu-python"),

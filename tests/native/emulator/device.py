@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.native import _library
-from lightning_moe_ckpt.native._compiled_cuda import CompiledCudaTicket
+from lightning_moe_ckpt.native._cuda import CompiledCudaTicket
 from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._plan import Space
 from lightning_moe_ckpt.native._torch_device import TorchDevice
