@@ -56,7 +56,7 @@ from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
 from lightning_moe_ckpt.storage._object_options import split_url, translate
-from lightning_moe_ckpt.testing._watched_backend import StorageCall, WatchedBackend
+from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._skips import SkipCounter
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker

@@ -5,26 +5,26 @@ Contracts need pytest and are missing without it; fault injection works without 
 
 from importlib.util import find_spec as _find_spec
 
-from lightning_moe_ckpt.testing._crashing_backend import Crashed as Crashed
-from lightning_moe_ckpt.testing._crashing_backend import CrashingBackend as CrashingBackend
+from lightning_moe_ckpt.testing._attempts import Attempt as Attempt
+from lightning_moe_ckpt.testing._attempts import AttemptFailed as AttemptFailed
+from lightning_moe_ckpt.testing._attempts import AttemptResult as AttemptResult
+from lightning_moe_ckpt.testing._attempts import Seam as Seam
+from lightning_moe_ckpt.testing._attempts import assert_same_end as assert_same_end
+from lightning_moe_ckpt.testing._attempts import run_lives as run_lives
+from lightning_moe_ckpt.testing._backends import Crashed as Crashed
+from lightning_moe_ckpt.testing._backends import CrashingBackend as CrashingBackend
 from lightning_moe_ckpt.testing._fault import Fault as Fault
 from lightning_moe_ckpt.testing._fault import fail_at as fail_at
 from lightning_moe_ckpt.testing._fault_injector import FaultInjector as FaultInjector
-from lightning_moe_ckpt.testing._fault_random import RandomFaults as RandomFaults
-from lightning_moe_ckpt.testing._fault_summary import FaultSummary as FaultSummary
-from lightning_moe_ckpt.testing._fault_summary import FaultTally as FaultTally
-from lightning_moe_ckpt.testing._fault_summary import summarize_faults as summarize_faults
-from lightning_moe_ckpt.testing._lives import Attempt as Attempt
-from lightning_moe_ckpt.testing._lives import AttemptFailed as AttemptFailed
-from lightning_moe_ckpt.testing._lives import AttemptResult as AttemptResult
-from lightning_moe_ckpt.testing._lives import assert_same_end as assert_same_end
-from lightning_moe_ckpt.testing._lives import run_lives as run_lives
-from lightning_moe_ckpt.testing._lives_end import capture_end as capture_end
-from lightning_moe_ckpt.testing._lives_end import differences as differences
-from lightning_moe_ckpt.testing._lives_kill import Kill as Kill
+from lightning_moe_ckpt.testing._fault_record import FaultSummary as FaultSummary
+from lightning_moe_ckpt.testing._fault_record import FaultTally as FaultTally
+from lightning_moe_ckpt.testing._fault_record import summarize_faults as summarize_faults
+from lightning_moe_ckpt.testing._fault_schedule import RandomFaults as RandomFaults
+from lightning_moe_ckpt.testing._kill import Kill as Kill
 from lightning_moe_ckpt.testing._proxy import FaultyProxy as FaultyProxy
 from lightning_moe_ckpt.testing._proxy import Weather as Weather
-from lightning_moe_ckpt.testing._seam import Seam as Seam
+from lightning_moe_ckpt.testing._records import capture_end as capture_end
+from lightning_moe_ckpt.testing._records import differences as differences
 from lightning_moe_ckpt.testing._tier_capture import TierHalves as TierHalves
 
 if _find_spec("pytest") is not None:

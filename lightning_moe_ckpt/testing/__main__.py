@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.testing._fault_summary import summarize_faults
+from lightning_moe_ckpt.testing._fault_record import summarize_faults
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,7 +39,9 @@ CopyAtRest = Literal["storage", "ring", "replica"]
 
 STORAGE_PHASES = frozenset({"persist", "marker", "commit", "reclaim"})
 """Phases that storing threads reach, at a call of the backend."""
-FATAL = frozenset({"sigkill", "node_loss", "rack_loss"})
+NODE_LOSSES = frozenset({"node_loss", "rack_loss"})
+"""Kinds that every rank waits for, since one rank of each node ends it."""
+FATAL = NODE_LOSSES | {"sigkill"}
 """Kinds after which the job has to start again."""
 OF_STORAGE = frozenset({"slow_storage", "storage_errors", "full_disk"})
 """Kinds that last for a time and act on calls of the backend."""

@@ -22,16 +22,15 @@ from typing_extensions import override
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.storage import wrapping_backends
+from lightning_moe_ckpt.testing._attempts import Seam
+from lightning_moe_ckpt.testing._backends import WatchedBackend
 from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
 from lightning_moe_ckpt.testing._fault_effects import Effects
-from lightning_moe_ckpt.testing._fault_random import RandomFaults, ScheduledFault
-from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, read_lines, record_folder, uptime
-from lightning_moe_ckpt.testing._fault_schedule import Schedule
-from lightning_moe_ckpt.testing._fault_storage import StorageFaults
-from lightning_moe_ckpt.testing._lives_kill import settle
-from lightning_moe_ckpt.testing._phases import HookPhase, PhaseCallback
-from lightning_moe_ckpt.testing._seam import Seam
-from lightning_moe_ckpt.testing._watched_backend import WatchedBackend
+from lightning_moe_ckpt.testing._fault_media import StorageFaults
+from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, record_folder, uptime
+from lightning_moe_ckpt.testing._fault_schedule import RandomFaults, Schedule, ScheduledFault
+from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback, settle
+from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import this_domain
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class FaultInjector(PhaseCallback):
         self._check_places(trainer.world_size)
         self._campaign = _Campaign(self, trainer)
         # A new list: Lightning is iterating over the old one.
-        trainer.callbacks = [*_callbacks(trainer), self.late()]  # type: ignore[attr-defined]
+        trainer.callbacks = [*_callbacks(trainer), LatePhase(self)]  # type: ignore[attr-defined]
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,7 +124,8 @@ class FaultInjector(PhaseCallback):
         if campaign is not None:
             campaign.close()
         self.unwatch_forward()
-        trainer.callbacks = [each for each in _callbacks(trainer) if not self.is_late(each)]  # type: ignore[attr-defined]
+        own = [each for each in _callbacks(trainer) if isinstance(each, LatePhase) and each.phases is self]
+        trainer.callbacks = [each for each in _callbacks(trainer) if each not in own]  # type: ignore[attr-defined]
 
 
 class _Campaign:
@@ -154,9 +154,6 @@ class _Campaign:
         self._step = -1
         self._undo = ExitStack()
         self._undo.enter_context(wrapping_backends(lambda backend: WatchedBackend(backend, self._storage.around)))
-        self._watch_capture()
-
-    def _watch_capture(self) -> None:
         self._wrap("CaptureSession.capture", lambda: None, lambda: self.reached("capture"))
         self._wrap("CaptureSession.seal", lambda: self.reached("seal"), lambda: None)
 
@@ -243,7 +240,7 @@ class _Campaign:
                 else:
                     self._strike(scheduled, "any_time", self._trainer.global_step)
         except BaseException:  # thread entry: nothing above would see it
-            log.exception("no more faults at random strike in this life")
+            log.exception("no more faults at random strike in this attempt")
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

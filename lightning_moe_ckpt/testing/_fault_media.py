@@ -1,4 +1,8 @@
-"""Faults of media: bits that turn at rest, and shared memory that somebody else has taken."""
+"""Faults of media: storage that is slow, fails or is full, shared memory that is taken, and bits that turn at rest.
+
+Faults of storage stand below the retries of `open_backend`, where failures of a real medium come from, and act on
+whatever is stored or read meanwhile, restores included.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,133 @@ import errno
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.errors import Corrupt, StorageError, StorageRefused
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, Retrying, RingHeader, RunView
+from lightning_moe_ckpt.storage._names import COMMITTED, parse_marker_name, parse_snap_key
 from lightning_moe_ckpt.storage._open import open_without_retries
+from lightning_moe_ckpt.testing._backends import StorageCall
+from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
 from lightning_moe_ckpt.tiers._names import MemoryKind, MemoryName, marker_paths, memory_files
 from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
-
 _STEP_NBYTES = 2**28
+"""Bytes of shared memory that are taken at a time."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LastingFault:
+    """A fault that goes on for a while."""
+
+    name: str
+    fault: Fault
+    step: int
+    """Step at which it began."""
+    since: float
+    """When it began, seconds since 1970, so that it can outlast a process."""
+    calls: int = 0
+    """Calls of storage that it delayed or failed in this attempt."""
+    memory: TakenMemory | None = None
+    draws: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draws = random.Random(self.name)
+
+    def over(self, step: int) -> bool:
+        """Return whether it has ended when training is at `step`."""
+        late = self.fault.seconds is not None and time.time() >= self.since + self.fault.seconds
+        return late or (self.fault.steps is not None and step >= self.step + self.fault.steps)
+
+    @property
+    def outlasts_process(self) -> bool:
+        """Whether the next attempt meets it too."""
+        return self.fault.seconds is not None
+
+    def release(self) -> None:
+        """Give taken memory back."""
+        if self.memory is not None:
+            self.memory.release()
+
+
+class StorageFaults:
+    """Faults around every call of this process's storage.
+
+    Args:
+        active: faults of storage that go on now.
+        reached: called before every call that is a phase, with the step of its generation.
+    """
+
+    def __init__(
+        self, active: Callable[[], Sequence[LastingFault]], reached: Callable[[FaultPhase, int], None]
+    ) -> None:
+        self._active, self._reached = active, reached
+        self._lock = threading.Lock()
+
+    def around(self, call: StorageCall, operation: Callable[[], T]) -> T:
+        """Run one call as the faults that go on let it."""
+        place = phase_of(call)
+        if place is not None:
+            self._reached(*place)
+        for lasting in self._active():
+            self._fail(lasting, call)
+        result = operation()
+        nbytes = call.nbytes or (len(result) if isinstance(result, bytes) else 0)
+        for lasting in self._active():
+            self._delay(lasting, nbytes)
+        return result
+
+    def _fail(self, lasting: LastingFault, call: StorageCall) -> None:
+        kind = lasting.fault.kind
+        if kind == "full_disk" and call.writes:
+            self._count(lasting)
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise StorageRefused(f"{call}: {full.strerror} (injected).") from full
+        if kind == "storage_errors" and self._drawn(lasting):
+            self._count(lasting)
+            failed = OSError(errno.EIO, os.strerror(errno.EIO))
+            raise StorageError(f"{call}: input/output error (injected).") from failed
+
+    def _drawn(self, lasting: LastingFault) -> bool:
+        with self._lock:
+            return lasting.draws.random() < (lasting.fault.probability or 0.0)
+
+    def _delay(self, lasting: LastingFault, nbytes: int) -> None:
+        fault = lasting.fault
+        if fault.kind == "slow_storage":
+            self._count(lasting)
+            time.sleep(fault.latency + (nbytes / fault.bandwidth if fault.bandwidth else 0.0))
+
+    def _count(self, lasting: LastingFault) -> None:
+        with self._lock:
+            lasting.calls += 1
+
+
+def phase_of(call: StorageCall) -> tuple[FaultPhase, int] | None:
+    """Return the phase that a call is, and the step of the generation that it is about."""
+    parsed = parse_snap_key(call.key)
+    if parsed is None or not (call.writes or call.verb == "delete"):
+        return None
+    generation, name = parsed
+    if call.verb == "delete":
+        return "reclaim", generation.step
+    if name == COMMITTED:
+        return "commit", generation.step
+    return ("persist" if parse_marker_name(name) is None else "marker"), generation.step
 
 
 def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank: int, draws: random.Random) -> str:
     """Turn a bit of a segment of `rank` in the newest generation at `url`.
 
     Returns:
-        What was done, for the log; also if there is nothing to damage yet.
+        Text for the log; also if there is nothing to damage yet.
     """
     backend = Retrying(open_without_retries(url, storage_options=storage_options))  # not through faults of storage
     try:
@@ -36,7 +148,8 @@ def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank
         newest = max(commits, key=lambda commit: commit.generation)
         segment = draws.choice(view.read_marker(newest, rank).segments)
         raw = bytearray(backend.get(segment.key))
-        place = _flip(raw, draws)
+        place = draws.randrange(8 * len(raw))
+        raw[place // 8] ^= 1 << place % 8
         backend.put(segment.key, bytes(raw))
         return f"bit {place % 8} of byte {place // 8} of {segment.key}, in {newest.generation}"
     finally:
@@ -54,7 +167,7 @@ def flip_memory_bit(directory: Path, tag: str, kind: MemoryKind, rank: int, draw
         draws: decides about the file and the bit.
 
     Returns:
-        What was done, for the log; also if there is nothing to damage yet.
+        Text for the log; also if there is nothing to damage yet.
     """
     copies = [copy for copy in _copies(directory, tag) if copy[1].kind == kind]
     if kind == "ring":
@@ -84,22 +197,15 @@ def _copies(directory: Path, tag: str) -> Iterator[tuple[Path, MemoryName, Memor
                     yield path, name, MemoryMarker.from_bytes(marker.read_bytes(), str(marker))
 
 
-def _flip(raw: bytearray, draws: random.Random) -> int:
-    place = draws.randrange(8 * len(raw))
-    raw[place // 8] ^= 1 << place % 8
-    return place
-
-
 class TakenMemory:
-    """Room of a tmpfs that nobody else gets, in a file without a name, so that it ends with the process at the latest."""
+    """Take what is free in a tmpfs, in a file without a name, so that it ends with the process at the latest.
+
+    Args:
+        directory: in the tmpfs.
+        most_nbytes: limit, which others on this machine rely on.
+    """
 
     def __init__(self, directory: Path, most_nbytes: int) -> None:
-        """Take what is free.
-
-        Args:
-            directory: in the tmpfs.
-            most_nbytes: limit, which others on this machine rely on.
-        """
         path = directory / f"moe-ckpt-taken-{os.getuid()}-{os.getpid()}-{id(self)}"
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         path.unlink()
@@ -110,7 +216,7 @@ class TakenMemory:
         log.warning("%d bytes of %s are taken", self.nbytes, directory)
 
     def _take(self, nbytes: int) -> bool:
-        """Take up to `nbytes` more; whether there may be more still."""
+        """Take up to `nbytes` more, and return whether there may be more still."""
         stats = os.statvfs(self._file)
         nbytes = min(nbytes, stats.f_bavail * stats.f_frsize)
         if nbytes:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult, _free_port
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, _free_port
 
 _PATIENCE = 20.0
 """Seconds for threads that were told to end: libraries do not wait for theirs."""
@@ -120,7 +120,7 @@ def _what_stays(before: Belongings) -> list[str]:
 
 
 def _path(workdir: Path, index: int, rank: int) -> Path:
-    return workdir / f"life{index}.rank{rank}.belongings"
+    return workdir / f"attempt{index}.rank{rank}.belongings"
 
 
 def looks(life: AttemptResult, rank: int) -> list[list[str]]:

@@ -19,7 +19,7 @@ from campaign._data import SEQUENCE
 from campaign._promises import Restarts
 from campaign._training import Setup
 from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
-from lightning_moe_ckpt.testing._lives import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt
 
 # Shape suffix: E experts of the layer.
 
@@ -37,7 +37,7 @@ class BoostedSetup(Setup):
 
     @override
     def trainer_options(self, life: Attempt) -> dict[str, Any]:
-        logger = CSVLogger(str(life.workdir), "csv", f"life{life.index}", flush_logs_every_n_steps=1)
+        logger = CSVLogger(str(life.workdir), "csv", f"attempt{life.index}", flush_logs_every_n_steps=1)
         return {**super().trainer_options(life), "logger": logger, "log_every_n_steps": 1}
 
 

@@ -15,8 +15,8 @@ from campaign._overlap import Overlap, run_overlapping
 from campaign._training import Setup, train_in_stages
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.storage._open import memory_tag
-from lightning_moe_ckpt.testing._lives import AttemptResult, assert_same_end, run_lives
-from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
+from lightning_moe_ckpt.testing._attempts import AttemptResult, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._kill import Kill, Phase
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where rings live
 
@@ -48,7 +48,7 @@ class Campaigns:
         """One fault-free life without any checkpoint callback, with the seed of life `index`."""
         plain = setup.fault_free()
         folder = self._references / f"{abs(hash(plain)):x}"
-        if not (folder / f"life{index}.rank0.returned").exists():
+        if not (folder / f"attempt{index}.rank0.returned").exists():
             arguments = {**_arguments(plain, folder), "first_index": index, "timeout": timeout}
             self._warm.call(run_lives, plain.fit, **arguments)
         return [

@@ -12,8 +12,7 @@ from typing import Any, get_args
 from campaign._drawn import Drawn
 from campaign._drawn_hooks import HOOKS
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
-from lightning_moe_ckpt.testing._phases import HookPhase
+from lightning_moe_ckpt.testing._kill import HookPhase, Kill, Phase
 
 PHASES: tuple[Phase, ...] = tuple(
     phase for phase in get_args(HookPhase) if phase not in {"sanity_check", "epoch_start", "epoch_end"}

@@ -42,8 +42,8 @@ from campaign._training import Module, Setup, make_averaging, make_scheduler
 from campaign._variants import Item, Stream, Variant, VariantModule
 from lightning_moe_ckpt._lightning_data import begin_epoch
 from lightning_moe_ckpt.data import SeededItems
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_end import bits, digest
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._records import bits, digest
 
 Data = Literal["map", "sized_stream", "stream", "shuffled_stream", "combined", "by_epoch"]
 """Kinds of training data. Streams are iterable, `sized` ones with a length; `by_epoch` comes from a hook of the module."""

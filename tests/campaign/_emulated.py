@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_moe_ckpt.native import CompiledCudaEngine, Copy, CopyEngine, create_engine
 from lightning_moe_ckpt.native._plan import PlannedCopies
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt
 
 JITTER_US = 100
 _CALLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventSynchronize")

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from campaign._training import Setup
 from lightning_moe_ckpt.testing import Attempt, Fault, FaultInjector, RandomFaults
-from lightning_moe_ckpt.testing._fault_record import Line, read_ranks
+from lightning_moe_ckpt.testing._fault_record import read_ranks
+from lightning_moe_ckpt.testing._records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def memory_of(workdir: Path, node: int) -> Path:
     return folder
 
 
-def lines_of(workdir: Path, event: str) -> list[Line]:
+def lines_of(workdir: Path, event: str) -> list[Record]:
     """What happened, in order of time."""
     found = [line for _, lines in read_ranks(record_of(workdir)) for line in lines if line["event"] == event]
     return sorted(found, key=lambda line: float(line["time"]))

@@ -22,7 +22,7 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.moe._dispatch import Dispatch, plan_dispatch
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 

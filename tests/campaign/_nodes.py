@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from stored._outages import stop_storing_after
 
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 

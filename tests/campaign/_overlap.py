@@ -17,8 +17,16 @@ from typing_extensions import override
 from campaign._training import Setup
 from lightning_moe_ckpt.storage import _posix
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult, Fit, _fork_rank, _free_port, _OneLife, _Script
-from lightning_moe_ckpt.testing._lives_kill import Kill, settle
+from lightning_moe_ckpt.testing._attempts import (
+    Attempt,
+    AttemptResult,
+    Fit,
+    _fork_rank,
+    _free_port,
+    _RunningAttempt,
+    _Script,
+)
+from lightning_moe_ckpt.testing._kill import Kill, settle
 
 
 class Patient(Callback):
@@ -38,14 +46,14 @@ class PatientSetup(Setup):
         return [Patient(), *super().callbacks(life)]
 
 
-class SleepingLife(_OneLife):
+class SleepingLife(_RunningAttempt):
     """A life of which one rank stops itself, by SIGSTOP, where its script says; then all of it stands still."""
 
     def fall_asleep(self) -> None:
         """Start, and return when no process of the life runs any more."""
         self._deadline = time.monotonic() + self._script.timeout
         port = _free_port()
-        for life in self._lives:
+        for life in self._attempts:
             self._pids[life.rank] = _fork_rank(self._script, life, port)
         self._await(lambda: any(map(_stands_still, self._pids.values())))
         for pid in self._pids.values():

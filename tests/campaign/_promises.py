@@ -20,7 +20,7 @@ from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.policies import TokenLedger
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend, segment_key
-from lightning_moe_ckpt.testing._lives import AttemptResult
+from lightning_moe_ckpt.testing._attempts import AttemptResult
 
 State = dict[Key, tuple[int, Tensor]]
 

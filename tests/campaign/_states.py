@@ -22,7 +22,7 @@ from lightning_moe_ckpt.policies import Plan
 from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import Commit, RankMarker, RecordEntry, RunStore, SegmentEntry, open_backend
-from lightning_moe_ckpt.testing._lives import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.tiers import HostTier
 
 Key = tuple[str, str, str]

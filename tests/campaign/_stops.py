@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from campaign._campaign import memory_of_run
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult, Fit, record_differences
-from lightning_moe_ckpt.testing._lives_end import differences
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult, Fit
+from lightning_moe_ckpt.testing._records import differences, record_differences
 
 
 def looking_around(setup: Setup) -> Fit:
@@ -121,7 +121,7 @@ def _rings(life: Attempt) -> list[str]:
 
 
 def _path(workdir: Path, index: int, rank: int) -> Path:
-    return workdir / f"life{index}.rank{rank}.left"
+    return workdir / f"attempt{index}.rank{rank}.left"
 
 
 def require_clean(lives: Sequence[AttemptResult]) -> None:

@@ -35,7 +35,7 @@ from typing_extensions import override
 from campaign._data import SEQUENCE, VOCABULARY
 from campaign._models import MODEL_DIM, NUM_EXPERTS, tiny_mixtral
 from campaign._training import Module, Setup, train
-from lightning_moe_ckpt.testing._lives import Attempt, Fit
+from lightning_moe_ckpt.testing._attempts import Attempt, Fit
 
 Library = Literal["litgpt_moe", "litgpt_dense", "mixtral", "switch", "gpt_oss", "deepseek_v3", "gpt2"]
 Bar = Literal["none", "tqdm", "rich"]
@@ -88,7 +88,7 @@ class ThirdParty(Setup):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for timer in [each for each in callbacks if isinstance(each, Timer)]:
             before = timer.time_elapsed() - ((timer.end_time() or 0.0) - (timer.start_time() or 0.0))
-            (life.workdir / f"life{life.index}.timer").write_text(str(before))  # differs from run to run
+            (life.workdir / f"attempt{life.index}.timer").write_text(str(before))  # differs from run to run
         gates = [each for _, each in _gates(trainer.lightning_module)]
         return {"corrections": [gate.e_score_correction_bias.tolist() for gate in gates]} if gates else {}
 
@@ -263,7 +263,7 @@ class ThirdPartyModule(Module):
 
 def train_in_terminal(setup: ThirdParty, life: Attempt) -> Mapping[str, Any]:
     """Run `setup` in this process, before a terminal if it has a progress bar."""
-    path = life.workdir / f"life{life.index}.terminal"
+    path = life.workdir / f"attempt{life.index}.terminal"
     with _terminal(path) if setup.bar != "none" else contextlib.nullcontext():
         return train(setup, life)
 

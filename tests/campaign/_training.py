@@ -25,8 +25,8 @@ from campaign._emulated import emulated_device
 from campaign._models import BiasedMoE, Counting, build
 from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 from lightning_moe_ckpt.policies import Popularity
-from lightning_moe_ckpt.testing._lives import Attempt, Fit
-from lightning_moe_ckpt.testing._lives_end import digest
+from lightning_moe_ckpt.testing._attempts import Attempt, Fit
+from lightning_moe_ckpt.testing._records import digest
 
 Optimizer = Literal["adamw", "adamw_foreach", "adamw_fused", "adam", "sgd"]
 Scheduler = Literal["none", "cosine", "epoch", "plateau"]

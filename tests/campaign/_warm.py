@@ -22,7 +22,7 @@ import torch
 from _heap import freeze_heap
 
 from campaign._training import Setup, train
-from lightning_moe_ckpt.testing._lives import Attempt, run_lives
+from lightning_moe_ckpt.testing._attempts import Attempt, run_lives
 
 Result = TypeVar("Result")
 

@@ -10,8 +10,8 @@ import pytest
 from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.snapshot._averages import Averages
-from lightning_moe_ckpt.testing._lives_kill import Kill
-from lightning_moe_ckpt.testing._seam import Seam
+from lightning_moe_ckpt.testing._attempts import Seam
+from lightning_moe_ckpt.testing._kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 AVERAGED = Setup(averaged="ema", validate_every=1, checkpointing=SPARSE)

@@ -13,7 +13,7 @@ from campaign._campaign import Campaigns
 from campaign._lossy import Machines, train_lossy
 from campaign._promises import Restarts
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._kill import Kill
 
 BASE, BATCH = 0.75, 16
 KILLS = [Kill(phase="forward", step=step, settle=20.0) for step in (6, 9)]

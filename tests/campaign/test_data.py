@@ -21,8 +21,8 @@ from campaign._campaign import Campaigns
 from campaign._data import SEQUENCE, VOCABULARY, Tokens, make_validation_loader
 from campaign._training import Checkpointing, Module
 from campaign._variants import Item, Variant, VariantModule
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 

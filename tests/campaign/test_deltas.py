@@ -25,8 +25,8 @@ from campaign._training import Setup
 from campaign.test_selective import STORED, selective_setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import Kill
 
 KILL_STEP = 9
 KILL = Kill(phase="forward", step=KILL_STEP, rank=1)

@@ -16,7 +16,7 @@ from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import TokenLedger
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._kill import Kill
 
 
 @dataclass(frozen=True, kw_only=True)

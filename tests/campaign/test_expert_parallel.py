@@ -10,7 +10,7 @@ import pytest
 from campaign._campaign import AFTER_STEP, BEFORE_STEP, Campaigns
 from campaign._training import Checkpointing, Setup
 from campaign.test_mixtral import operator_names
-from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
+from lightning_moe_ckpt.testing._kill import Kill, Phase
 
 LAYOUTS = [(3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
 """World size and expert parallelism; 4 processes with 2 are two groups that share experts and two that hold the same."""

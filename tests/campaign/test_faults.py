@@ -17,9 +17,9 @@ from campaign._faults import Breaking, lines_of, memory_of, record_of
 from campaign._training import Checkpointing
 from campaign._warm import WarmParents
 from lightning_moe_ckpt.testing import Fault, RandomFaults, fail_at, summarize_faults
+from lightning_moe_ckpt.testing._attempts import AttemptResult
 from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
-from lightning_moe_ckpt.testing._fault_signals import stop
-from lightning_moe_ckpt.testing._lives import AttemptResult
+from lightning_moe_ckpt.testing._fault_effects import stop
 
 SPARSE = Checkpointing(policy="sparse", window=2)
 DENSE = Checkpointing(policy="dense", keep=3)

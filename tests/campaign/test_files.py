@@ -22,9 +22,8 @@ from campaign._stops import require_same_training
 from campaign._training import Checkpointing, Module, train
 from campaign._variants import Variant, VariantModule
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_kill import Kill
-from lightning_moe_ckpt.testing._seam import Seam
+from lightning_moe_ckpt.testing._attempts import Attempt, Seam
+from lightning_moe_ckpt.testing._kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

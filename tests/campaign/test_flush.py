@@ -25,7 +25,7 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.tiers._peer_pacing import Pacer
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 from lightning_moe_ckpt.tiers._sealed import SealedSegment

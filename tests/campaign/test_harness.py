@@ -14,9 +14,8 @@ import pytest
 from campaign._pairs import pairwise, product
 from campaign._training import Setup
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing._lives import Attempt, AttemptFailed, AttemptResult, assert_same_end, run_lives
-from lightning_moe_ckpt.testing._lives_kill import Kill
-from lightning_moe_ckpt.testing._seam import Seam
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed, AttemptResult, Seam, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._kill import Kill
 
 THREE_RANKS = Setup(world_size=3, strategy="ddp")
 
@@ -47,8 +46,8 @@ def test_a_killed_life_counts_batches_up_to_its_death(warm: WarmParents, tmp_pat
     """A life that skips batches is noticed even if the end agrees."""
     reference = _lives(warm, tmp_path / "reference", Setup())
     resumed = _lives(warm, tmp_path / "other", Setup())
-    lines = (tmp_path / "other" / "life0.rank0.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (tmp_path / "other" / "life0.rank0.jsonl").write_text("".join(lines[:2] + lines[3:]), encoding="utf-8")
+    lines = (tmp_path / "other" / "attempt0.rank0.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "other" / "attempt0.rank0.jsonl").write_text("".join(lines[:2] + lines[3:]), encoding="utf-8")
     with pytest.raises(AssertionError, match="never happened"):
         assert_same_end(reference, resumed)
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt, AttemptResult
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptResult
+from lightning_moe_ckpt.testing._kill import Kill
 from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
 
 SPARSE = Setup(model="stacked", batches=6, checkpointing=Checkpointing(policy="sparse", window=3))

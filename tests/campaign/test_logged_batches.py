@@ -19,9 +19,9 @@ from campaign._campaign import Campaigns
 from campaign._data import SEQUENCE, VOCABULARY, make_validation_loader
 from campaign._training import Checkpointing, Module
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._lives import Attempt, AttemptFailed, AttemptResult
-from lightning_moe_ckpt.testing._lives_end import digest
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt, AttemptFailed, AttemptResult
+from lightning_moe_ckpt.testing._kill import Kill
+from lightning_moe_ckpt.testing._records import digest
 
 LOG = Checkpointing(policy="sparse", window=3, batches="log")
 KILL = Kill(phase="after_batch_end", step=9, settle=10.0)

@@ -10,8 +10,8 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing
 from campaign._variants import Variant
-from lightning_moe_ckpt.testing._lives_kill import Kill
-from lightning_moe_ckpt.testing._seam import Seam
+from lightning_moe_ckpt.testing._attempts import Seam
+from lightning_moe_ckpt.testing._kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 DENSE = Checkpointing(policy="dense", every_n_steps=2)

@@ -17,8 +17,8 @@ from campaign._training import Setup
 from campaign.test_lossy_recovery import lossy_setup, restarts
 from lightning_moe_ckpt.callbacks import PartialExpertCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RunStore, open_backend
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import Kill
 
 KILL = Kill(phase="forward", step=9, settle=30.0)
 

@@ -37,8 +37,8 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.storage._names import parse_snap_key
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import Kill
 
 KILL = Kill(phase="forward", step=15)
 """When every expert of six has come twice, and what the second copies lie in has referred to what is gone."""

@@ -17,8 +17,8 @@ from campaign._lossy_damage import Damage
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from campaign.test_selective import selective_setup
-from lightning_moe_ckpt.testing._lives import Fit
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Fit
+from lightning_moe_ckpt.testing._kill import Kill
 
 KILL = Kill(phase="forward", step=9)
 TURN = 4

@@ -11,7 +11,7 @@ from campaign._campaign import Campaigns, one_kill_per_step
 from campaign._models import build
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.operators import discover
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._kill import Kill
 
 MIXTRAL = Setup(model="mixtral", checkpointing=Checkpointing(policy="sparse", window=3, order="popularity"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from campaign._campaign import Campaigns, require_resumed
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 PLAIN = Setup(checkpointing=SPARSE)

@@ -9,7 +9,7 @@ from servers._s3 import running
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._kill import Kill
 
 
 @pytest.mark.parametrize(

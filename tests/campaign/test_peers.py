@@ -24,8 +24,8 @@ from campaign._nodes import Nodes, leave_only_copies
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import Kill
 
 Policy = Literal["dense", "sparse", "partial"]
 

@@ -13,9 +13,8 @@ from campaign._campaign import Campaigns, checkpoints
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.policies import Popularity
 from lightning_moe_ckpt.storage import Commit, RunView, open_backend
-from lightning_moe_ckpt.testing._lives import AttemptResult
-from lightning_moe_ckpt.testing._lives_kill import Kill
-from lightning_moe_ckpt.testing._seam import Seam
+from lightning_moe_ckpt.testing._attempts import AttemptResult, Seam
+from lightning_moe_ckpt.testing._kill import Kill
 
 WINDOW = 3
 EVERYTHING = 1000

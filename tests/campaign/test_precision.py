@@ -8,7 +8,7 @@ import pytest
 
 from campaign._campaign import Campaigns, one_kill_per_step
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._kill import Kill
 
 SPARSE = Checkpointing(policy="sparse", window=3)
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-mixed"]

@@ -21,7 +21,7 @@ from campaign._faults import Breaking
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.testing import Attempt, fail_at
-from lightning_moe_ckpt.testing._lives import AttemptResult
+from lightning_moe_ckpt.testing._attempts import AttemptResult
 
 _PATIENCE_SECONDS = 30.0
 STRIKES = 8
@@ -78,7 +78,7 @@ class Watched(Breaking):
 
 def told_by(workdir: Path, index: int, rank: int) -> Path:
     """What a rank that finished said of where its life came from."""
-    return workdir / f"from-life{index}.rank{rank}.json"
+    return workdir / f"from-attempt{index}.rank{rank}.json"
 
 
 def told(life: AttemptResult, rank: int = 0) -> dict[str, Any]:

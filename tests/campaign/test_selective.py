@@ -20,8 +20,8 @@ from campaign._nodes import leave_only_copies
 from campaign._promises import Restarts
 from campaign._training import Checkpointing, Setup
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.testing._lives import Attempt, Fit
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt, Fit
+from lightning_moe_ckpt.testing._kill import Kill
 
 KILL = Kill(phase="forward", step=9)
 EXPANSION = 48

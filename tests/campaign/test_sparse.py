@@ -10,7 +10,7 @@ import pytest
 from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._pairs import Row, name, pairwise
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.testing._lives_kill import Kill, Phase
+from lightning_moe_ckpt.testing._kill import Kill, Phase
 
 SPARSE = Setup(checkpointing=Checkpointing(policy="sparse", window=3))
 

@@ -12,8 +12,8 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._thirdparty import Bar, Library, ThirdParty
 from campaign._training import Checkpointing
-from lightning_moe_ckpt.testing._lives import AttemptResult
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import AttemptResult
+from lightning_moe_ckpt.testing._kill import Kill
 
 KILLS = [
     Kill(phase="after_batch_end", step=4, settle=10.0),
@@ -110,7 +110,7 @@ def test_callbacks_and_loggers_of_lightning_go_together_with_ours(campaigns: Cam
     check_rows(rows, csv_rows(campaigns.reference(setup)[0]))
     # Of the steps that both lives took, either file may have lost a row with the process that was killed.
     assert late(events(last)) == late({name: as_float32(values) for name, values in rows.items()})
-    assert float((last.workdir / "life1.timer").read_text()) > 0, "the timer goes on from where it was"
+    assert float((last.workdir / "attempt1.timer").read_text()) > 0, "the timer goes on from where it was"
 
 
 def check_terminal(lives: list[AttemptResult]) -> None:
@@ -123,7 +123,7 @@ def check_terminal(lives: list[AttemptResult]) -> None:
 
 def terminal(life: AttemptResult) -> str:
     """What a terminal was sent, without colours and movements of the cursor."""
-    sent = (life.workdir / f"life{life.index}.terminal").read_text(encoding="utf-8")
+    sent = (life.workdir / f"attempt{life.index}.terminal").read_text(encoding="utf-8")
     assert "Epoch 0" in sent if life.index == 0 else "Epoch 1" in sent
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sent)
 

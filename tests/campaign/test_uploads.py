@@ -20,8 +20,8 @@ from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.storage import ObjectBackend
 from lightning_moe_ckpt.storage._backend import Pace
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt
+from lightning_moe_ckpt.testing._kill import Kill
 
 STEP = 5
 put = ObjectBackend.put

@@ -26,7 +26,7 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RunStore
 from lightning_moe_ckpt.testing import Seam
-from lightning_moe_ckpt.testing._lives import Attempt
+from lightning_moe_ckpt.testing._attempts import Attempt
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
 
 Policy = Literal["dense", "sparse", "partial"]

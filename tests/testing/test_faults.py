@@ -25,12 +25,12 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
 from lightning_moe_ckpt.storage import Backend, GenerationId, open_backend, segment_key, wrapping_backends
 from lightning_moe_ckpt.testing import Fault, FaultInjector, RandomFaults, fail_at, summarize_faults
 from lightning_moe_ckpt.testing.__main__ import main
+from lightning_moe_ckpt.testing._backends import WatchedBackend
 from lightning_moe_ckpt.testing._fault import FaultPhase
-from lightning_moe_ckpt.testing._fault_media import TakenMemory, flip_memory_bit
-from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, read_lines, record_folder, uptime
+from lightning_moe_ckpt.testing._fault_media import LastingFault, StorageFaults, TakenMemory, flip_memory_bit
+from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, record_folder, uptime
 from lightning_moe_ckpt.testing._fault_schedule import Schedule
-from lightning_moe_ckpt.testing._fault_storage import LastingFault, StorageFaults
-from lightning_moe_ckpt.testing._watched_backend import WatchedBackend
+from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 
 # -- arguments
@@ -185,7 +185,7 @@ def test_the_folder_is_given_or_found(tmp_path: Path, monkeypatch: pytest.Monkey
         FaultRecord(tmp_path / "file" / "below", 0)
 
 
-def test_training_time_leaves_out_what_is_between_lives() -> None:
+def test_training_time_leaves_out_what_is_between_attempts() -> None:
     lines: list[dict[str, Any]] = [
         {"event": "start", "time": 0.0},
         {"event": "train", "time": 5.0},
@@ -222,7 +222,7 @@ def _write_campaign(folder: Path) -> None:
 
 
 def test_a_summary_counts_each_step_once(tmp_path: Path) -> None:
-    """Step 1 of the first incarnation and 2 to 4 of the second were kept: five of 25 seconds."""
+    """Step 1 of the first attempt and 2 to 4 of the second were kept: five of 25 seconds."""
     _write_campaign(tmp_path / "record")
     summary = summarize_faults(tmp_path / "record")
     assert (summary.lives, summary.finished, summary.steps, summary.steps_lost) == (2, True, 4, 2)

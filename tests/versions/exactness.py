@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.testing._lives import Attempt, assert_same_end, run_lives
-from lightning_moe_ckpt.testing._lives_kill import Kill
+from lightning_moe_ckpt.testing._attempts import Attempt, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._kill import Kill
 
 FEATURES = 8
 STEPS = (2, 5, 7, 12)

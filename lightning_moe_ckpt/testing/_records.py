@@ -1,7 +1,7 @@
-"""What a life leaves behind: a record per batch while it runs, and the whole training state at its end.
+"""Record what an attempt leaves behind: a line per batch while it runs, and the whole training state at its end.
 
 Everything is compared by bits: floats travel as hex, tensors are compared with `torch.equal` after dtype and shape.
-Records are appended with one `write` each, so those of a killed life survive it and are compared as well.
+Lines are appended with one `write` each, so that those of a killed process stay and those of several threads do not mix.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,51 @@ from typing_extensions import override
 Record = dict[str, Any]
 
 
+class JsonLines:
+    """A file of JSON objects, open for appending; a line that a dying machine left torn is ended."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        nbytes = os.fstat(self._file).st_size
+        if nbytes and os.pread(self._file, 1, nbytes - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+    def write(self, line: Record, *, sync: bool = False) -> None:
+        """Append a line, which outlives a SIGKILL; with `sync` it is on the medium when this returns."""
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+        if sync:
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_lines(path: str | Path) -> list[Record]:
+    """Return the lines of a file, none if there is no file; a torn line is passed over."""
+    lines = list[Record]()
+    text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).exists() else ""
+    for each in text.splitlines():
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(each))
+    return lines
+
+
 class Recorder(Checkpoint):
-    """Writes one line per batch and, at the end of training, the state of this rank. Changes nothing, draws no RNG.
+    """Write one line per batch and, at the end of training, the state of this rank. Changes nothing, draws no RNG.
 
     A `Checkpoint`, so that Lightning runs it after the callbacks whose effects it records.
     """
 
     def __init__(self, records: Path, end: Path) -> None:
         self._end = end
-        self._records = os.open(records, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.write = JsonLines(records).write
         self._batch = ""
         self._ended = False
 
-    def write(self, record: Record) -> None:
-        """Append one line; it outlives a SIGKILL that follows."""
-        os.write(self._records, (json.dumps(record) + "\n").encode())
-
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: object) -> None:
-        # Before the step: the optimizer may not have stepped when this life ends, but the data was seen.
+        # Before the step: the optimizer may not have stepped when this attempt ends, but the data was seen.
         self._batch = digest(batch)
 
     @override
@@ -77,7 +104,7 @@ class Recorder(Checkpoint):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._ended:  # a life that found the run finished: nothing was trained, no number will be drawn
+        if not self._ended:  # an attempt that found the run finished: nothing was trained, no number will be drawn
             end = capture_end(trainer, pl_module)
             torch.save({key: value for key, value in end.items() if not key.startswith("rng/")}, self._end)
 
@@ -88,7 +115,7 @@ class Recorder(Checkpoint):
 
 
 def bits(value: Any) -> str | None:
-    """The exact bits of a scalar, or of the loss that a step returned, as text; `None` stays `None`."""
+    """Return the exact bits of a scalar, or of the loss that a step returned, as text; `None` stays `None`."""
     if isinstance(value, Mapping):
         value = value.get("loss")  # a step that returns `None` leaves an empty one
     if value is None:
@@ -98,7 +125,7 @@ def bits(value: Any) -> str | None:
 
 
 def digest(batch: Any) -> str:
-    """xxh3-128 over every tensor of a batch, so that data order and random augmentation are both seen."""
+    """Return xxh3-128 over every tensor of a batch, so that data order and random augmentation are both seen."""
     state = xxhash.xxh3_128()
     for leaf in _leaves(batch):
         state.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
@@ -121,7 +148,7 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
         yield torch.tensor(list(batch.encode()), dtype=torch.uint8)
     elif hasattr(batch, "__dict__"):  # a data class, or a batch class of the user's own
         yield from _leaves(vars(batch))
-    elif batch is not None:  # what a combined loader gives for one that is exhausted
+    else:
         yield torch.tensor(batch)
 
 
@@ -130,7 +157,7 @@ def _lrs(trainer: Trainer) -> list[str]:
 
 
 def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """All state a resumed run must reproduce: keys are paths, values tensors or plain scalars."""
+    """Return all state a resumed run must reproduce: keys are paths, values tensors or plain scalars."""
     names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
     end: dict[str, Any] = {}  # on the host, so that whoever reads it needs no device
     for name, parameter in pl_module.named_parameters():
@@ -143,8 +170,9 @@ def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         end.update(_flat(f"scheduler/{index}", config.scheduler.state_dict()))
     end.update(_flat("precision", trainer.precision_plugin.state_dict()))
     end.update(_flat("rng", rng_states()))
-    end.update(_progress(trainer))
-    return end
+    stepped = trainer.fit_loop.state_dict()["epoch_loop.state_dict"]["_batches_that_stepped"]  # the step of loggers
+    progress = {"global_step": trainer.global_step, "current_epoch": trainer.current_epoch}
+    return end | _flat("progress", progress | {"batches_that_stepped": stepped})
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -154,17 +182,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
     return {"state": state, "groups": groups, "members": members}
 
 
-def _progress(trainer: Trainer) -> dict[str, Any]:
-    stepped = trainer.fit_loop.state_dict()["epoch_loop.state_dict"]["_batches_that_stepped"]  # the step of loggers
-    return {
-        "progress/global_step": trainer.global_step,
-        "progress/current_epoch": trainer.current_epoch,
-        "progress/batches_that_stepped": stepped,
-    }
-
-
 def rng_states() -> dict[str, Any]:
-    """The state of every generator a training step may draw from."""
+    """Return the state of every generator a training step may draw from."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002  # user code draws from the legacy generator
     version, internal, gauss = random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -178,22 +197,16 @@ def rng_states() -> dict[str, Any]:
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        items: Any = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    else:
-        if isinstance(value, Tensor):
-            return {prefix: value.detach().cpu()}
+    if isinstance(value, Tensor):
+        return {prefix: value.detach().cpu()}
+    if not isinstance(value, (Mapping, list, tuple)):
         return {prefix: value if isinstance(value, (int, float, str, type(None))) else repr(value)}
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat.update(_flat(f"{prefix}/{key}", item))
-    return flat
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {path: leaf for key, item in items for path, leaf in _flat(f"{prefix}/{key}", item).items()}
 
 
 def differences(reference: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    """One line per entry that is missing, surplus or not bit-equal."""
+    """Return one line per entry that is missing, surplus or not bit-equal."""
     lines = [f"{key}: missing" for key in reference if key not in got]
     lines += [f"{key}: surplus" for key in got if key not in reference]
     for key in reference:
@@ -216,3 +229,45 @@ def _difference(want: Any, got: Any) -> str | None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+def record_differences(
+    reference: Sequence[Record],
+    attempts: Sequence[Sequence[Record]],
+    known: Sequence[Record] | None = None,
+    repeats_may_differ: Collection[str] = (),
+) -> list[str]:
+    """Return a line per batch that some attempt saw differently, and per line of `reference` that no attempt saw.
+
+    Args:
+        reference: lines of the fault-free run.
+        attempts: lines of each attempt.
+        known: `reference` with lines that need not have been seen; `None` for `reference`.
+        repeats_may_differ: see `assert_same_end`.
+    """
+    want = {_coordinates(line): line for line in (reference if known is None else known)}
+    needed = {_coordinates(line) for line in reference}
+    lines, seen = list[str](), set[tuple[Any, ...]]()
+    for index, attempt in enumerate(attempts):
+        for line in attempt:
+            if line["kind"] == "killed":
+                continue
+            where = _coordinates(line)
+            again = where in seen and line["kind"] in repeats_may_differ
+            seen.add(where)
+            expected = want.get(where)
+            if expected != line and not again:
+                lines.append(f"attempt {index}: {where}{_deviation(line, expected)}")
+    return lines + [f"{where} never happened" for where in want if where in needed - seen]
+
+
+def _deviation(line: Record, expected: Record | None) -> str:
+    if expected is None:
+        return " is not part of the fault-free run"
+    fields = [key for key in line if line[key] != expected.get(key)]
+    return ": " + ", ".join(f"{key} {line[key]} instead of {expected.get(key)}" for key in fields)
+
+
+def _coordinates(line: Record) -> tuple[Any, ...]:
+    """Return what makes a line comparable: kind, epoch, batch, step and batches seen."""
+    return line["kind"], line["epoch"], line["batch"], line["step"], line["seen"]

@@ -39,64 +39,81 @@ class Around(Protocol):
 
 
 class WatchedBackend:
-    """Pass every call, and its result, through `around`."""
+    """A `Backend` that passes every call of `backend`, and its result, through `around`."""
 
     def __init__(self, backend: Backend, around: Around) -> None:
-        """Wrap `backend`.
-
-        Args:
-            backend: the store.
-            around: called with each call.
-        """
         self._backend, self._around = backend, around
 
     @property
     def url(self) -> str:
-        """Where the objects are."""
         return self._backend.url
 
     @property
     def creates_exclusively(self) -> bool:
-        """Whether `create` refuses an existing key."""
         return self._backend.creates_exclusively
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
-        """Store an object."""
         nbytes = sum(memoryview(view).nbytes for view in views)
         self._around(StorageCall("put", key, nbytes), lambda: self._backend.put(key, *views))
 
     def create(self, key: str, data: bytes) -> None:
-        """Store an object if the key is free."""
         self._around(StorageCall("create", key, len(data)), lambda: self._backend.create(key, data))
 
     def get(self, key: str) -> bytes:
-        """Read an object."""
         return self._around(StorageCall("get", key), lambda: self._backend.get(key))
 
     def get_into(self, key: str, out: memoryview) -> None:
-        """Fill `out`."""
         self._around(StorageCall("get_into", key, out.nbytes), lambda: self._backend.get_into(key, out))
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` from `start` on."""
         self._around(StorageCall("get_range", key, out.nbytes), lambda: self._backend.get_range(key, start, out))
 
     def list(self, prefix: str) -> list[Entry]:
-        """List objects."""
         return self._around(StorageCall("list", prefix), lambda: self._backend.list(prefix))
 
     def delete(self, key: str) -> None:
-        """Remove an object."""
         self._around(StorageCall("delete", key), lambda: self._backend.delete(key))
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
-        """List leftovers."""
         return self._around(StorageCall("list", prefix), lambda: self._backend.unfinished_writes(prefix))
 
     def sweep(self, prefix: str) -> None:
-        """Remove leftovers."""
         self._around(StorageCall("sweep", prefix), lambda: self._backend.sweep(prefix))
 
     def close(self) -> None:
-        """Release connections."""
         self._backend.close()
+
+
+class Crashed(BaseException):
+    """The simulated process is dead. A `BaseException`, so that no handler of the code under test survives it."""
+
+
+class CrashingBackend(WatchedBackend):
+    """Pass calls on until the chosen one, and raise `Crashed` before or after it, and at every later call."""
+
+    def __init__(
+        self, backend: Backend, *, crash_at: int | None = None, when: Literal["before", "after"] = "before"
+    ) -> None:
+        """Wrap `backend`.
+
+        Args:
+            backend: the store, which outlives the process.
+            crash_at: index of the fatal call; `None` only counts.
+            when: whether that call still takes effect.
+        """
+        super().__init__(backend, self._pass)
+        self.calls: list[str] = []
+        """Every call so far, e.g. `put snap/...`."""
+        self._crash_at, self._when, self._dead = crash_at, when, False
+
+    def _pass(self, call: StorageCall, operation: Callable[[], T]) -> T:
+        if self._dead:
+            raise Crashed(call)
+        self._dead = self._crash_at == len(self.calls)
+        self.calls.append(str(call))
+        if self._dead and self._when == "before":
+            raise Crashed(call)
+        result = operation()
+        if self._dead:
+            raise Crashed(call)
+        return result

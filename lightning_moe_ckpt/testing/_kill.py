@@ -1,4 +1,7 @@
-"""Where a life ends: scripted signals, placed by Lightning callbacks or at a storage operation.
+"""Reach a place of training, a hook of Lightning or a call of storage, and die there by a scripted signal.
+
+One callback turns hooks into phases; a second one, which Lightning runs after all others, adds the moment after their
+`on_train_batch_end`.
 
 A SIGKILL is never an exception: nothing is flushed, no `finally` runs, no destructor either. Other signals leave it to
 the process how it ends. Just before it, the process appends a line to its record file, so that the parent can tell a
@@ -18,15 +21,115 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from lightning_moe_ckpt.storage import wrapping_backends
-from lightning_moe_ckpt.testing._phases import HookPhase, PhaseCallback
-from lightning_moe_ckpt.testing._watched_backend import StorageCall, WatchedBackend
+from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
 
 T = TypeVar("T")
+HookPhase = Literal[
+    "batch_start",
+    "forward",
+    "after_backward",
+    "before_optimizer_step",
+    "batch_end",
+    "after_batch_end",
+    "validation",
+    "sanity_check",
+    "epoch_start",
+    "epoch_end",
+]
+"""`forward`: between forward and backward; `batch_end` and `after_batch_end`: before and after other callbacks'
+`on_train_batch_end`; `validation`: at the start of a batch of it."""
 Phase = HookPhase | Literal["random_time", "storage", "ckpt_file"]
+Strike = Callable[[], None]
+"""Sends the signal; does not return if it is SIGKILL."""
+
+
+class PhaseCallback(Callback):
+    """Call `reached` at every phase of training. Put it first: hooks run in the order of the callbacks."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        """Number of training batches that were begun in this process."""
+        self.micro = -1
+        """Index of the micro-batch in an accumulated step, from 0."""
+        self._micro_step = -1
+        self._forward: tuple[LightningModule, Callable[..., Any] | None] | None = None
+
+    def reached(self, trainer: Trainer, phase: HookPhase) -> None:
+        """Act on a phase that training has reached; `trainer.global_step` has its value of that hook."""
+        raise NotImplementedError
+
+    def watch_forward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report the phase `forward` too, by wrapping the module's `training_step` until `unwatch_forward`."""
+        training_step = pl_module.training_step
+
+        def step_then_tell(*args: Any, **kwargs: Any) -> Any:
+            output = training_step(*args, **kwargs)
+            self.reached(trainer, "forward")
+            return output
+
+        self._forward = pl_module, vars(pl_module).get("training_step")
+        pl_module.training_step = step_then_tell  # type: ignore[method-assign]
+
+    def unwatch_forward(self) -> None:
+        """Restore the module's `training_step`."""
+        if self._forward is None:
+            return
+        (module, own), self._forward = self._forward, None
+        if own is None:
+            del module.training_step  # the class has one
+        else:
+            module.training_step = own  # type: ignore[method-assign]
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        first = trainer.global_step != self._micro_step
+        self.micro = 0 if first else self.micro + 1
+        self._micro_step = trainer.global_step
+        self.batches += 1
+        self.reached(trainer, "batch_start")
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.reached(trainer, "after_backward")
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, *args: object) -> None:
+        self.reached(trainer, "before_optimizer_step")
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        self.reached(trainer, "batch_end")
+
+    @override
+    def on_validation_batch_start(self, trainer: Trainer, *args: object) -> None:
+        self.reached(trainer, "sanity_check" if trainer.sanity_checking else "validation")
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.reached(trainer, "epoch_start")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.reached(trainer, "epoch_end")
+
+
+class LatePhase(Checkpoint):
+    """Report to `phases` the moment after every other callback's `on_train_batch_end`; add it to the same Trainer.
+
+    A `Checkpoint`, so that Lightning leaves it at the end.
+    """
+
+    def __init__(self, phases: PhaseCallback) -> None:
+        self.phases = phases
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        self.phases.reached(trainer, "after_batch_end")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +141,7 @@ class Kill:
     """Value of `trainer.global_step` when the kill strikes: before the optimizer step for the phases `batch_start`,
     `forward` and `before_optimizer_step`, after it for the others."""
     batches: int | None = None
-    """Instead of `step`: in which batch of this life the kill strikes, counted from 1."""
+    """Instead of `step`: in which batch of this attempt the kill strikes, counted from 1."""
     rank: int = 0
     """The rank that dies first; the parent kills the others shortly after."""
     micro: int | None = None
@@ -48,7 +151,7 @@ class Kill:
     seconds: float = 0.0
     """For `random_time`: how long after `on_train_start`."""
     operation: int = 0
-    """For `storage`: which operation of this life, counted from 0, among those that match `verb`.
+    """For `storage`: which operation of this attempt, counted from 0, among those that match `verb`.
     For `ckpt_file`: which file of this step that Lightning writes, counted from 0; half of it lies under its final name
     then, as a copy between file systems leaves it."""
     verb: str = ""
@@ -65,10 +168,6 @@ class Kill:
         anywhere = self.phase in {"random_time", "storage", "sanity_check"}
         if anywhere != (self.step is None and self.batches is None):
             raise ValueError(f"`Kill(phase={self.phase!r}, step={self.step}, batches={self.batches})` names no place.")
-
-
-Strike = Callable[[], None]
-"""Sends the signal; does not return if it is SIGKILL."""
 
 
 def send_signal(number: signal.Signals) -> None:

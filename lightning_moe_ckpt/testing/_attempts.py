@@ -1,16 +1,17 @@
-"""Lives: real processes that run a user's fit, die by SIGKILL where a script says, and are born again.
+"""Run attempts of a job: real processes that run a user's fit, die by SIGKILL where a script says, and are started again.
 
-A life is one start of the whole job. Each of its ranks is forked from the calling process, which should have imported
+An attempt is one start of the whole job. Each of its ranks is forked from the calling process, which should have imported
 everything (torch, Lightning, the model) and run nothing: a fork after the first parallel torch operation, process
-group or thread may hang. A fork costs milliseconds, a cold start seconds. Every life gets another seed, so that state
+group or thread may hang. A fork costs milliseconds, a cold start seconds. Every attempt gets another seed, so that state
 which is not restored cannot be right by chance.
 
 Invariant: `run_lives` returns or raises within the sum of its time-outs and leaves no process behind.
 
 Example:
-    def fit(life: Life) -> dict[str, object]:
-        seed_everything(life.seed)
-        trainer = Trainer(callbacks=life.callbacks(DenseCheckpoint(life.url)), devices=life.world_size, ...)
+    def fit(attempt: Attempt) -> dict[str, object]:
+        seed_everything(attempt.seed)
+        checkpoint = DenseCheckpoint(attempt.url)
+        trainer = Trainer(callbacks=attempt.callbacks(checkpoint), devices=attempt.world_size, ...)
         trainer.fit(MyModule(), my_loader())
         return {}
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import logging
 import os
@@ -34,7 +36,8 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -43,44 +46,65 @@ from lightning.pytorch import Callback
 
 from lightning_moe_ckpt.testing._fault import FATAL
 from lightning_moe_ckpt.testing._fault_record import read_ranks
-from lightning_moe_ckpt.testing._lives_end import Record, Recorder, differences
-from lightning_moe_ckpt.testing._lives_kill import Kill, Killer, StorageKiller, strike
-from lightning_moe_ckpt.testing._seam import Seam
+from lightning_moe_ckpt.testing._kill import Kill, Killer, LatePhase, StorageKiller, strike
+from lightning_moe_ckpt.testing._records import Record, Recorder, differences, read_lines, record_differences
 
 FIRST_SEED = 1234
-"""Seed of the first life, hence of the fault-free run."""
+"""Seed of the first attempt, hence of the fault-free run."""
 
 DETECTION_DELAY = 0.02
 """Seconds between the death of one rank and the SIGKILL of the others; torchrun polls at 0.1."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seam:
+    """A replacement put into every process of an attempt, to show what breaks without the original."""
+
+    module: str
+    attribute: str
+    """Dotted path inside the module, e.g. `Session.seal`."""
+    replacement: Any
+
+    def apply(self) -> Callable[[], None]:
+        """Replace the attribute and return a function that undoes it.
+
+        Raises:
+            AttributeError: the attribute does not exist.
+        """
+        *path, name = self.attribute.split(".")
+        owner = reduce(getattr, path, importlib.import_module(self.module))
+        original = getattr(owner, name)
+        setattr(owner, name, self.replacement)
+        return partial(setattr, owner, name, original)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """Facts that a user's fit function gets about the life it runs in."""
+    """Facts that a user's fit function gets about the attempt it runs in."""
 
     index: int
     rank: int
     world_size: int
     seed: int
-    """Seed, which differs in each life."""
+    """Seed, which differs in each attempt."""
     url: str
-    """URL of the checkpoints, the same in each life."""
+    """URL of the checkpoints, the same in each attempt."""
     workdir: Path
     kill: Kill | None
     """Kill that is scripted for this rank, if any."""
 
     @property
     def records(self) -> Path:
-        """The lines this rank writes while it runs."""
-        return self.workdir / f"life{self.index}.rank{self.rank}.jsonl"
+        """Path of the lines that this rank writes while it runs."""
+        return attempt_path(self.workdir, self.index, self.rank, "jsonl")
 
     @property
     def end(self) -> Path:
-        """The state this rank writes when training ends."""
-        return self.workdir / f"life{self.index}.rank{self.rank}.end"
+        """Path of the state that this rank writes when training ends."""
+        return attempt_path(self.workdir, self.index, self.rank, "end")
 
     def callbacks(self, *own: Callback) -> list[Callback]:
-        """The callbacks for the Trainer: the user's, between the ones that kill and record. Call it once per life."""
+        """Return callbacks for the Trainer: the user's, between those that kill and record. Call it once per attempt."""
         recorder = Recorder(self.records, self.end)
         if self.kill is None:
             return [*own, recorder]
@@ -88,7 +112,12 @@ class Attempt:
         if self.kill.phase == "storage":
             StorageKiller(self.kill, die).install()
         killer = Killer(self.kill, die)
-        return [killer, *own, recorder, killer.late()]
+        return [killer, *own, recorder, LatePhase(killer)]
+
+
+def attempt_path(workdir: Path, index: int, rank: int, kind: str) -> Path:
+    """Return the path of a file that one rank of an attempt leaves; `kind` is the ending."""
+    return workdir / f"attempt{index}.rank{rank}.{kind}"
 
 
 Fit = Callable[[Attempt], Mapping[str, Any]]
@@ -98,7 +127,7 @@ Outcome = Literal["finished", "killed", "stopped"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptResult:
-    """Result of one life. The state of its ranks stays in files until it is read."""
+    """Result of one attempt. The state of its ranks stays in files until it is read."""
 
     index: int
     outcome: Outcome
@@ -109,37 +138,39 @@ class AttemptResult:
     """Exit codes by rank; negative for a signal."""
 
     def records(self, rank: int = 0, kind: str | None = None) -> list[Record]:
-        """The lines of one rank in the order they were written; of one `kind` only, if given."""
-        lines = _read_records(self.workdir / f"life{self.index}.rank{rank}.jsonl")
+        """Return the lines of one rank in the order they were written; of one `kind` only, if given."""
+        lines = read_lines(self._path(rank, "jsonl"))
         return [line for line in lines if kind is None or line["kind"] == kind]
 
     def steps(self, rank: int = 0) -> list[int]:
-        """`global_step` after each batch this life trained on."""
+        """Return `global_step` after each batch this attempt trained on."""
         return [line["step"] for line in self.records(rank, "train")]
 
     def end(self, rank: int = 0) -> dict[str, Any]:
-        """Return the state of one rank at the end of training; only a finished life has one."""
-        path = self.workdir / f"life{self.index}.rank{rank}.end"
-        return dict(torch.load(path, weights_only=True))
+        """Return the state of one rank at the end of training; only a finished attempt has one."""
+        return dict(torch.load(self._path(rank, "end"), weights_only=True))
 
     def returned(self, rank: int = 0) -> dict[str, Any]:
         """Return the result of the fit function on one rank."""
-        path = self.workdir / f"life{self.index}.rank{rank}.returned"
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(self._path(rank, "returned").read_text(encoding="utf-8")))
 
     def log(self, rank: int = 0) -> str:
         """Return standard output and error of one rank."""
-        return _log_path(self.workdir, self.index, rank).read_text(encoding="utf-8", errors="replace")
+        return self._path(rank, "log").read_text(encoding="utf-8", errors="replace")
+
+    def _path(self, rank: int, kind: str) -> Path:
+        return attempt_path(self.workdir, self.index, rank, kind)
 
 
 class AttemptFailed(AssertionError):
-    """A life hung, died otherwise than scripted, or outlived its kill; the message ends with the logs of its ranks."""
+    """An attempt hung, died otherwise than scripted, or outlived its kill; the message ends with the logs of its ranks."""
 
     @classmethod
     def of(cls, why: str, workdir: Path, index: int, world_size: int) -> AttemptFailed:
-        """The failure of one life, with the ends of its logs."""
-        tails = [f"--- rank {rank} ---\n{_tail(_log_path(workdir, index, rank))}" for rank in range(world_size)]
-        return cls("\n".join([f"life {index} {why}", *tails]))
+        """Return the failure of one attempt, with the ends of its logs."""
+        logs = [attempt_path(workdir, index, rank, "log") for rank in range(world_size)]
+        tails = [f"--- rank {rank} ---\n{_tail(path)}" for rank, path in enumerate(logs)]
+        return cls("\n".join([f"attempt {index} {why}", *tails]))
 
 
 def run_lives(
@@ -156,23 +187,23 @@ def run_lives(
     faults: Path | None = None,
     most_lives: int = 100,
 ) -> list[AttemptResult]:
-    """Run one life per kill, then one that must finish.
+    """Run one attempt per kill, then one that must finish.
 
-    With a `FaultInjector` in `fit` there is nothing to script here: name its folder, and lives that it ends are followed
+    With a `FaultInjector` in `fit` there is nothing to script here: name its folder, and attempts that it ends are followed
     by others until one finishes.
 
     Args:
         fit: runs in every rank process; what it returns must be JSON.
-        url: handed to every life.
+        url: handed to every attempt.
         workdir: receives records, logs and ends; one per call.
-        world_size: processes per life. More than one get the environment torchrun would set.
-        kills: the scripted end of each life; `None` scripts none, so that life must finish.
-        timeout: seconds per life, after which its threads are dumped to its log and it is killed.
+        world_size: processes per attempt. More than one get the environment torchrun would set.
+        kills: the scripted end of each attempt; `None` scripts none, so that attempt must finish.
+        timeout: seconds per attempt, after which its threads are dumped to its log and it is killed.
         seams: replacements that every process applies.
         must_strike: whether outliving a scripted kill is a failure; else the campaign ends there.
-        first_index: number of the first life, which decides about its seed.
-        faults: folder of the `FaultInjector` that ends lives.
-        most_lives: how many lives it may take until one finishes.
+        first_index: number of the first attempt, which decides about its seed.
+        faults: folder of the `FaultInjector` that ends attempts.
+        most_lives: how many attempts it may take until one finishes.
 
     Raises:
         AttemptFailed: an attempt did not end as scripted.
@@ -182,29 +213,22 @@ def run_lives(
         fit=fit, url=url, workdir=workdir, world_size=world_size, timeout=timeout, seams=tuple(seams), faults=faults
     )
     results: list[AttemptResult] = []
-    if faults is not None:
-        return _run_until_finished(script, first_index, most_lives)
-    for index, kill in enumerate([*kills, None], first_index):
-        results.append(_OneLife(script, index, kill).run())
-        if results[-1].outcome == "finished" and kill is not None:
-            if must_strike:
-                raise AttemptFailed.of(f"outlived {kill}", workdir, index, world_size)
-            break
-    return results
-
-
-def _run_until_finished(script: _Script, first_index: int, most_lives: int) -> list[AttemptResult]:
-    results: list[AttemptResult] = []
-    for index in range(first_index, first_index + most_lives):
-        results.append(_OneLife(script, index, None).run())
-        if results[-1].outcome == "finished":
+    for index, kill in enumerate([*kills, None] if faults is None else [None] * most_lives, first_index):
+        results.append(_RunningAttempt(script, index, kill).run())
+        if results[-1].outcome != "finished":
+            continue
+        if kill is not None and must_strike:
+            raise AttemptFailed.of(f"outlived {kill}", workdir, index, world_size)
+        if kill is not None or faults is not None:
             return results
-    raise AttemptFailed.of(f"was the last of {most_lives}, and none finished", script.workdir, index, script.world_size)
+    if faults is not None:
+        raise AttemptFailed.of(f"was the last of {most_lives}, and none finished", workdir, index, world_size)
+    return results
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Script:
-    """Arguments that the lives of one campaign share."""
+    """Arguments that the attempts of one campaign share."""
 
     fit: Fit
     url: str
@@ -214,7 +238,7 @@ class _Script:
     seams: tuple[Seam, ...]
     faults: Path | None = None
 
-    def life(self, index: int, rank: int, kill: Kill | None) -> Attempt:
+    def attempt(self, index: int, rank: int, kill: Kill | None) -> Attempt:
         return Attempt(
             index=index,
             rank=rank,
@@ -226,12 +250,12 @@ class _Script:
         )
 
 
-class _OneLife:
-    """The parent's view of the processes of one life."""
+class _RunningAttempt:
+    """Processes of one attempt, as their parent sees them."""
 
     def __init__(self, script: _Script, index: int, kill: Kill | None) -> None:
         self._script, self._index, self._kill = script, index, kill
-        self._lives = [script.life(index, rank, kill) for rank in range(script.world_size)]
+        self._attempts = [script.attempt(index, rank, kill) for rank in range(script.world_size)]
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._faults_before = self._fatal_faults()
@@ -241,8 +265,8 @@ class _OneLife:
         started = time.monotonic()
         port = _free_port()
         try:
-            for life in self._lives:
-                self._pids[life.rank] = _fork_rank(self._script, life, port)
+            for attempt in self._attempts:
+                self._pids[attempt.rank] = _fork_rank(self._script, attempt, port)
             self._wait(started + self._script.timeout)
         finally:
             self._kill_all()
@@ -256,7 +280,7 @@ class _OneLife:
         )
 
     def _wait(self, deadline: float) -> None:
-        """Until all ranks have ended, or one of them badly: then the others get a moment, as under torchrun."""
+        """Wait until all ranks have ended, or one of them badly: then the others get a moment, as under torchrun."""
         while len(self._codes) < len(self._pids):
             self._reap(os.WNOHANG)
             if any(self._codes.values()) and not self._asked_to_stop:
@@ -303,40 +327,40 @@ class _OneLife:
         return "stopped" if self._asked_to_stop else "killed"
 
     def _struck(self, rank: int) -> bool:
-        return any(line["kind"] == "killed" for line in _read_records(self._lives[rank].records))
+        return any(line["kind"] == "killed" for line in read_lines(self._attempts[rank].records))
 
     def _fatal_faults(self) -> int:
-        """How many faults that end a life an injector has recorded so far."""
-        lines = (
-            [] if self._script.faults is None else [line for _, own in read_ranks(self._script.faults) for line in own]
-        )
+        """Count the faults that end an attempt in an injector's records so far."""
+        if self._script.faults is None:
+            return 0
+        lines = chain.from_iterable(own for _, own in read_ranks(self._script.faults))
         return sum(line["event"] == "fault" and line["kind"] in FATAL for line in lines)
 
     def _failed(self, why: str) -> AttemptFailed:
         return AttemptFailed.of(why, self._script.workdir, self._index, self._script.world_size)
 
 
-def _fork_rank(script: _Script, life: Attempt, port: int) -> int:
-    """Process id of a new rank; the new process never returns from here."""
+def _fork_rank(script: _Script, attempt: Attempt, port: int) -> int:
+    """Return the process id of a new rank; the new process never returns from here."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _live(script, life, port)
+        _run_rank(script, attempt, port)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)  # the child does the same; whoever comes first
     return pid
 
 
-def _live(script: _Script, life: Attempt, port: int) -> NoReturn:
-    """The whole existence of a rank process. Leaves by `os._exit`: the parent's exit handlers are not ours to run."""
+def _run_rank(script: _Script, attempt: Attempt, port: int) -> NoReturn:
+    """Run a rank process from begin to end. It leaves by `os._exit`: the parent's exit handlers are not ours to run."""
     code = 1
     try:
-        _settle(life, port)
+        _set_up_process(attempt, port)
         for seam in script.seams:
             seam.apply()
-        returned = json.dumps(dict(script.fit(life)))
-        life.end.with_suffix(".returned").write_text(returned, encoding="utf-8")
+        returned = json.dumps(dict(script.fit(attempt)))
+        attempt.end.with_suffix(".returned").write_text(returned, encoding="utf-8")
         code = 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)  # as the interpreter does
@@ -348,10 +372,10 @@ def _live(script: _Script, life: Attempt, port: int) -> NoReturn:
         os._exit(code)
 
 
-def _settle(life: Attempt, port: int) -> None:
+def _set_up_process(attempt: Attempt, port: int) -> None:
     """Give this process its own group, output file, signal handlers and environment."""
     os.setpgid(0, 0)
-    log_file = os.open(_log_path(life.workdir, life.index, life.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log_file = os.open(attempt.end.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_file, 1)
     os.dup2(log_file, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -361,15 +385,15 @@ def _settle(life: Attempt, port: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ.update(_elastic_environment(life, port))
+    os.environ.update(_elastic_environment(attempt, port))
     torch.set_num_threads(1)  # as torchrun does for several ranks; and a forked thread pool may be unusable
 
 
-def _elastic_environment(life: Attempt, port: int) -> dict[str, str]:
-    """What torchrun sets; nothing for one process, which starts as plain `python train.py` would."""
-    if life.world_size == 1:
+def _elastic_environment(attempt: Attempt, port: int) -> dict[str, str]:
+    """Return what torchrun sets; nothing for one process, which starts as plain `python train.py` would."""
+    if attempt.world_size == 1:
         return {}
-    rank, world_size = str(life.rank), str(life.world_size)
+    rank, world_size = str(attempt.rank), str(attempt.world_size)
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -379,8 +403,8 @@ def _elastic_environment(life: Attempt, port: int) -> dict[str, str]:
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
         "GROUP_WORLD_SIZE": "1",
-        "TORCHELASTIC_RUN_ID": "lives",
-        "TORCHELASTIC_RESTART_COUNT": str(life.index),
+        "TORCHELASTIC_RUN_ID": "attempts",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt.index),
         "TORCHELASTIC_MAX_RESTARTS": "1000",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # whoever started the caller may have one
         "GLOO_SOCKET_IFNAME": "lo",
@@ -388,7 +412,7 @@ def _elastic_environment(life: Attempt, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A port nobody listens on, below the range from which the kernel draws the ports of outgoing connections."""
+    """Return a port nobody listens on, below the range from which the kernel draws the ports of outgoing connections."""
     draw = random.SystemRandom()
     while True:
         port = draw.randrange(20_000, 30_000)
@@ -397,35 +421,25 @@ def _free_port() -> int:
                 return port
 
 
-def _log_path(workdir: Path, index: int, rank: int) -> Path:
-    return workdir / f"life{index}.rank{rank}.log"
-
-
 def _tail(path: Path, lines: int = 60) -> str:
     if not path.exists():
         return "(no log)"
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
-def _read_records(path: Path) -> list[Record]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def assert_same_end(
     reference: Sequence[AttemptResult], results: Sequence[AttemptResult], *, repeats_may_differ: Collection[str] = ()
 ) -> None:
-    """Raise unless the last life of `results` ended bitwise like that of `reference`, and all lives trained on the same.
+    """Raise unless the last attempt of `results` ended bitwise like that of `reference`, and all attempts trained on the same.
 
     Compares, on every rank: parameters, buffers, optimizer state and groups, schedulers, precision plugin, RNG, progress,
-    what fit returned; and for every batch of every life its loss, data and learning rates. A step's batches must all
+    what fit returned; and for every batch of every attempt its loss, data and learning rates. A step's batches must all
     have been seen.
 
     Args:
         reference: the fault-free run.
-        results: the lives to compare.
-        repeats_may_differ: kinds of lines that only the first life to see them has to see right.
+        results: the attempts to compare.
+        repeats_may_differ: kinds of lines that only the first attempt to see them has to see right.
 
     Raises:
         AssertionError: lists every difference.
@@ -441,54 +455,9 @@ def assert_same_end(
             reference_records = [line for line in reference_records if (line["kind"], line["step"]) != ("epoch", last)]
         ends = [{**each.end(rank), **each.returned(rank)} for each in (want, got)]
         found = differences(*({k: v for k, v in end.items() if not k.startswith(unseen)} for end in ends))
-        records = [life.records(rank) for life in results]
+        records = [attempt.records(rank) for attempt in results]
         found += record_differences(reference_records, records, want.records(rank), repeats_may_differ)
         lines += [f"rank {rank}: {line}" for line in found]
     if lines:
         shown = lines[:150] + ([f"... and {len(lines) - 150} more"] if len(lines) > 150 else [])
         raise AssertionError("\n".join([f"{len(lines)} differences from the fault-free run:", *shown]))
-
-
-def record_differences(
-    reference: Sequence[Record],
-    lives: Sequence[Sequence[Record]],
-    known: Sequence[Record] | None = None,
-    repeats_may_differ: Collection[str] = (),
-) -> list[str]:
-    """Return a line per batch that some life saw differently, and per line of `reference` that no life saw.
-
-    Args:
-        reference: what the fault-free run saw.
-        lives: what each life saw.
-        known: with lines that need not have been seen; `None` for `reference`.
-        repeats_may_differ: see `assert_same_end`.
-    """
-    want = {_coordinates(line): line for line in (reference if known is None else known)}
-    needed = {_coordinates(line) for line in reference}
-    lines: list[str] = []
-    seen: set[tuple[Any, ...]] = set()
-    for index, life in enumerate(lives):
-        for line in life:
-            if line["kind"] == "killed":
-                continue
-            again = _coordinates(line) in seen and line["kind"] in repeats_may_differ
-            seen.add(_coordinates(line))
-            expected = want.get(_coordinates(line))
-            if expected != line and not again:
-                lines.append(f"life {index}: {_told(line, expected)}")
-    lines += [f"{_coordinates(line)} never happened" for key, line in want.items() if key in needed - seen]
-    return lines
-
-
-def _told(line: Record, expected: Record | None) -> str:
-    """A batch that differs, by what differs."""
-    if expected is None:
-        return f"{_coordinates(line)} is not part of the fault-free run"
-    fields = [key for key in line if line[key] != expected.get(key)]
-    told = ", ".join(f"{key} {line[key]} instead of {expected.get(key)}" for key in fields)
-    return f"{_coordinates(line)}: {told}"
-
-
-def _coordinates(line: Record) -> tuple[Any, ...]:
-    """Kind of line, epoch, batch, step and batches seen: what makes a line comparable."""
-    return line["kind"], line["epoch"], line["batch"], line["step"], line["seen"]
