@@ -35,6 +35,7 @@ from lightning_moe_ckpt.benchmarks._model import ModelSize
 from lightning_moe_ckpt.benchmarks._recovery_life import RecoveryFit, RecoveryLoss, RecoverySystem, read_times
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, run_lives
+from lightning_moe_ckpt.testing._attempts import attempt_path
 
 CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
@@ -175,7 +176,7 @@ def _read(lives: Sequence[AttemptResult], step: int, num_steps: int) -> Recovery
     rank = killed.world_size - 1
     (at,) = (line["at"] for line in killed.records(rank, "killed"))
     ranks = range(killed.world_size)
-    times = [read_times(killed.workdir / f"life{killed.index}.rank{each}.times") for each in ranks]
+    times = [read_times(attempt_path(killed.workdir, killed.index, each, "times")) for each in ranks]
     before, costs = times[rank]["done"], [each["costs"] for each in times]
     last = min(max(each) for each in costs)  # a rank may not have got to its line
     spent = [[b - a for a, b in zip(each[last - num_steps], each[last], strict=True)] for each in costs]
