@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_moe_ckpt.boosting._meters import Measured
+from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators import BiasView, MoELayerSpec
-from lightning_moe_ckpt.operators._taps import in_backward
 
 _RATE = 0.05
 """Change of the term per step, for a shortfall of one mean load; scores are between 0 and 1."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators import Capacity, CapacityView, ExpertCapacity, LoadCounter, MoELayerSpec, OperatorSet
-from lightning_moe_ckpt.operators._taps import in_backward
 
 
 class Measured(NamedTuple):

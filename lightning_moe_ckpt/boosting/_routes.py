@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.boosting._meters import Measured
+from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators import MoELayerSpec
-from lightning_moe_ckpt.operators._taps import in_backward
 
 Formula: TypeAlias = Literal["softmax", "normalised", "chosen"]
 """How weights of choices are made: probabilities, probabilities divided by their sum, or a softmax over the chosen."""

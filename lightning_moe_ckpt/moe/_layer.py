@@ -20,7 +20,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.moe._counts import TokenCounter, is_recomputing
 from lightning_moe_ckpt.moe._dispatch import (
     all_to_all_rows,
     by_expert,
@@ -37,6 +36,40 @@ from lightning_moe_ckpt.parallel import current_groups
 
 Activation = Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
+
+
+def in_backward() -> bool:
+    """Whether autograd runs backward on this thread, so that a forward now is a recomputation.
+
+    `torch.is_grad_enabled()` cannot tell: non-reentrant checkpointing recomputes with gradients enabled.
+    """
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001  # no public way; a test guards it
+
+
+class _TokenCounter:
+    """Running counts of this rank's slots per global expert: `processed` by the expert, or `dropped` over capacity.
+
+    Plain tensors, not buffers: a module's buffers are broadcast from rank 0 by DistributedDataParallel, and counts
+    differ between ranks.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.processed = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        self.dropped = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+
+    def add(self, kept_E: Tensor, routed_E: Tensor) -> None:
+        """Add the counts of one forward; the first call moves the counters to their device."""
+        if self.processed.device != kept_E.device:
+            self.processed, self.dropped = self.processed.to(kept_E.device), self.dropped.to(kept_E.device)
+        self.processed += kept_E
+        self.dropped += routed_E - kept_E
+
+    @staticmethod
+    def take(count_E: Tensor) -> Tensor:
+        """Return a copy of a count and reset it to zero."""
+        taken = count_E.clone()
+        count_E.zero_()
+        return taken
 
 
 class MoELayer(nn.Module):
@@ -99,7 +132,7 @@ class MoELayer(nn.Module):
         first = groups.ep_rank * self.num_local_experts
         self.local_expert_ids = range(first, first + self.num_local_experts)
         self.l_aux: Tensor | None = None
-        self._counter = TokenCounter(num_experts)
+        self._counter = _TokenCounter(num_experts)
         self.probabilities = nn.Identity()
 
         # Straight to memory without `nn.Linear`'s own draws from the global random state.
@@ -125,7 +158,7 @@ class MoELayer(nn.Module):
         self.l_aux = routing.l_aux
         self.probabilities(routing.probs.detach())
         dispatch = plan_dispatch(routing.topk_idx, self.num_experts, self.capacity(x_TD.shape[0]))
-        if self.training and not is_recomputing():
+        if self.training and not in_backward():
             self._counter.add(dispatch.kept, dispatch.routed)
         rows_ND = gather_rows(x_TD, dispatch.slots, self.top_k)
         y_ND = self._experts_everywhere(rows_ND, dispatch.kept)

@@ -25,10 +25,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import WrongCounts
+from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators._discover import discover
 from lightning_moe_ckpt.operators._layers import MoELayerSpec
 from lightning_moe_ckpt.operators._set import OperatorSet
-from lightning_moe_ckpt.operators._taps import IndexTap, TokenCounts, in_backward, tensors_of
+from lightning_moe_ckpt.operators._taps import IndexTap, TokenCounts, tensors_of
 
 MAX_STEPS = 8
 """Steps after which a layer without any token is not checked any more; it has no counts either."""

@@ -27,7 +27,6 @@ from lightning_moe_ckpt.operators.adapters import (
     describe_own,
     describe_stacked,
     find_adapter,
-    find_class_rule,
 )
 
 log = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ def _find_layers(
 
 def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterIndex) -> tuple[bool, MoELayerSpec | None]:
     """Return whether a rule knows the block, and its spec; the spec of a dense block is `None`."""
-    factory = find_adapter(child) or find_class_rule(child)
+    factory = find_adapter(child)
     if factory is not None:
         return True, factory(fqn, child, index)
     spec = (
@@ -118,7 +117,7 @@ def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterInd
 
 def _may_shard(block: nn.Module) -> bool:
     """Whether a block's library, or the user's adapter, may place experts on other ranks."""
-    known = find_adapter(block) or find_class_rule(block)
+    known = find_adapter(block)
     return known is not None and not type(block).__module__.startswith("transformers.")
 
 

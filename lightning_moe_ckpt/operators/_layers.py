@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_moe_ckpt.operators._bias import BiasView
-from lightning_moe_ckpt.operators._capacity import CapacityView
-from lightning_moe_ckpt.operators._extra_state import ExtraState
+from lightning_moe_ckpt.operators._operator import Holders, ParamSlice
 from lightning_moe_ckpt.operators._taps import CountTap
-from lightning_moe_ckpt.operators._types import Holders, ParamSlice
+from lightning_moe_ckpt.operators._views import BiasView, CapacityView, ExtraState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +75,11 @@ class MoELayerSpec:
 def whole_slice(fqn: str, param: nn.Parameter) -> ParamSlice:
     """Return the slice of a whole parameter, which every holder has in full."""
     return ParamSlice(fqn=fqn, start=0, stop=param.numel(), global_shape=tuple(param.shape), global_start=0)
+
+
+def whole_slices(params: Mapping[int, Mapping[str, nn.Parameter]]) -> dict[int, tuple[ParamSlice, ...]]:
+    """Return the slices of parameters that belong to one expert each, given by global expert index and live name."""
+    return {expert: tuple(whole_slice(fqn, p) for fqn, p in own.items()) for expert, own in params.items()}
 
 
 def stacked_slices(

@@ -1,25 +1,112 @@
-"""Access to an optimizer's state by parameter and key: its layout, reading, creating, dropping.
+"""Access to an optimizer's state by parameter and key, and to the options of its parameter groups.
 
-The layout is known before any state exists, so that space can be reserved. "No state yet" is a state of its own:
-capture records it, and restore drops the live state.
+The layout of the state is known before any state exists, so that space can be reserved. "No state yet" is a state of
+its own: capture records it, and restore drops the live state.
+
+An optimizer is supported if the update of an element depends on that element and on scalars only: then a slice of
+parameter and state, replayed alone, gives the same bits.
+
+Source: `torch/optim/adam.py` and `sgd.py` (`_init_group`), unchanged from torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from xxhash import xxh3_128_hexdigest
 
-from lightning_moe_ckpt.errors import UnsupportedOptimizer
-from lightning_moe_ckpt.operators._optimizer_layouts import AdamLayout, Group, StateEntry, StateLayout, layout_of
+from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
+
+Group = Mapping[str, Any]
+"""Options of a parameter group."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One tensor of a parameter's optimizer state."""
+
+    key: str
+    dtype: torch.dtype
+    per_element: bool
+    """Whether the tensor has the parameter's shape; else it is one scalar for the whole parameter."""
+
+
+Layout = Callable[[Group, torch.dtype], tuple[StateEntry, ...]]
+"""All entries that a parameter of a dtype can have with a group's options."""
+
+
+@cache
+def _adam_entries(dtype: torch.dtype, step_dtype: torch.dtype, amsgrad: bool) -> tuple[StateEntry, ...]:
+    keys = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+    moments = (StateEntry(key, dtype, per_element=True) for key in keys)
+    return (StateEntry("step", step_dtype, per_element=False), *moments)
+
+
+@cache
+def _sgd_entries(dtype: torch.dtype) -> tuple[StateEntry, ...]:
+    return (StateEntry("momentum_buffer", dtype, per_element=True),)
+
+
+def _adam(group: Group, dtype: torch.dtype) -> tuple[StateEntry, ...]:
+    """Return the step count and the moments of Adam and AdamW: single, foreach and fused, with or without amsgrad."""
+    # Same as torch.optim.optimizer._get_scalar_dtype, which is private.
+    wide = not group["fused"] and torch.get_default_dtype() is torch.float64
+    return _adam_entries(dtype, torch.float64 if wide else torch.float32, bool(group["amsgrad"]))
+
+
+def _sgd(group: Group, dtype: torch.dtype) -> tuple[StateEntry, ...]:
+    """Return the momentum buffer, if there is momentum.
+
+    Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
+    """
+    return _sgd_entries(dtype) if group["momentum"] != 0 else ()
+
+
+_layouts: dict[type[Optimizer], Layout] = {Adam: _adam, AdamW: _adam, SGD: _sgd}
+
+_REFUSED_OPTIONS = {
+    "capturable": "a captured CUDA graph keeps the addresses of state that a restore may replace",
+    "differentiable": "the state is part of an autograd graph",
+}
+
+_REASONS = {
+    "ZeroRedundancyOptimizer": "each parameter's state lives on one rank only",
+    "Adafactor": "its row and column statistics and its clipping are shared by all slices of a parameter",
+    "LBFGS": "its history runs over all parameters at once",
+    "Muon": "it orthogonalises whole matrices, so a slice cannot be updated alone",
+    "SparseAdam": "its state has the shape of sparse gradients",
+    "DistributedOptimizer": "its flat shards cut through operators",
+    "Optimizer8bit": "its blocks of quantised state straddle slices",
+}
+
+
+def register_optimizer(cls: type[Optimizer], *, like: type[Optimizer]) -> None:
+    """Support a subclass that keeps exactly the state of `like` and updates each element alone.
+
+    Args:
+        cls: the subclass; its own subclasses are not included.
+        like: `Adam`, `AdamW` or `SGD`, or a class registered before.
+
+    Raises:
+        UnsupportedOptimizer: `like` is not supported itself.
+    """
+    if like not in _layouts:
+        raise UnsupportedOptimizer(
+            f"`register_optimizer(like={like.__qualname__})`: that class is not supported itself."
+        )
+    _layouts[cls] = _layouts[like]
 
 
 class StateSchema:
     """Layout of and access to one optimizer's state. Make it with `StateSchema.of`."""
 
-    def __init__(self, optimizer: Optimizer, layout: StateLayout) -> None:
+    def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
         self.optimizer = optimizer
         self._layout = layout
         self._groups: dict[int, Group] = {}
@@ -32,16 +119,16 @@ class StateSchema:
         Raises:
             UnsupportedOptimizer: its state cannot be captured exactly slice by slice; the message says why.
         """
-        return cls(optimizer, layout_of(optimizer))
+        return cls(optimizer, _layout_of(optimizer))
 
     def entries(self, param: Tensor) -> tuple[StateEntry, ...]:
         """Return all state entries that `param` can have, in a fixed order; none if it is in no group."""
         group = self._group(param)
-        return () if group is None else self._layout.entries(group, param)
+        return () if group is None else self._layout(group, param.dtype)
 
     def adam_group(self, param: Tensor) -> Group | None:
         """Return the options of the group of `param` if the optimizer is Adam or AdamW, else `None`."""
-        return self._group(param) if isinstance(self._layout, AdamLayout) else None
+        return self._group(param) if self._layout is _adam else None
 
     def has_state(self, param: Tensor) -> bool:
         """Whether the optimizer has state of `param` yet.
@@ -49,11 +136,12 @@ class StateSchema:
         Raises:
             UnsupportedOptimizer: the state is not what the schema says.
         """
-        state = self._present(param)
+        # A momentum buffer may be there and be None.
+        state = {key for key, value in self.optimizer.state.get(param, {}).items() if value is not None}
         expected = {entry.key for entry in self.entries(param)}
         if not expected or not state:
             return False
-        if set(state) != expected:
+        if state != expected:
             raise UnsupportedOptimizer(
                 f"`{type(self.optimizer).__qualname__}` keeps {sorted(state)} for a parameter instead of "
                 f"{sorted(expected)}; state beyond the schema would be lost. Do not add to `optimizer.state`."
@@ -94,7 +182,13 @@ class StateSchema:
         group = self._group(param)
         if group is None or self.has_state(param):
             return
-        created = self._layout.create(group, param.detach())
+        device = param.device if group.get("fused") else torch.device("cpu")
+        created = {
+            entry.key: torch.zeros_like(param.detach(), memory_format=torch.preserve_format)
+            if entry.per_element
+            else torch.zeros((), dtype=entry.dtype, device=device)
+            for entry in self._layout(group, param.dtype)
+        }
         if created:
             self.optimizer.state[param] = created
 
@@ -107,12 +201,8 @@ class StateSchema:
         lines = [type(self.optimizer).__qualname__]
         for group in self.optimizer.param_groups:
             lines.append(f"group of {len(group['params'])}")
-            lines += [str(self._layout.entries(group, param)) for param in group["params"]]
+            lines += [str(self._layout(group, param.dtype)) for param in group["params"]]
         return xxh3_128_hexdigest("\n".join(lines).encode())
-
-    def _present(self, param: Tensor) -> Mapping[str, Tensor]:
-        # A momentum buffer may be there and be None.
-        return {k: v for k, v in self.optimizer.state.get(param, {}).items() if v is not None}
 
     def _group(self, param: Tensor) -> Group | None:
         """Return the group with `param`. Groups can be added or replaced during training (gradual unfreezing)."""
@@ -122,3 +212,70 @@ class StateSchema:
             self._groups = {id(p): group for group in groups for p in group["params"]}
             self._grouped = found
         return self._groups.get(id(param))
+
+
+def _layout_of(optimizer: Optimizer) -> Layout:
+    """Return the layout registered for exactly this optimizer class.
+
+    Raises:
+        UnsupportedOptimizer: the class has no layout, or an option prevents exact capture; the message says why.
+    """
+    cls = type(optimizer)
+    layout = _layouts.get(cls)
+    if layout is None:
+        known = (_REASONS[base.__name__] for base in cls.__mro__ if base.__name__ in _REASONS)
+        reason = next(known, "it is not known whether its state can be captured slice by slice")
+        raise UnsupportedOptimizer(
+            f"`{cls.__qualname__}` cannot be captured exactly: {reason}. Use Adam, AdamW or SGD; a subclass that keeps "
+            "their state as it is can be added with `register_optimizer(cls, like=...)`."
+        )
+    for i, group in enumerate(optimizer.param_groups):
+        option = next((name for name in _REFUSED_OPTIONS if group.get(name)), None)
+        if option is not None:
+            raise UnsupportedOptimizer(
+                f"`{cls.__qualname__}`, group {i}, cannot be captured exactly: `{option}=True`: {_REFUSED_OPTIONS[option]}."
+            )
+    return layout
+
+
+_IDENTITY = ("params", "param_names")
+
+
+def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:
+    """Return all fields except the parameters, one mapping per group; tensors are copied."""
+    return [{k: _copy(v) for k, v in group.items() if k not in _IDENTITY} for group in optimizer.param_groups]
+
+
+def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) -> None:
+    """Set the fields that `groups_state` returned. Live tensors are written in place.
+
+    Raises:
+        IdentityMismatch: the optimizer has another number of groups.
+    """
+    groups = optimizer.param_groups
+    if len(groups) != len(state):
+        raise IdentityMismatch(f"The optimizer has {len(groups)} parameter groups, the checkpoint {len(state)}.")
+    for group, fields in zip(groups, state, strict=True):
+        for key, value in fields.items():
+            group[key] = _restore(group.get(key), value)
+
+
+def _copy(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is tuple:
+        return tuple(_copy(each) for each in value)
+    return [_copy(each) for each in value] if type(value) is list else value
+
+
+def _restore(live: object, value: object) -> object:
+    if (
+        isinstance(live, Tensor)
+        and isinstance(value, Tensor)
+        and live.shape == value.shape
+        and live.dtype == value.dtype
+    ):
+        with torch.no_grad():
+            live.copy_(value)
+        return live
+    return _copy(value)

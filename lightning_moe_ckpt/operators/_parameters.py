@@ -1,5 +1,7 @@
 """Index of a module's parameters by first name; refuses those that cannot be captured slice by slice.
 
+Also reads one level of a module: its children and own parameters, including what `named_children` leaves out.
+
 A slice is a flat interval of a contiguous tensor. A parameter without such intervals is refused before training starts,
 with its name and the reason. Parameters that share bytes are found by storage, not by module type.
 """
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import UnknownLayout
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_NAMED = 8
 
 
@@ -36,7 +38,7 @@ class ParameterIndex:
             if id(param) not in self._names:
                 self._names[id(param)] = fqn
                 self.params[fqn] = param
-        refuse({fqn: reason for fqn, param in self.params.items() if (reason := _refusal(param))})
+        _refuse({fqn: reason for fqn, param in self.params.items() if (reason := _refusal(param))})
 
     def name(self, param: Tensor) -> str:
         """Return the first name of a parameter. Raises `KeyError` if it is not the module's."""
@@ -44,7 +46,7 @@ class ParameterIndex:
 
     def under(self, prefix: str) -> dict[str, nn.Parameter]:
         """Return the parameters whose first name lies in the module `prefix`."""
-        head = f"{prefix}." if prefix else ""
+        head = join(prefix, "")
         return {fqn: param for fqn, param in self.params.items() if fqn.startswith(head)}
 
     def sharing(self) -> Iterator[tuple[str, ...]]:
@@ -76,8 +78,22 @@ def byte_interval(tensor: Tensor) -> tuple[int, int]:
     return start * tensor.element_size(), (start + int(last) + 1) * tensor.element_size()
 
 
-def refuse(reasons: dict[str, str]) -> None:
-    """Raise `UnknownLayout` for these parameters and reasons, if there are any."""
+def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return direct children by name: a module may appear under two names, and an empty place is `None`."""
+    return dict(module._modules)  # noqa: SLF001  # named_children drops empty places and second names
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that the module owns itself, by attribute name."""
+    return {name: param for name, param in module._parameters.items() if param is not None}  # noqa: SLF001  # as above
+
+
+def join(prefix: str, name: str) -> str:
+    """Return the name in the model of `name` in the module `prefix`, which is empty for the model itself."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _refuse(reasons: dict[str, str]) -> None:
     if not reasons:
         return
     named = [f"`{fqn}` {reason}" for fqn, reason in list(reasons.items())[:_MAX_NAMED]]
@@ -103,7 +119,7 @@ def _refusal(param: nn.Parameter) -> str | None:
 def _layout_refusal(param: nn.Parameter) -> str | None:
     if param.layout is not torch.strided:
         return f"has layout {param.layout}; only strided tensors are supported"
-    if param.dtype not in DTYPES:
+    if param.dtype not in _DTYPES:
         return f"has dtype {param.dtype} (quantised or complex); supported are float32, float64, bfloat16, float16"
     if not param.is_contiguous():
         return "is not contiguous (channels_last?); make it so with `.contiguous()` before fit"

@@ -1,21 +1,30 @@
 """Give every parameter to exactly one operator.
 
+MoE layers come first. The parameters outside them are grouped: one dense operator per transformer block, the rest by
+child module. Blocks are the children of the outermost `ModuleList` on a parameter's path (or of a `Sequential` or
+`ModuleDict` that repeats a class). A module that contains blocks is opened: embeddings, final norm and head beside the
+blocks become operators of their own, never one giant operator.
+
 Invariant: the slices of all operators tile every parameter. Parameters that share bytes are in one operator.
+
+Source: MoEvement (2024), Appendix E (each layer of a dense model is an operator).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from torch import nn
 
 from lightning_moe_ckpt.errors import UnknownLayout
-from lightning_moe_ckpt.operators._dense import DenseGroups
 from lightning_moe_ckpt.operators._layers import MoELayerSpec, whole_slice
-from lightning_moe_ckpt.operators._parameters import ParameterIndex
-from lightning_moe_ckpt.operators._types import Operator, ParamSlice
+from lightning_moe_ckpt.operators._operator import Operator, ParamSlice
+from lightning_moe_ckpt.operators._parameters import ParameterIndex, child_slots, join
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Placement:
@@ -45,7 +54,7 @@ class Placement:
 
     def place_rest(self, module: nn.Module) -> None:
         """Group the parameters that no layer has, then join those that share bytes."""
-        groups = DenseGroups(module, self.unplaced)
+        groups = _DenseGroups(module, self.unplaced)
         for fqn in sorted(self.unplaced):
             name = groups.group(fqn)
             self._empty.setdefault(name, Operator(name=name, kind="dense", slices=()))
@@ -67,13 +76,20 @@ class Placement:
 
     def _add_layer(self, layer: MoELayerSpec) -> None:
         name = f"{layer.prefix}/router"
-        router = Operator(name=name, kind="router", slices=(), layer=layer.fqn, buffers=layer.router_buffers)
-        self._empty[router.name] = router
+        self._empty[name] = Operator(name=name, kind="router", slices=(), layer=layer.fqn, buffers=layer.router_buffers)
         self._claim([*dict.fromkeys(s.fqn for slices in layer.experts.values() for s in slices), *layer.router], layer)
         for fqn in layer.router:
-            self._put_whole(fqn, router.name)
+            self._put_whole(fqn, name)
         for expert, slices in layer.experts.items():
-            empty = _empty_expert(layer, expert)
+            empty = Operator(
+                name=f"{layer.prefix}/expert.{expert}",
+                kind="expert",
+                slices=(),
+                layer=layer.fqn,
+                expert_idx=expert,
+                holders=layer.holders,
+                freeze="skip",
+            )
             self._empty[empty.name] = empty
             for piece in slices:
                 if piece.numel == self._index.params[piece.fqn].numel():
@@ -113,13 +129,61 @@ class Placement:
             raise UnknownLayout(f"`{fqn}` is placed only up to element {end}; fix its adapter.")
 
 
-def _empty_expert(layer: MoELayerSpec, expert: int) -> Operator:
-    return Operator(
-        name=f"{layer.prefix}/expert.{expert}",
-        kind="expert",
-        slices=(),
-        layer=layer.fqn,
-        expert_idx=expert,
-        holders=layer.holders,
-        freeze="skip",
-    )
+class _DenseGroups:
+    """Assigns each dense parameter to a group.
+
+    Args:
+        module: the model.
+        fqns: names of the dense parameters.
+    """
+
+    def __init__(self, module: nn.Module, fqns: Iterable[str]) -> None:
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        owners = {fqn: fqn.rpartition(".")[0] for fqn in fqns}
+        self._live = {prefix for owner in set(owners.values()) for prefix in _prefixes(owner)} | {""}
+        self._containers = {prefix for prefix in self._live if self._repeats_blocks(prefix)}
+        self._open = {outer for inner in self._containers for outer in _prefixes(inner)} | {""}
+        self._open_only_children(set(owners.values()))
+
+    def group(self, fqn: str) -> str:
+        """Return the group of parameter `fqn`: a block, a child module, or the opened module that owns it."""
+        owner = fqn.rpartition(".")[0]
+        path = [*_prefixes(owner)]
+        for outer, inner in pairwise(path):
+            if outer in self._containers:
+                return inner
+        return next((prefix for prefix in path if prefix not in self._open), owner) or "root"
+
+    def _repeats_blocks(self, prefix: str) -> bool:
+        module = self._modules[prefix]
+        slots = child_slots(module).items()
+        kinds = Counter(type(child) for name, child in slots if child is not None and self._has(prefix, name))
+        if isinstance(module, nn.ModuleList):
+            return bool(kinds)
+        if isinstance(module, nn.ModuleDict):
+            # Named stages are no blocks, even if each of them is a Sequential.
+            return any(n > 1 and not issubclass(kind, _CONTAINERS) for kind, n in kinds.items())
+        return isinstance(module, nn.Sequential) and any(n > 1 for n in kinds.values())
+
+    def _has(self, prefix: str, child: str) -> bool:
+        return join(prefix, child) in self._live
+
+    def _open_only_children(self, owners: set[str]) -> None:
+        """Open a wrapper's only child, so that `self.model` of a LightningModule is not one giant operator."""
+        prefix = ""
+        while prefix not in self._containers and prefix not in owners:
+            children = [name for name in child_slots(self._modules[prefix]) if self._has(prefix, name)]
+            if len(children) != 1:
+                return
+            prefix = join(prefix, children[0])
+            if not any(self._has(prefix, name) for name in child_slots(self._modules[prefix])):
+                return
+            self._open.add(prefix)
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield `""`, `a`, `a.b` for `a.b`."""
+    yield ""
+    parts = path.split(".") if path else []
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])

@@ -11,7 +11,7 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.operators._layers import MoELayerSpec
-from lightning_moe_ckpt.operators._types import Operator
+from lightning_moe_ckpt.operators._operator import Operator
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,34 @@
-"""Count the tokens each expert processes, without forking the model and without waiting for the device.
+"""Count what each expert processes, without forking the model and without waiting for the device.
 
-Four kinds of taps cover the supported layouts: the indices passed to a module with stacked experts, the rows passed to
-each expert module, a mask or scores from the router, and a counter of the layer itself. Hooks add to an int64
-accumulator on the device (`bincount` would synchronise). They run in training only, and never when backward recomputes
-a forward, which would count tokens twice. `_popularity_taps` has the taps for router probabilities and capacity.
+Taps for tokens cover the supported layouts: the indices passed to a module with stacked experts or emitted by a router,
+the rows passed to each expert module, a mask or scores from the router, a counter of the layer itself, and the demand
+that a gate with a capacity reports. Taps for popularity sum the router's probabilities (soft counts) and the tokens
+that experts could take.
 
-Shape suffixes: T tokens on this rank, K top-k, E all experts.
+Taps are hooks that add to an int64 accumulator on the device (`bincount` would synchronise). They run in training only,
+and never when backward recomputes a forward, which would count tokens twice. They draw no random numbers and keep
+nothing of the graph.
+
+Shape suffixes: T tokens on this rank, K top-k, S slots (T * K), E all experts.
+
+Source: MoEvement (2024), Appendix B (popularity).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_moe_ckpt.moe._layer import in_backward
+
 log = logging.getLogger(__name__)
-
-
-def in_backward() -> bool:
-    """Whether autograd runs backward on this thread, so that a forward now is a recomputation.
-
-    `torch.is_grad_enabled()` cannot tell: non-reentrant checkpointing recomputes with gradients enabled.
-    """
-    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001  # no public way; a test guards it
 
 
 class TokenCounts:
@@ -103,8 +104,15 @@ class CountTap(Protocol):
         """Add the layer's own counts to `counts`; called before each reading."""
 
 
+class _HookTap:
+    """A tap whose hooks do all the counting."""
+
+    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True)
-class IndexTap:
+class IndexTap(_HookTap):
     """Counts the expert indices handed to a module with stacked experts."""
 
     experts: str
@@ -116,15 +124,12 @@ class IndexTap:
         """Hook the experts' forward, and the router's."""
         emitted: list[Tensor | None] = [None]
 
-        def route(router: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any], out: object) -> None:
-            if router.training and not in_backward():
-                emitted[0] = find_indices(out if isinstance(out, tuple | list) else [out])
+        def route(out: object) -> None:
+            emitted[0] = find_indices(_outputs(out))
 
-        def before(experts: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if not experts.training or in_backward():
-                return
+        def before(inputs: Sequence[object]) -> None:
             chosen, emitted[0] = emitted[0], None
-            idx_TK = find_indices([*args, *kwargs.values()])
+            idx_TK = find_indices(inputs)
             if idx_TK is None:
                 idx_TK = chosen
             if idx_TK is None:
@@ -133,17 +138,14 @@ class IndexTap:
             with torch.no_grad():
                 counts.add_indices(idx_TK)
 
-        handles = [module.get_submodule(self.experts).register_forward_pre_hook(before, with_kwargs=True)]
+        handles = [_on_inputs(module, self.experts, before)]
         if self.router is not None:
-            handles.append(module.get_submodule(self.router).register_forward_hook(route, with_kwargs=True))
+            handles.append(_on_output(module, self.router, route))
         return handles
-
-    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Nothing: the hooks have counted."""
 
 
 @dataclass(frozen=True)
-class RowsTap:
+class RowsTap(_HookTap):
     """Counts the rows passed to each expert module: the tokens that it really processed."""
 
     experts: Mapping[int, str]
@@ -151,14 +153,18 @@ class RowsTap:
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Hook each expert's forward."""
-        return [_hook_rows(module.get_submodule(fqn), expert, counts) for expert, fqn in self.experts.items()]
 
-    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Nothing: the hooks have counted."""
+        def count(expert: int, inputs: Sequence[object]) -> None:
+            x = next(tensors_of(inputs), None)
+            if x is not None:
+                # Shapes are known on the host, so this does not wait for the device.
+                counts.add_rows(expert, x.shape[:-1].numel(), x.device)
+
+        return [_on_inputs(module, fqn, partial(count, expert)) for expert, fqn in self.experts.items()]
 
 
 @dataclass(frozen=True)
-class MaskTap:
+class MaskTap(_HookTap):
     """Counts where a router's output is positive: a mask, or scores that are zero for experts not chosen."""
 
     router: str
@@ -169,9 +175,7 @@ class MaskTap:
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
         """Hook the router's forward."""
 
-        def after(router: nn.Module, _args: tuple[Any, ...], out: object) -> None:
-            if not router.training or in_backward():
-                return
+        def after(out: object) -> None:
             mask = out[self.output] if isinstance(out, tuple | list) else out
             if not isinstance(mask, Tensor) or mask.shape[-1:] != (counts.num_experts,):
                 counts.missed(self.router, "emits no value per expert")
@@ -179,10 +183,7 @@ class MaskTap:
             with torch.no_grad():
                 counts.add_sums((mask.detach() > 0).reshape(-1, counts.num_experts).sum(0))
 
-        return [module.get_submodule(self.router).register_forward_hook(after)]
-
-    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Nothing: the hook has counted."""
+        return [_on_output(module, self.router, after)]
 
 
 @dataclass(frozen=True)
@@ -208,16 +209,204 @@ class AttributeTap:
         return counter
 
 
-def _hook_rows(expert: nn.Module, expert_idx: int, counts: TokenCounts) -> RemovableHandle:
-    def before(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not called.training or in_backward():
-            return
-        x = next((t for t in tensors_of([*args, *kwargs.values()])), None)
-        if x is not None:
-            # Shapes are known on the host, so this does not wait for the device.
-            counts.add_rows(expert_idx, x.shape[:-1].numel(), x.device)
+# -- layers with a capacity --------------------------------------------------------------------------------------------
 
-    return expert.register_forward_pre_hook(before, with_kwargs=True)
+Share = Literal["processed", "dropped", "capacity"]
+
+Demand = tuple[Tensor, "Tensor | int | None"]
+"""Tokens that chose each expert, `[E]`, and the capacity of an expert; `None` if it takes all."""
+
+
+def add_share(counts: TokenCounts, share: Share, demand: Demand) -> None:
+    """Add one share of a forward's demand to `counts`, without waiting for the device."""
+    with torch.no_grad():
+        demand_E, capacity = demand[0].detach().to(torch.int64), demand[1]
+        if capacity is None:
+            capacity = demand_E.sum()
+        limit = torch.as_tensor(capacity, dtype=torch.int64, device=demand_E.device)
+        kept_E = torch.minimum(demand_E, limit)
+        counts.add_sums(
+            {"processed": kept_E, "dropped": demand_E - kept_E, "capacity": limit.expand(len(kept_E))}[share]
+        )
+
+
+@dataclass(frozen=True)
+class DemandTap(_HookTap):
+    """Adds up one share of the demand and capacity in a gate's output."""
+
+    gate: str
+    """Name of the module."""
+    read: Callable[[Any], Demand]
+    """Extracts both from the output."""
+    share: Share = "processed"
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook the gate's forward."""
+        return [_on_output(module, self.gate, lambda out: add_share(counts, self.share, self.read(out)))]
+
+
+@dataclass(frozen=True)
+class ChoiceTap(_HookTap):
+    """Counts the expert indices that a router emits; one outside `[0, E)` marks a dropped token."""
+
+    router: str
+    """Name of the module."""
+    limit: str | None = None
+    """Name of a module whose `expert_capacity(num_tokens)` returns an expert's capacity; zero means no limit."""
+    share: Share = "processed"
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook the router's forward."""
+        limiting: Any = None if self.limit is None else module.get_submodule(self.limit)
+
+        def after(out: Any) -> None:
+            idx_TK = find_indices(out)
+            if idx_TK is None:
+                counts.missed(self.router, "emits no expert indices")
+            elif limiting is None:
+                with torch.no_grad():
+                    counts.add_indices(idx_TK)
+            else:
+                idx_S = idx_TK.detach().reshape(-1).to(torch.int64)
+                demand_E = torch.zeros(counts.num_experts, dtype=torch.int64, device=idx_S.device)
+                demand_E.scatter_add_(0, idx_S, torch.ones_like(idx_S))
+                capacity = int(limiting.expert_capacity(idx_TK.shape[0]))
+                add_share(counts, self.share, (demand_E, capacity or None))
+
+        return [_on_output(module, self.router, after)]
+
+
+# -- popularity ------------------------------------------------------------------------------------------------------
+
+Score = Literal["auto", "none", "softmax", "sigmoid"]
+"""Function from a router's output to probabilities; `none` if the output is probabilities already."""
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": lambda x: x.sigmoid(),
+}
+
+
+@dataclass(frozen=True)
+class ProbabilityTap(_HookTap):
+    """Sums the router's probabilities of every expert, chosen or not."""
+
+    router: str
+    """Name of a module that emits `[..., E]`, alone or among other outputs."""
+    score: Score = "auto"
+    """`auto` decides at the first training forward: by the values, then by the weights of the chosen experts if the
+    router returns them, else softmax."""
+    output: int | None = None
+    """Index of the output with the values; `None` for the first that has a value per expert."""
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook the router's forward."""
+        scores = [] if self.score == "auto" else [_SCORES[self.score]]
+
+        def after(out: object) -> None:
+            outputs = _outputs(out)
+            emitted = list(tensors_of(outputs))
+            candidates = emitted if self.output is None else tensors_of([outputs[self.output]])
+            values_TE = next(
+                (t for t in candidates if t.is_floating_point() and t.shape[-1:] == (counts.num_experts,)), None
+            )
+            if values_TE is None:
+                counts.missed(self.router, "emits no value per expert")
+                return
+            with torch.no_grad(), torch.autocast(values_TE.device.type, enabled=False):
+                values_TE = values_TE.detach().reshape(-1, counts.num_experts).float()
+                if not scores:
+                    scores.append(_SCORES[find_score(values_TE, emitted)])
+                # In float64, because in bf16 a sum over thousands of tokens stops growing.
+                counts.add_sums(scores[0](values_TE).sum(dim=0, dtype=torch.float64))
+
+        return [_on_output(module, self.router, after)]
+
+
+@dataclass(frozen=True)
+class CapacityTap(_HookTap):
+    """Sums the tokens that each expert could take: the layer's `capacity`, or all tokens if none is dropped."""
+
+    module: str
+    """Name of a module whose input has one row per token, `[..., D]`. Its method `capacity(num_tokens)`, if any,
+    returns a number, a tensor `[E]`, or `None` for all tokens."""
+
+    def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
+        """Hook the module's forward."""
+        called = module.get_submodule(self.module)
+
+        def before(inputs: Sequence[object]) -> None:
+            x = next(tensors_of(inputs), None)
+            if x is not None:
+                counts.add_sums(_capacity(called, x.shape[:-1].numel(), counts.num_experts))
+
+        return [_on_inputs(module, self.module, before)]
+
+
+def find_score(values_TE: Tensor, emitted: Sequence[Tensor]) -> str:
+    """Return which function turns a router's output into probabilities. Waits for the device.
+
+    Args:
+        values_TE: one value per expert; logits or probabilities.
+        emitted: all outputs of the router. If they include weights and indices of the chosen experts `[T, K]`, the
+            function that explains the weights is returned.
+    """
+    if bool((values_TE >= 0).all()) and torch.allclose(values_TE.sum(-1), values_TE.new_ones(()), atol=1e-2):
+        return "none"
+    chosen, num_experts = find_indices(emitted), values_TE.shape[-1]
+    if chosen is None or chosen.shape[-1] == num_experts or int(chosen.max()) >= num_experts:
+        return "softmax"  # a mask over all experts, if anything
+    weight_TK = next((t for t in emitted if t.is_floating_point() and t.shape == chosen.shape), None)
+    if weight_TK is None:
+        return "softmax"
+    weight_TK, idx_TK = weight_TK.detach().float(), chosen.to(torch.int64)
+    errors = {name: _unlike(_SCORES[name](values_TE).gather(-1, idx_TK), weight_TK) for name in ("softmax", "sigmoid")}
+    return min(errors, key=errors.__getitem__)
+
+
+def _unlike(score_TK: Tensor, weight_TK: Tensor) -> float:
+    """Return the distance of the weights from the scores times one factor, or times one factor per token."""
+    factor_TK = weight_TK / score_TK.clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = float((factor_TK / factor_TK.mean() - 1).abs().mean())
+    if score_TK.shape[-1] == 1:
+        return scaled  # a factor per token would explain anything
+    return min(scaled, float((factor_TK / factor_TK.mean(-1, keepdim=True) - 1).abs().mean()))
+
+
+def _capacity(module: nn.Module, num_tokens: int, num_experts: int) -> Tensor:
+    ask = getattr(module, "capacity", None)
+    answer = ask(num_tokens) if callable(ask) else None
+    if isinstance(answer, Tensor):
+        return answer.detach()
+    return torch.full((num_experts,), num_tokens if answer is None else int(answer), dtype=torch.int64)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def _on_inputs(module: nn.Module, fqn: str, see: Callable[[Sequence[object]], None]) -> RemovableHandle:
+    """Call `see` with the arguments of every training forward of the module `fqn`, recomputations excluded."""
+
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if called.training and not in_backward():
+            see([*args, *kwargs.values()])
+
+    return module.get_submodule(fqn).register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _on_output(module: nn.Module, fqn: str, see: Callable[[Any], None]) -> RemovableHandle:
+    """Call `see` with the output of every training forward of the module `fqn`, recomputations excluded."""
+
+    def after(called: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+        if called.training and not in_backward():
+            see(out)
+
+    return module.get_submodule(fqn).register_forward_hook(after)
+
+
+def _outputs(out: object) -> Sequence[object]:
+    return out if isinstance(out, tuple | list) else [out]
 
 
 def find_indices(values: Sequence[object]) -> Tensor | None:

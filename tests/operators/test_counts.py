@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators import LoadCounter, MoELayerSpec, discover, register_adapter, unregister_adapter
-from lightning_moe_ckpt.operators._taps import TokenCounts, in_backward
+from lightning_moe_ckpt.operators._taps import TokenCounts
 
 
 class Experts(nn.Module):

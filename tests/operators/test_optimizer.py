@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators import StateSchema, groups_state, load_groups_state, register_optimizer
-from lightning_moe_ckpt.operators import _optimizer_layouts as layouts
+from lightning_moe_ckpt.operators import _optimizer as layouts
 
 Make = Callable[[Any], Optimizer]
 

@@ -1,4 +1,4 @@
-"""Our own `MoELayer`, or any layer that offers the same attributes: stacked experts, expert parallel."""
+"""`MoELayer`, and any layer that offers the same attributes: stacked experts, perhaps sharded over ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Protocol, cast
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.operators._capacity import AttributeCapacity, CapacityView, ExpertCapacity
 from lightning_moe_ckpt.operators._layers import MoELayerSpec, stacked_slices
-from lightning_moe_ckpt.operators._parameters import ParameterIndex
-from lightning_moe_ckpt.operators._popularity_taps import CapacityTap, ProbabilityTap
-from lightning_moe_ckpt.operators._taps import AttributeTap
+from lightning_moe_ckpt.operators._parameters import ParameterIndex, join
+from lightning_moe_ckpt.operators._taps import AttributeTap, CapacityTap, ProbabilityTap
+from lightning_moe_ckpt.operators._views import AttributeCapacity, CapacityView, ExpertCapacity
 from lightning_moe_ckpt.operators.adapters._routers import find_router_buffers, find_top_k
 
 _COUNTER, _DROPS = "tokens_per_expert", "drops_per_expert"
@@ -41,12 +40,14 @@ _ATTRIBUTES = (
 
 
 def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayerSpec | None:
-    """The layer's spec, or `None` if it lacks one of the attributes.
+    """Return the layer's spec, or `None` if it lacks one of the attributes.
 
-    `num_experts` counts over all ranks, `local_expert_ids` gives the global index of each row of the stacked expert
-    parameters, `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts, a submodule `probabilities`
-    (optional) emits the gate's probabilities `[T, E]`, `capacity(num_tokens)` (optional) says what an expert can take, and
-    `capacity_factor` (optional) is a number read at every forward, zero for a layer that drops nothing.
+    * `num_experts` counts over all ranks.
+    * `local_expert_ids` has the global index of each row of the stacked expert parameters.
+    * `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts.
+    * `probabilities` (optional) is a submodule that emits the gate's probabilities `[T, E]`.
+    * `capacity(num_tokens)` (optional) returns the tokens that an expert can take.
+    * `capacity_factor` (optional) is a number read at every forward, zero for a layer that drops nothing.
     """
     if not all(hasattr(module, name) for name in _ATTRIBUTES):
         return None
@@ -63,7 +64,7 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
         top_k=find_top_k(module, *module.children()),
         holders="expert_data" if len(local) < layer.num_experts else "world",
         count=_follow(fqn, module, _COUNTER),
-        probabilities=ProbabilityTap(_child(fqn, _PROBS), "none") if _PROBS in dict(module.named_children()) else None,
+        probabilities=ProbabilityTap(join(fqn, _PROBS), "none") if _PROBS in dict(module.named_children()) else None,
         capacity=CapacityTap(fqn),
         live_capacity=_find_capacity(fqn, module, layer.num_experts),
         dropped=_follow(fqn, module, _DROPS),
@@ -73,12 +74,8 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
 def _find_capacity(fqn: str, module: nn.Module, num_experts: int) -> CapacityView | None:
     if isinstance(module, MoELayer):
         return ExpertCapacity(fqn, _FACTOR, num_experts)
-    # What a layer like it makes of a factor per expert is not known.
+    # Whether another class accepts a factor per expert is not known.
     return AttributeCapacity(fqn, (_FACTOR,)) if isinstance(getattr(module, _FACTOR, None), int | float) else None
-
-
-def _child(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name
 
 
 def _follow(fqn: str, module: nn.Module, attribute: str) -> AttributeTap | None:
@@ -86,7 +83,7 @@ def _follow(fqn: str, module: nn.Module, attribute: str) -> AttributeTap | None:
 
 
 def _by_name(params: _Params, index: ParameterIndex) -> dict[str, nn.Parameter]:
-    """Parameters by live name, whether the layer hands out a mapping, pairs or the parameters alone."""
+    """Return parameters by live name, whether the layer returns a mapping, pairs or the parameters alone."""
     values = params.values() if isinstance(params, Mapping) else params
     found = (value[1] if isinstance(value, tuple) else value for value in values)
     return {index.name(param): param for param in found}

@@ -1,4 +1,7 @@
-"""Adapters by class: what a user adds for a layout that is not found by itself, or to overrule what would be.
+"""Adapters by class: those that a user adds, and those for layers of known libraries.
+
+A user adds one for a layout that is not detected, or to overrule what would be. An adapter answers for its class and
+for subclasses of it, wherever those are defined.
 
 Example:
     def describe(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayerSpec:
@@ -15,17 +18,35 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from lightning_moe_ckpt.operators._layers import MoELayerSpec
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators.adapters import _libraries
+from lightning_moe_ckpt.operators.adapters._tutel import describe_tutel
 
 AdapterFactory = Callable[[str, nn.Module, ParameterIndex], MoELayerSpec | None]
 """`(name of the module, the module, all parameters) -> its spec`, or `None` for "there is no routing in here"."""
 
 _factories: dict[type[nn.Module], AdapterFactory] = {}
+
+_LIBRARIES: Mapping[tuple[str, str], AdapterFactory] = {
+    ("deepspeed", "MoE"): _libraries.describe_deepspeed,
+    ("fmoe", "FMoE"): _libraries.describe_fastmoe,
+    ("megablocks", "MoE"): _libraries.describe_megablocks,
+    ("megablocks", "dMoE"): _libraries.describe_megablocks,
+    ("megatron", "MoELayer"): _libraries.describe_megatron,
+    ("scattermoe", "GLUMLP"): _libraries.describe_scattermoe,
+    ("scattermoe", "MLP"): _libraries.describe_scattermoe,
+    ("torchtitan", "MoE"): _libraries.describe_torchtitan,
+    ("transformers", "DbrxFFN"): _libraries.describe_dbrx,
+    ("transformers", "Llama4TextMoe"): _libraries.describe_llama4,
+    ("transformers", "NllbMoeSparseMLP"): _libraries.refuse_nllb,
+    ("tutel", "MOELayer"): describe_tutel,
+}
+"""By the library's top package and the name of the MoE block's class, so that no library is imported for it."""
 
 
 def register_adapter(cls: type[nn.Module], factory: AdapterFactory) -> None:
@@ -44,5 +65,9 @@ def unregister_adapter(cls: type[nn.Module]) -> None:
 
 
 def find_adapter(module: nn.Module) -> AdapterFactory | None:
-    """The factory that a user registered for the module's class or its nearest base."""
-    return next((_factories[base] for base in type(module).__mro__ if base in _factories), None)
+    """Return the factory registered for the module's class or its nearest base, else the one of its library."""
+    bases = type(module).__mro__
+    registered = (_factories[base] for base in bases if base in _factories)
+    names = ((base.__module__.partition(".")[0], base.__name__) for base in bases)
+    known = (_LIBRARIES[name] for name in names if name in _LIBRARIES)
+    return next(registered, None) or next(known, None)

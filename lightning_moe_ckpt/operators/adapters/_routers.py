@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_moe_ckpt.operators._children import child_slots, own_parameters
-from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators._parameters import ParameterIndex, child_slots, join, own_parameters
 
 _ROUTER = re.compile(r"(^|_)(router|gate|gates|gating|wg|classifier|switch)(_|$|\d)")
 _NOT_ROUTER = re.compile(r"shared|proj")
@@ -33,7 +32,7 @@ class Block(NamedTuple):
 
 
 def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex) -> Block | None:
-    """The MoE block around a module of experts.
+    """Return the MoE block around a module of experts.
 
     Experts often sit in a wrapper (`experts.local_experts`), so two levels are searched, but only through modules
     that are called after experts.
@@ -57,14 +56,13 @@ def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: Param
 
 
 def find_router_module(root: nn.Module, block_fqn: str, num_experts: int) -> str | None:
-    """The block's only module that emits one value per expert; `None` if the router is a bare parameter, or several."""
-    prefix = f"{block_fqn}." if block_fqn else ""
+    """Return the block's only module that emits one value per expert; `None` if there is none, or several."""
     found = [name for name, _ in _router_modules(root.get_submodule(block_fqn), num_experts, experts="")]
-    return f"{prefix}{found[0]}" if len(found) == 1 else None
+    return join(block_fqn, found[0]) if len(found) == 1 else None
 
 
 def find_router_buffers(block: nn.Module, block_fqn: str, num_experts: int, experts: str = "") -> tuple[str, ...]:
-    """Buffers of the block's router, and the block's own ones that have a value per expert: biases, counters.
+    """Return buffers of the block's router, and the block's own that have a value per expert: biases, counters.
 
     Args:
         block: the MoE block.
@@ -72,15 +70,14 @@ def find_router_buffers(block: nn.Module, block_fqn: str, num_experts: int, expe
         num_experts: over all ranks.
         experts: name of the child that holds the experts.
     """
-    prefix = f"{block_fqn}." if block_fqn else ""
     names = [name for name, buffer in block.named_buffers(recurse=False) if buffer.numel() == num_experts]
     for child, module in _router_modules(block, num_experts, experts):
         names += [f"{child}.{name}" for name, _ in module.named_buffers()]
-    return tuple(f"{prefix}{name}" for name in names)
+    return tuple(join(block_fqn, name) for name in names)
 
 
 def find_router_beside(fqn: str, num_experts: int, index: ParameterIndex) -> tuple[str, ...]:
-    """Names of the parameters of routers that are siblings of the module `fqn`, for blocks that are not known as such."""
+    """Return the parameters of routers that are siblings of the module `fqn`, where the block is not known."""
     parent = fqn.rpartition(".")[0]
     children = defaultdict[str, dict[str, nn.Parameter]](dict)
     for name, param in index.under(parent).items():
@@ -92,12 +89,12 @@ def find_router_beside(fqn: str, num_experts: int, index: ParameterIndex) -> tup
 
 
 def is_shared(fqn: str) -> bool:
-    """Whether a module is one of the experts every token visits; their wrapper may carry the name."""
+    """Whether a module is an expert that every token visits; its wrapper may carry the name."""
     return any("shared" in part.lower() for part in fqn.split(".")[-2:])
 
 
 def find_top_k(*modules: nn.Module) -> int | None:
-    """Experts per token, from the usual attributes."""
+    """Return the experts per token from the first of `modules` that has one of the usual attributes."""
     for module in modules:
         for attribute in ("top_k", "num_experts_per_tok", "moe_top_k"):
             value = getattr(module, attribute, None)
@@ -114,9 +111,9 @@ def _router_params(
     modules = [child for _, child in _router_modules(block, num_experts, experts)]
     if not named and not modules:
         return
-    prefix = f"{block_fqn}." if block_fqn else ""
     # A correction bias beside the router steers the choice of experts: it belongs to it.
-    named += [(n, p) for n, p in own if _BIAS.search(n) and p.numel() == num_experts and f"{prefix}{n}" in index.params]
+    biases = [(n, p) for n, p in own if _BIAS.search(n) and p.numel() == num_experts]
+    named += [(n, p) for n, p in biases if join(block_fqn, n) in index.params]
     yield from dict.fromkeys(index.name(p) for _, p in named)
     for child in modules:
         yield from dict.fromkeys(index.name(p) for p in child.parameters())
@@ -124,16 +121,14 @@ def _router_params(
 
 def _router_modules(block: nn.Module, num_experts: int, experts: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in child_slots(block).items():
-        if child is not None and name != experts and _is_router_name(name) and _emits(child, num_experts):
+        if child is None or name == experts or not _is_router_name(name):
+            continue
+        if _emitting(child.parameters(), num_experts):
             yield name, child
 
 
 def _is_router_name(name: str) -> bool:
     return bool(_ROUTER.search(name.lower())) and not _NOT_ROUTER.search(name.lower())
-
-
-def _emits(module: nn.Module, num_experts: int) -> bool:
-    return _emitting(module.parameters(), num_experts)
 
 
 def _emitting(params: Iterable[nn.Parameter], num_experts: int) -> bool:

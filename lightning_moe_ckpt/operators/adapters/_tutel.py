@@ -1,8 +1,8 @@
 """Tutel's `moe_layer`: experts of this rank, stacked or not, behind one or several gates.
 
-Rank r of the layer's group has experts `[r * e, (r + 1) * e)`. Tutel is never imported: a layer exists only where it was.
-What would go wrong silently is refused here, before training; what cannot be seen in a finished layer (a call with
-`megablocks_size`, environment variables that skip parts of it) is not.
+Rank r of the layer's group has experts `[r * e, (r + 1) * e)`. Tutel is never imported: its layers are recognised by
+class name. Settings that would silently train wrongly are refused before training; those that a finished layer does not
+show (a call with `megablocks_size`, environment variables that skip parts of it) are not.
 
 `load_state_dict` of such a layer fills experts that are missing with zeros and reports that all keys matched; nothing
 here goes through it: records are copied into parameters, slice by slice, and `MoEStrategy` refuses such checkpoints.
@@ -14,7 +14,7 @@ Source: Tutel 0.4 (commit ac0e51b), `impls/moe_layer.py`, `experts/*.py`, `impls
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +24,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt.errors import UnknownLayout
-from lightning_moe_ckpt.operators._capacity import AttributeCapacity
-from lightning_moe_ckpt.operators._demand import Share, add_share
-from lightning_moe_ckpt.operators._extra_state import AttributeState
+from lightning_moe_ckpt.moe._layer import in_backward
 from lightning_moe_ckpt.operators._layers import MoELayerSpec
+from lightning_moe_ckpt.operators._operator import ParamSlice
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
-from lightning_moe_ckpt.operators._popularity_taps import ProbabilityTap
-from lightning_moe_ckpt.operators._taps import TokenCounts, in_backward
-from lightning_moe_ckpt.operators._types import ParamSlice
-from lightning_moe_ckpt.operators.adapters._pieces import piece
-from lightning_moe_ckpt.operators.adapters._registry import AdapterFactory
+from lightning_moe_ckpt.operators._taps import ProbabilityTap, Share, TokenCounts, add_share
+from lightning_moe_ckpt.operators._views import AttributeCapacity, AttributeState
 from lightning_moe_ckpt.parallel._tutel import tutel_refusal
 
 
 def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """The spec of a `tutel.moe.moe_layer`.
+    """Describe a `tutel.moe.moe_layer`.
 
     Raises:
         UnknownLayout: it would train wrongly as it was built, or its experts cannot be told apart.
@@ -74,10 +70,10 @@ def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELaye
 
 @dataclass(frozen=True)
 class TutelTap:
-    """Adds up one share of what a layer dispatched: `dispatch_count` is the demand of this rank's tokens, before dropping.
+    """Adds up one share of what a layer dispatched.
 
-    With prioritised routing the layer's own number is wrong, so the choices that newer versions keep beside it are
-    counted. The capacity is read off the rows that experts are given.
+    `dispatch_count` is the demand of this rank's tokens, before dropping. With prioritised routing it is wrong, so the
+    choices that newer versions keep beside it are counted. The rows that experts are given show the capacity.
     """
 
     layer: str
@@ -133,17 +129,17 @@ def _refuse_broken(fqn: str, layer: nn.Module) -> None:
 def _cut(
     fqn: str, layer: Any, index: ParameterIndex, ids: Sequence[int], num_experts: int
 ) -> dict[int, tuple[ParamSlice, ...]]:
-    """Slices of each expert: rows of stacked tensors, intervals of flat ones, or whole parameters in a list of modules."""
+    """Return each expert's slices: rows of stacked tensors, intervals of flat ones, or parameters of listed modules."""
     prefix = f"{fqn}.experts" if fqn else "experts"
     modules = _numbered(layer.experts, len(ids))
     slices: dict[int, list[ParamSlice]] = {expert: [] for expert in ids}
     for name, param in index.under(prefix).items():
         local = next((i for i, path in enumerate(modules) if name.startswith(f"{prefix}.{path}.")), None)
         if local is not None:
-            slices[ids[local]].append(piece(name, param, 0, ids[local] // len(ids), num_experts // len(ids)))
+            slices[ids[local]].append(_piece(name, param, 0, ids[local] // len(ids), num_experts // len(ids)))
         elif len(ids) == 1 or param.shape[0] == len(ids) or _is_flat(layer, name, param):
             for i, expert in enumerate(ids):
-                slices[expert].append(piece(name, param, i, expert, num_experts, among=len(ids)))
+                slices[expert].append(_piece(name, param, i, expert, num_experts, among=len(ids)))
         else:
             raise UnknownLayout(
                 f"`{name}` {tuple(param.shape)} of Tutel layer `{fqn}` does not show which of its elements belong to "
@@ -153,7 +149,7 @@ def _cut(
 
 
 def _numbered(experts: nn.Module, num_local: int) -> list[str]:
-    """Names, in the module of all experts, of the modules that hold one each; none if there is no list of them."""
+    """Return the names within `experts` of the modules that hold one expert each; none if there is no list of them."""
     for name, child in experts.named_modules():
         if isinstance(child, nn.ModuleList) and len(child) == num_local:
             return [f"{name}.{i}" if name else str(i) for i in range(num_local)]
@@ -161,12 +157,20 @@ def _numbered(experts: nn.Module, num_local: int) -> list[str]:
 
 
 def _is_flat(layer: Any, name: str, param: nn.Parameter) -> bool:
-    """Whether it is one of `llama_ffn`'s, which keep `[e, D, F]` in one dimension and its shape beside it."""
+    """Whether a parameter is one of `llama_ffn`, which keeps `[e, D, F]` in one dimension and its shape beside it."""
     shape = getattr(layer.experts, f"{name.rpartition('.')[2]}_full_shape", None)
     return (
         shape is not None and param.ndim == 1 and shape[0] == layer.num_local_experts and shape.numel() == param.numel()
     )
 
 
-TUTEL: Mapping[str, AdapterFactory] = {"MOELayer": describe_tutel}
-"""By class of the block."""
+def _piece(fqn: str, param: nn.Parameter, place: int, global_place: int, places: int, *, among: int = 1) -> ParamSlice:
+    """Return the part at `place` of `among` equal ones; over all ranks it is part `global_place` of `places`."""
+    numel, shape = param.numel() // among, param.shape or (1,)
+    return ParamSlice(
+        fqn=fqn,
+        start=place * numel,
+        stop=(place + 1) * numel,
+        global_shape=(shape[0] // among * places, *shape[1:]),
+        global_start=global_place * numel,
+    )

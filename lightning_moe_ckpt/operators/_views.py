@@ -1,8 +1,19 @@
-"""Live capacity of a layer: the tokens its experts accept before dropping, read and changed during training.
+"""Live state of a layer that is neither weight nor optimizer state: capacity, selection-only bias, plain attributes.
 
-Libraries keep it in three places: per expert (Hugging Face Switch, our `MoELayer`), one value per layer (Tutel,
-DeepSpeed, FastMoE), or one value for the whole model (Megatron's and MegaBlocks' shared config). A view hides the
-difference. It holds names only, like the rest of a spec; each call gets the model.
+*Capacity*: the tokens that experts accept before dropping. Libraries keep it in three places: per expert (Hugging Face
+Switch, our `MoELayer`), one value per layer (Tutel, DeepSpeed, FastMoE), or one value for the whole model (Megatron's
+and MegaBlocks' shared config). A view hides the difference.
+
+*Selection-only bias*: DeepSeek-V3, torchtitan, Megatron, LitGPT's grouped router and nanochat balance load by a value
+per expert that they add to the scores used for choosing, not to the weights, and train it outside of forward. A view
+adds a second, temporary term and leaves the trained bias unchanged. Source: Wang et al. (2024), auxiliary-loss-free
+load balancing.
+
+*Plain attributes*, such as a running load or a gate's noise, are captured with the step journal between two batches,
+and restored before the first batch of a resumed run. Buffers do not need this: all of them are captured, including
+non-persistent ones.
+
+Views hold names only, like the rest of a spec; each call gets the model.
 
 Shape suffixes: E all experts of a layer.
 """
@@ -10,15 +21,16 @@ Shape suffixes: E all experts of a layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.operators._parameters import own_parameters
 
 CapacityScope = Literal["expert", "layer", "model"]
 """Range of one value: an expert, all experts of a layer, or all layers that share the owner."""
@@ -127,7 +139,7 @@ class AttributeCapacity:
         """Return each value times the largest factor."""
         most = max(factor_E)
         assert isinstance(value, tuple)
-        return value if _all_one(factor_E) else tuple(_scaled(each, most) for each in value)
+        return value if set(factor_E) == {1} else tuple(_scaled(each, most) for each in value)
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,7 @@ class ExpertCapacity:
         """Return a tuple; integers count tokens and are rounded up."""
         if len(factor_E) != self.num_experts:
             raise ValueError(f"`scaled` got {len(factor_E)} factors for {self.num_experts} experts.")
-        if _all_one(factor_E) or (not isinstance(value, tuple) and _number(value) == 0):
+        if set(factor_E) == {1} or (not isinstance(value, tuple) and _number(value) == 0):
             return value
         value_E = value if isinstance(value, tuple) else (value,) * self.num_experts
         return tuple(_scaled(each, factor) for each, factor in zip(value_E, factor_E, strict=True))
@@ -202,12 +214,130 @@ def _scaled(value: Capacity, factor: float) -> Capacity:
     return math.ceil(round(value * factor, _PLACES)) if isinstance(value, int) else value * factor
 
 
-def _all_one(factor_E: Sequence[float]) -> bool:
-    return all(factor == 1 for factor in factor_E)
-
-
 def _as_tensor(value: tuple[Capacity, ...], owner: nn.Module) -> Tensor:
     device = next((p.device for p in owner.parameters()), None)
     tensor = torch.tensor(value, device=device)
     tensor.numbers = value  # type: ignore[attr-defined]  # for `get`
     return tensor
+
+
+@dataclass(frozen=True)
+class BiasView:
+    """Place of one layer's selection-only bias; `add` adds a temporary term to it."""
+
+    layer: str
+    """Name of the module within whose forward the bias is read: the MoE block."""
+    owner: str
+    """Name of the module that owns the bias."""
+    attribute: str
+    """A buffer or parameter of E elements."""
+
+    def trained(self, module: nn.Module) -> Tensor:
+        """Return the live trained bias in its own shape. It is no copy: read it, do not change it."""
+        bias: Tensor = getattr(module.get_submodule(self.owner), self.attribute)
+        return bias
+
+    def add(self, module: nn.Module, term_E: Tensor) -> Callable[[], None]:
+        """Add `term_E` to the bias in every forward of the layer until the function returned is called.
+
+        Before and after each forward the trained bias is the same tensor with the same bits and version. So updates,
+        broadcasts and snapshots never see the term, and nothing of it stays after removal.
+
+        Args:
+            module: the model.
+            term_E: shape `[E]`, on the device of the bias, read at every forward. To change it, write to it in place,
+                at step boundaries only and equally on all ranks: a forward that activation checkpointing repeats must
+                choose the same experts again.
+
+        Returns:
+            A function that removes the term.
+        """
+        restore: list[Callable[[], None]] = []
+        owner = module.get_submodule(self.owner)
+
+        def before(_called: nn.Module, _args: tuple[Any, ...]) -> None:
+            restore.append(_replace(owner, self.attribute, term_E))
+
+        def after(_called: nn.Module, _args: tuple[Any, ...], _out: object) -> None:
+            if restore:
+                restore.pop()()
+
+        layer = module.get_submodule(self.layer)
+        # Other hooks, before and after the forward, see the trained bias.
+        ending = layer.register_forward_hook(after, always_call=True, prepend=True)
+        beginning = layer.register_forward_pre_hook(before)
+
+        def remove() -> None:
+            beginning.remove()
+            ending.remove()
+
+        return remove
+
+
+def _replace(owner: nn.Module, attribute: str, term_E: Tensor) -> Callable[[], None]:
+    """Replace the bias by its sum with `term_E`; return a function that puts the bias back."""
+    # Not by `setattr`, which refuses a tensor in place of a parameter and would unregister a buffer.
+    slots: dict[str, Any] = (
+        owner._parameters if attribute in own_parameters(owner) else owner._buffers  # noqa: SLF001
+    )
+    trained = slots[attribute]
+    with torch.no_grad():
+        total = trained + term_E.to(trained.dtype).view_as(trained)
+    slots[attribute] = nn.Parameter(total, requires_grad=False) if isinstance(trained, nn.Parameter) else total
+
+    def back() -> None:
+        slots[attribute] = trained
+
+    return back
+
+
+class ExtraState(Protocol):
+    """Gets and sets the plain attributes of a layer."""
+
+    def get(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return the state at a step boundary: numbers, strings, tensors, `None`, and lists or dicts of them.
+
+        The caller copies it. Each rank gets its own state back.
+        """
+
+    def set(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Restore what `get` returned, possibly in another process; tensors are on the CPU."""
+
+
+@dataclass(frozen=True)
+class AttributeState:
+    """State in plain attributes of modules. `get` leaves out an absent attribute, and `set` removes it again."""
+
+    places: tuple[tuple[str, str], ...]
+    """(name of a module, attribute)."""
+
+    def get(self, module: nn.Module) -> dict[str, Any]:
+        """Return values by `module.attribute`."""
+        found = {f"{fqn}.{name}": (module.get_submodule(fqn), name) for fqn, name in self.places}
+        return {key: getattr(owner, name) for key, (owner, name) in found.items() if hasattr(owner, name)}
+
+    def set(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Write in place into tensors that fit, so that other references see the values; else assign."""
+        for fqn, name in self.places:
+            owner, key = module.get_submodule(fqn), f"{fqn}.{name}"
+            live = getattr(owner, name, None)
+            if key not in state:
+                if hasattr(owner, name):
+                    delattr(owner, name)
+            elif isinstance(live, Tensor) and isinstance(state[key], Tensor) and _fits(live, state[key]):
+                with torch.no_grad():
+                    live.copy_(state[key])
+            else:
+                setattr(owner, name, _placed(state[key], owner))
+
+
+def _fits(live: Tensor, stored: Tensor) -> bool:
+    return live.shape == stored.shape and live.dtype == stored.dtype
+
+
+def _placed(value: Any, owner: nn.Module) -> Any:
+    """Copy a tensor to the device of the module's tensors; return other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    near = next(iter([*owner.parameters(), *owner.buffers()]), None)
+    return value.clone() if near is None else value.to(near.device, copy=True)
