@@ -1,6 +1,11 @@
 """Process groups, deterministic gradient reduction and norms."""
 
-from lightning_moe_ckpt.parallel._broadcast import broadcast_tensors as broadcast_tensors
+from lightning_moe_ckpt.parallel._collectives import OrderedHookState as OrderedHookState
+from lightning_moe_ckpt.parallel._collectives import broadcast_tensors as broadcast_tensors
+from lightning_moe_ckpt.parallel._collectives import global_grad_norm as global_grad_norm
+from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce as ordered_all_reduce
+from lightning_moe_ckpt.parallel._collectives import ordered_hook as ordered_hook
+from lightning_moe_ckpt.parallel._collectives import plain_all_reduce as plain_all_reduce
 from lightning_moe_ckpt.parallel._door import closed_doors as closed_doors
 from lightning_moe_ckpt.parallel._elastic import init_fresh_process_group as init_fresh_process_group
 from lightning_moe_ckpt.parallel._elastic import restart_is_likely as restart_is_likely
@@ -15,12 +20,7 @@ from lightning_moe_ckpt.parallel._groups import check_ep_size as check_ep_size
 from lightning_moe_ckpt.parallel._groups import close_groups as close_groups
 from lightning_moe_ckpt.parallel._groups import current_groups as current_groups
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
-from lightning_moe_ckpt.parallel._hook import OrderedHookState as OrderedHookState
-from lightning_moe_ckpt.parallel._hook import ordered_hook as ordered_hook
 from lightning_moe_ckpt.parallel._launcher import WorldFailed as WorldFailed
 from lightning_moe_ckpt.parallel._launcher import run_world as run_world
-from lightning_moe_ckpt.parallel._norms import global_grad_norm as global_grad_norm
-from lightning_moe_ckpt.parallel._ordered import ordered_all_reduce as ordered_all_reduce
-from lightning_moe_ckpt.parallel._ordered import plain_all_reduce as plain_all_reduce
 from lightning_moe_ckpt.parallel._reducer import GradientReducer as GradientReducer
 from lightning_moe_ckpt.parallel._reducer import ReductionMode as ReductionMode

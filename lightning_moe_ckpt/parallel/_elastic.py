@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.parallel._door import closed_doors
 
-_PREFIX = "lightning_moe_ckpt/life"
+_PREFIX = "lightning_moe_ckpt/incarnation"
 _POLL_SECONDS = 0.01
 
 

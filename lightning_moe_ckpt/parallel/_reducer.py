@@ -8,7 +8,12 @@ and stays `None` only if no replica has one.
 * Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the world size, because
   the tokens of all ranks have reached the expert already.
 
-Invariant: messages and their order depend on the layout alone, not on which gradients exist.
+All gradients of one kind (same group, dtype, device) form one flat vector, in reverse order of registration, which is
+about the order in which backward finishes them. The vector is cut every `bucket_numel` elements, also within a
+parameter, so a bucket never exceeds its size however large a stacked expert tensor is.
+
+Invariant: the layout is a pure function of names, shapes and sizes. Messages and their order depend on the layout
+alone, not on which gradients exist.
 """
 
 from __future__ import annotations
@@ -25,16 +30,68 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel._buckets import BucketLayout, BucketSlot, plan_buckets
-from lightning_moe_ckpt.parallel._exchange import StepExchange
+from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce, plain_all_reduce
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
 from lightning_moe_ckpt.parallel._lane import Lane, stream_writing
-from lightning_moe_ckpt.parallel._ordered import ordered_all_reduce, plain_all_reduce
 
 log = logging.getLogger(__name__)
 
 ReductionMode = Literal["ordered", "allreduce"]
 _REDUCE: dict[ReductionMode, Callable[..., Tensor]] = {"ordered": ordered_all_reduce, "allreduce": plain_all_reduce}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketSlot:
+    """The interval `[start, stop)` of one parameter in the flat vector, and the buckets it touches."""
+
+    start: int
+    stop: int
+    buckets: range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketLayout:
+    """A flat vector of `numel` elements cut into `bucket_numel` pieces; only the last may be shorter."""
+
+    slots: dict[str, BucketSlot]
+    """Intervals by parameter name, in the order of the vector."""
+    numel: int
+    bucket_numel: int
+
+    def interval(self, bucket: int) -> tuple[int, int]:
+        """Return first and one past the last element of a bucket."""
+        start = bucket * self.bucket_numel
+        return start, min(start + self.bucket_numel, self.numel)
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets."""
+        return -(-self.numel // self.bucket_numel)
+
+
+def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int) -> BucketLayout:
+    """Lay out parameters given in order of registration.
+
+    Args:
+        numels: elements of each parameter.
+        bucket_numel: elements of a bucket, before rounding.
+        multiple: size of the group; bucket sizes are multiples of it, so that chunks are equal.
+
+    Returns:
+        The layout; the vector is padded to a multiple of `multiple`.
+    """
+    bucket_numel = _round_up(max(bucket_numel, 1), multiple)
+    slots: dict[str, BucketSlot] = {}
+    start = 0
+    for name, numel in reversed(list(numels.items())):
+        stop = start + numel
+        slots[name] = BucketSlot(start=start, stop=stop, buckets=range(start // bucket_numel, -(-stop // bucket_numel)))
+        start = stop
+    return BucketLayout(slots=slots, numel=_round_up(start, multiple), bucket_numel=bucket_numel)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclass(kw_only=True, eq=False)
@@ -124,6 +181,7 @@ class GradientReducer:
         """This rank's values. The owner of a flag sets and clears it; a signal handler may do so at any time."""
         self.agreed: dict[str, int] = dict(self.flags)
         """Maximum of each flag over all ranks, from the last reduction."""
+        self._flag_names = tuple(self.flags)
         self._lane = Lane()
         self._sync = self._armed = False
         self._gradients: dict[str, _Gradient] = {}
@@ -171,8 +229,7 @@ class GradientReducer:
         for gradient in self._gradients.values():
             if not gradient.ready:
                 self._contribute(gradient)
-        present, self.agreed = self._exchange.run(present, self.flags)  # while the last buckets are reduced
-        self._write_back(present)
+        self._write_back(self._agree(present))  # agrees while the last buckets are reduced
 
     def close(self) -> None:
         """Remove the hooks and end the worker."""
@@ -204,12 +261,8 @@ class GradientReducer:
             )
             self._lay_out(layout, torch.zeros(layout.numel, dtype=dtype, device=device), group, order)
         self._queue.sort(key=lambda bucket: bucket.complete_at)
-        self._exchange = StepExchange(
-            [fqn for fqn in self._parameters if fqn in self._known - self._sharded],
-            [fqn for fqn in self._parameters if fqn in self._known & self._sharded],
-            list(self.flags),
-            self._groups,
-        )
+        self._replicated = [fqn for fqn in self._parameters if fqn in self._known - self._sharded]
+        self._own_experts = [fqn for fqn in self._parameters if fqn in self._known & self._sharded]
         log.debug("gradient reduction %s: %d gradients in %d buckets", self._mode, len(self._known), len(self._queue))
 
     def _agree_on_names(self) -> frozenset[str]:
@@ -232,16 +285,13 @@ class GradientReducer:
             for bucket in range(layout.num_buckets)
         ]
         for fqn, slot in layout.slots.items():
-            self._gradients[fqn] = self._place(fqn, slot, flat, [buckets[bucket] for bucket in slot.buckets])
-            for bucket in slot.buckets:
-                buckets[bucket].num_slots += 1
-                buckets[bucket].complete_at = max(buckets[bucket].complete_at, order[fqn])
+            parameter, waiting = self._parameters[fqn], [buckets[bucket] for bucket in slot.buckets]
+            view = flat[slot.start : slot.stop].view(parameter.shape)
+            self._gradients[fqn] = _Gradient(fqn=fqn, parameter=parameter, flat=view, buckets=waiting)
+            for bucket in waiting:
+                bucket.num_slots += 1
+                bucket.complete_at = max(bucket.complete_at, order[fqn])
         self._queue += buckets
-
-    def _place(self, fqn: str, slot: BucketSlot, flat: Tensor, buckets: list[_Bucket]) -> _Gradient:
-        parameter = self._parameters[fqn]
-        view = flat[slot.start : slot.stop].view(parameter.shape)
-        return _Gradient(fqn=fqn, parameter=parameter, flat=view, buckets=buckets)
 
     # -- one reduction -----------------------------------------------------------------------------------------------
 
@@ -278,6 +328,26 @@ class GradientReducer:
             device=bucket.flat.device,
             after=bucket.writers,
         )
+
+    def _agree(self, present: Mapping[str, bool]) -> dict[str, bool]:
+        """Return which gradients exist on any rank that shares the parameter, and set `agreed`. Collective.
+
+        The exchange is a maximum over all ranks of a vector of integers: one element per replicated parameter, one per
+        sharded parameter and expert-parallel rank (the same name means different experts there), one per flag. It runs
+        on the host, which needs the result: a gradient is `None` or not.
+        """
+        first, num_own = len(self._replicated), len(self._own_experts)
+        own = slice(first + self._groups.ep_rank * num_own, first + (self._groups.ep_rank + 1) * num_own)
+        votes = [int(present[fqn]) for fqn in self._replicated] + [0] * (self._groups.ep_size * num_own)
+        votes[own] = [int(present[fqn]) for fqn in self._own_experts]
+        exchanged = torch.tensor([*votes, *(self.flags[name] for name in self._flag_names)], dtype=torch.int32)
+        dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=self._groups.groups["control"])
+        found: list[int] = exchanged.tolist()
+        self.agreed = dict(zip(self._flag_names, found[len(votes) :], strict=True))
+        return {
+            **dict(zip(self._replicated, map(bool, found[:first]), strict=True)),
+            **dict(zip(self._own_experts, map(bool, found[own]), strict=True)),
+        }
 
     def _write_back(self, present: Mapping[str, bool]) -> None:
         for reduced in self._launched:

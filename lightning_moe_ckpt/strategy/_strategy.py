@@ -39,7 +39,7 @@ from lightning_moe_ckpt.parallel import (
     set_current_groups,
     shares_agent_store,
 )
-from lightning_moe_ckpt.parallel._tutel import refuse_tutel, zero_filled
+from lightning_moe_ckpt.parallel._experts import refuse_tutel, zero_filled
 from lightning_moe_ckpt.strategy import _glue
 from lightning_moe_ckpt.strategy._buffers import BufferSync
 from lightning_moe_ckpt.strategy._state_dict import (

@@ -30,7 +30,7 @@ from lightning_moe_ckpt.operators._operator import ParamSlice
 from lightning_moe_ckpt.operators._parameters import ParameterIndex
 from lightning_moe_ckpt.operators._taps import ProbabilityTap, Share, TokenCounts, add_share
 from lightning_moe_ckpt.operators._views import AttributeCapacity, AttributeState
-from lightning_moe_ckpt.parallel._tutel import tutel_refusal
+from lightning_moe_ckpt.parallel._experts import tutel_refusal
 
 
 def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:

@@ -1,0 +1,214 @@
+"""Collectives over tensors whose result depends on the ranks' values only.
+
+*Reduction.* A ring all-reduce adds an element's contributions in an order that depends on where the element lies in the
+buffer, so the bits of a gradient change with the bucket it travels in: with three or more ranks a restarted DDP differs
+from one that has run for a while. Here every element is summed from rank 0 upwards: all-to-all of equal chunks, the
+sum, all-gather. The bytes on the wire are those of a ring all-reduce. Invariant: for every element the result is
+`round(((x_0 + x_1) + x_2 + ...) / divisor)`, with 16-bit floats added and divided in fp32 and rounded once; all ranks
+hold the same bits because one rank computed them. `ordered_hook` brings it to plain DistributedDataParallel, which
+rebuilds its buckets after its first backward pass.
+
+*Norm of all gradients, experts counted once.* Expert-parallel ranks hold different experts, so each contributes the
+norms of its own. Every rank combines the same numbers in the same order, then all take rank 0's result. So replicas
+cannot diverge even if processors of two kinds add differently.
+
+*Broadcast* of many small tensors in one message. One collective per tensor would pay the latency every time: 1,500
+tensors of 8 KB take seconds over gloo.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with the classes themselves.
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.futures import Future
+
+from lightning_moe_ckpt.parallel._groups import ParallelGroups
+from lightning_moe_ckpt.parallel._lane import Lane
+
+# Shape suffixes: R ranks of the group, C elements of one rank's chunk.
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def ordered_all_reduce(
+    flat: Tensor, group: dist.ProcessGroup, *, divisor: int = 1, scratch: Tensor | None = None
+) -> Tensor:
+    """Sum `flat` over `group` in rank order and divide, in place. Collective.
+
+    Args:
+        flat: contiguous, one-dimensional; the same length on every rank. A multiple of the group size saves a copy.
+        group: the ranks to sum over; not `None`, which torch takes for the whole world.
+        divisor: applied to the sum before it is rounded to the dtype of `flat`.
+        scratch: memory of the dtype of `flat`, at least as long rounded up to a multiple of the group size; saves
+            fresh pages for every call, which cost as much as the transfer on CPU.
+
+    Returns:
+        `flat`, equal in bits on all ranks.
+    """
+    ranks = group.size()
+    padded = -(-flat.numel() // ranks) * ranks
+    sent = flat if flat.numel() == padded else F.pad(flat, (0, padded - flat.numel()))
+    received = torch.empty_like(sent) if scratch is None else scratch[:padded]
+    dist.all_to_all_single(_as_bytes(received), _as_bytes(sent), group=group)
+    received_RC = received.view(ranks, -1)
+    _sum_into_first(received_RC, divisor)
+    _share_first(received_RC, sent, group)
+    return flat if sent is flat else flat.copy_(sent[: flat.numel()])
+
+
+def plain_all_reduce(
+    flat: Tensor, group: dist.ProcessGroup, *, divisor: int = 1, scratch: Tensor | None = None
+) -> Tensor:
+    """Sum like `ordered_all_reduce`, by the backend's all-reduce: faster, but bits depend on the layout of `flat`."""
+    dist.all_reduce(flat, group=group)
+    return flat.div_(divisor) if divisor != 1 else flat
+
+
+def _all_gather_flat(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `out` with the ranks' `part`s, by rank."""
+    # The name changed in torch 2.13; the older one warns there.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(_as_bytes(out), _as_bytes(part), group=group)
+
+
+def _sum_into_first(parts_RC: Tensor, divisor: int) -> None:
+    total_C = parts_RC[0].to(_WIDER.get(parts_RC.dtype, parts_RC.dtype))
+    for part_C in parts_RC[1:]:
+        total_C.add_(part_C)
+    if divisor != 1:
+        total_C.div_(divisor)
+    parts_RC[0].copy_(total_C)
+
+
+def _share_first(parts_RC: Tensor, out: Tensor, group: dist.ProcessGroup) -> None:
+    if out.is_cuda:
+        _all_gather_flat(out, parts_RC[0], group)
+        return
+    # Measured on gloo: its all-gather takes twice as long as this, since it gathers into memory of its own first.
+    parts_RC[1:] = parts_RC[0]
+    dist.all_to_all_single(_as_bytes(out), _as_bytes(parts_RC.view(-1)), group=group)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # Every backend can move bytes, whatever other dtypes it supports.
+    return tensor.view(torch.uint8)
+
+
+class OrderedHookState:
+    """State of `ordered_hook`: a process group of its own and the lane that runs beside the backward pass.
+
+    Args:
+        group: all ranks of the DDP module, used by nothing else: DDP has collectives of its own in flight. By default
+            a new group over all ranks, so every rank must construct the state.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group if group is not None else dist.new_group()
+        self.lane = Lane()
+
+
+def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> Future[Tensor]:
+    """Reduce a bucket to its mean over ranks by `ordered_all_reduce`; a communication hook of DDP.
+
+    Use: `ddp.register_comm_hook(OrderedHookState(), ordered_hook)`.
+    """
+    flat = bucket.buffer()
+    divisor = state.group.size()
+    return state.lane.submit(lambda: ordered_all_reduce(flat, state.group, divisor=divisor), flat.device)
+
+
+def global_grad_norm(
+    named_gradients: Iterable[tuple[str, Tensor | None]],
+    *,
+    expert_parallel: Collection[str],
+    groups: ParallelGroups,
+    norm_type: float = 2.0,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the norm of the whole model's gradients, after their reduction. Collective.
+
+    Args:
+        named_gradients: gradients in the same order of names on all ranks; `None` means no gradient.
+        expert_parallel: names that stand for different experts on each expert-parallel rank. Equal on all ranks; a name
+            without a gradient on this rank counts as zero.
+        groups: this rank's groups.
+        norm_type: as in `torch.nn.utils.clip_grad_norm_`, infinity included.
+        device: device of the result if there is no gradient at all.
+
+    Returns:
+        A scalar, on the device of the gradients. Without expert-parallel names, the bits (and dtype) of
+        `torch.nn.utils.get_total_norm`; with them fp32.
+    """
+    present = [(name, grad) for name, grad in named_gradients if grad is not None]
+    device = present[0][1].device if present else device or torch.device("cpu")
+    if not expert_parallel:
+        total = torch.nn.utils.get_total_norm([grad for _, grad in present], norm_type).to(device)
+    else:
+        dense = [_norm(grad, norm_type) for name, grad in present if name not in expert_parallel]
+        own = {name: _norm(grad, norm_type) for name, grad in present if name in expert_parallel}
+        zero = torch.zeros((), device=device)
+        experts = _gather_norms(torch.stack([own.get(name, zero) for name in sorted(expert_parallel)]), groups)
+        total = torch.linalg.vector_norm(torch.cat([*(norm.view(1) for norm in dense), experts]), norm_type)
+    world = groups.group("world")
+    if world is not None:
+        dist.broadcast(total, 0, group=world)
+    return total
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
+    return norm
+
+
+def _gather_norms(own: Tensor, groups: ParallelGroups) -> Tensor:
+    """Return the norms of every expert-parallel rank's parameters, by rank."""
+    group = groups.group("expert")
+    if group is None or group.size() == 1:
+        return own
+    everyone = own.new_empty(group.size() * own.numel())
+    _all_gather_flat(everyone, own, group)
+    return everyone
+
+
+def broadcast_tensors(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int, *, message_nbytes: int = 64 * 2**20
+) -> None:
+    """Overwrite `tensors` with those of global rank `src`, in place. Collective; same shapes and order on all ranks.
+
+    Args:
+        tensors: tensors of any dtypes and devices.
+        group: the ranks that take part.
+        src: global rank of the source, a member of `group`.
+        message_nbytes: most bytes that are gathered into one message; a larger tensor is sent alone.
+    """
+    is_source = dist.get_rank() == src
+    with torch.no_grad():
+        for chunk in _chunks(tensors, message_nbytes):
+            flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in chunk])
+            dist.broadcast(flat, src, group=group)
+            if not is_source:  # the source does not change, so it keeps its version counters
+                _scatter(flat, chunk)
+
+
+def _chunks(tensors: Iterable[Tensor], message_nbytes: int) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    total = 0
+    for tensor in tensors:
+        full = total + tensor.nbytes > message_nbytes
+        if chunk and (full or tensor.device != chunk[0].device):
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(tensor)
+        total += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _scatter(flat: Tensor, chunk: list[Tensor]) -> None:
+    for tensor, part in zip(chunk, torch.split(flat, [tensor.nbytes for tensor in chunk]), strict=True):
+        # A byte offset need not be a multiple of the item size, as a view of the dtype would demand.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
