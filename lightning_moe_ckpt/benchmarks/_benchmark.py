@@ -1,4 +1,4 @@
-"""What benchmarks share. Each is a module with `measure`, which gives figures: dataclasses of JSON values, and `table`.
+"""Measure, judge and show. Each benchmark is a module with `measure`, which returns dataclasses of JSON values, and `table`.
 
 Variants are measured side by side in one run and take turns, because what else the machine does hits all alike.
 Medians and ratios of such figures say something about another machine; absolute seconds say something about this one.
@@ -29,7 +29,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 T = TypeVar("T")
 Accelerator = Literal["cpu", "gpu"]
 Progress = Callable[[str, int, int], None]
-"""Called with what begins, how many were done before it, and how many there are."""
+"""Called with the name of what begins, how many were done before it, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +51,21 @@ class Goal:
 
 
 class Cost(NamedTuple):
-    """What something took, in seconds; CPU time is that of all threads of the process."""
+    """Seconds that something took; CPU time is that of all threads of the process."""
 
     wall: float
     cpu: float
 
     @classmethod
     def of(cls, action: Callable[[], object]) -> Cost:
-        """Take it once."""
+        """Run `action` once."""
         wall, cpu = time.perf_counter(), time.process_time()
         action()
         return cls(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
-    """What to train on: `cpu` if nothing is said; `auto` takes GPUs if there is one for every rank.
+    """Return what to train on: `cpu` if nothing is said; `auto` takes GPUs if there is one for every rank.
 
     The driver is not asked: trainings are forked, and CUDA works in no fork of a process that has used it.
 
@@ -83,14 +83,14 @@ def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
 
 
 def rounds_of(num_rounds: int, cases: Sequence[T]) -> Iterator[tuple[int, T]]:
-    """Every case in every round, each first in turn: what one leaves for the disk to do hits another each time."""
+    """Yield every case in every round, each first in turn: what one leaves for the disk to do hits another each time."""
     for turn in range(num_rounds):
         start = turn % len(cases)
         yield from ((turn, case) for case in [*cases[start:], *cases[:start]])
 
 
 def medians(rounds: Sequence[object], *names: str) -> dict[str, Any]:
-    """Median over the rounds of each attribute that is named, `None` where no round has a number."""
+    """Return the median over the rounds of each attribute that is named, `None` where no round has a number."""
     columns = {name: [getattr(each, name) for each in rounds] for name in names}
     known = {name: [value for value in column if value is not None] for name, column in columns.items()}
     return {name: statistics.median(column) if column else None for name, column in known.items()}
@@ -104,22 +104,22 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Text with a unit and three or so digits that matter; empty if there is nothing to say."""
+    """Return text with a unit and about three digits; empty if there is nothing to say."""
     return "" if seconds is None else f"{seconds * 1e3:.{_decimals(seconds * 1e3)}f} ms"
 
 
 def megabytes(nbytes: float) -> str:
-    """Text with a unit; 10^6 bytes."""
+    """Return text in units of 10^6 bytes."""
     return f"{nbytes / 1e6:.{_decimals(nbytes / 1e6)}f} MB"
 
 
 def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> Table:
-    """A table whose columns are aligned right but for the first."""
+    """Return a table whose columns are aligned right but for the first."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*map(str, row))
     return table
 
 
@@ -148,7 +148,7 @@ class Machine:
 
     @classmethod
     def read(cls) -> Machine:
-        """This one, now."""
+        """Return this machine, now."""
         return cls(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             system=platform.platform(terse=True),
@@ -179,7 +179,7 @@ def _cpu_name() -> str:
 
 
 def _devices() -> str:
-    """The driver is not asked in this process, which may have to fork."""
+    # The driver is not asked in this process, which may have to fork.
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

@@ -1,4 +1,4 @@
-"""`moe-ckpt bench native --first-run`: what a first run on a GPU should tell, whatever of it fails.
+"""Run `moe-ckpt bench native --first-run`: all that a first run on a GPU should tell, whatever of it fails.
 
 Each section is a process with a limit of its own, so that an illegal access, a crash or a hang in one costs the others
 nothing. The document is whole after every section; it has what a section had found when it ended, and what it printed
@@ -32,23 +32,22 @@ import torch
 
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Machine, Progress, accelerator_for, write_document
-from lightning_moe_ckpt.benchmarks._fits import bench_folders, one_thread
-from lightning_moe_ckpt.benchmarks._model import ModelSize
+from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders, one_thread
+from lightning_moe_ckpt.benchmarks._native import Kernels
 from lightning_moe_ckpt.benchmarks._native_copies import CopyScale, DeviceCopies
 from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure, judge
-from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
-from lightning_moe_ckpt.benchmarks._recovery_life import RecoveryFit, RecoveryLoss, RecoverySystem
+from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _device_check, _library, examine
 from lightning_moe_ckpt.testing import AttemptResult, Kill, differences, run_lives
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the checkout, if this is one."""
+"""Root of the checkout, if this is one."""
 NO_DEVICE = "no CUDA device"
 _SAID = 8000  # characters of the end of the output
 _DUMP_SECONDS = 1.0
-"""For a section that is over its limit to write the stacks of its threads."""
+"""Time for a section that is over its limit to write the stacks of its threads."""
 _ATTRIBUTES = {
     "copy engines": 40,
     "page tables of the host": 100,
@@ -61,8 +60,8 @@ _ATTRIBUTES = {
 _BIG = ("--dim", "1024", "--experts", "8", "--blocks", "2", "--rounds", "3", "--precision", "32-true")
 _SMALL = ("--dim", "32", "--experts", "4", "--rounds", "1", "--blocks", "1", "--steps", "4", "--settle", "2")
 _SIZE = ModelSize(num_blocks=2, model_dim=64, num_experts=4, expert_dim=64, batch_size=4, dropout=0.1)
-_STEPS, _LIFE_SECONDS = 16, 40.0
-"""Of the training that is killed and resumed."""
+_STEPS, _ATTEMPT_SECONDS = 16, 40.0
+"""Steps and time limit of the training that is killed and resumed."""
 _CHECKS = """
 import torch
 from lightning_moe_ckpt.native import _device_check, _library
@@ -84,7 +83,7 @@ class SectionOutcome:
     seconds: float
     limit_seconds: float
     found: Any = None
-    """JSON; of a section that failed, what it had until then."""
+    """Values of JSON; of a section that failed, those it had until then."""
     said: str = ""
     """The end of its output."""
 
@@ -104,8 +103,8 @@ class Section:
     needs_device: bool = True
 
 
-def first_run(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
-    """Run the sections that `options.only` names, all by default; a row for each.
+def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
+    """Run the sections that `options.only` names, all by default, and return a row for each.
 
     Raises:
         ConfigurationError: there is no such section.
@@ -139,7 +138,7 @@ def run_apart(
     Args:
         commands: by section; each gets the path of the file for what it finds as a last argument. `None`: no device.
         path: of the document; folders are made.
-        progress: told of each section.
+        progress: called for each section.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     outcomes = dict[str, SectionOutcome]()
@@ -147,13 +146,11 @@ def run_apart(
         progress(f"first run: {name}", done, len(commands))
         limit = SECTIONS[name].limit
         if command is None:
-            outcomes[name] = SectionOutcome(
-                outcome=f"not run: {NO_DEVICE}", seconds=0, limit_seconds=limit.total_seconds()
-            )
+            lacking = f"not run: {NO_DEVICE}"
+            outcomes[name] = SectionOutcome(outcome=lacking, seconds=0, limit_seconds=limit.total_seconds())
         else:
             outcomes[name] = run_section(command, limit)
-        document = {"machine": Machine.read(), "sections": outcomes}
-        write_document(path, document)
+        write_document(path, {"machine": Machine.read(), "sections": outcomes})
     return outcomes
 
 
@@ -206,7 +203,7 @@ def _outcome(status: int | None, limit: timedelta, written: Mapping[str, Any], s
 
 
 def section_main() -> None:
-    """Entry of a section's process: section, accelerator, and the file for what is found."""
+    """Run a section in a process of its own; arguments are section, accelerator, and the file for what is found."""
     name, wanted, path = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -258,7 +255,7 @@ def _attributes() -> dict[str, int]:
 
 
 def _build(accelerator: Accelerator, keep: Keep) -> None:
-    """For the device that is here, in place of the checkout's libraries; without one, to see whether it builds."""
+    """Build for the device that is here, in place of the checkout's libraries; without one, see whether it builds."""
     script, start = _in_checkout("ext/build_native.py"), time.perf_counter()
     on_device = torch.cuda.is_available()
     archs = "".join(map(str, torch.cuda.get_device_capability())) if on_device else "90"
@@ -277,7 +274,7 @@ def _in_checkout(path: str) -> str:
 
 
 def _check(accelerator: Accelerator, keep: Keep) -> None:
-    """The package's own check of the device, with the tracebacks that it keeps to itself."""
+    """Run the package's own check of the device, with the tracebacks that it keeps to itself."""
     library, found, failed = _cuda_part(), dict[str, Any](), list[str]()
     for use in _device_check.USES:
         start = time.perf_counter()
@@ -316,13 +313,13 @@ def _resume(accelerator: Accelerator, keep: Keep) -> None:
     """Train, kill and resume, and hold every bit against the same training left in peace.
 
     It is left in peace twice: where two such runs differ, kernels are not deterministic, and nothing can be said of a resume.
-    A sparse run finds the memory of the life before it, a dense one has to read storage.
+    A sparse run finds the memory of the attempt before it, a dense one has to read storage.
     """
     # Attention has no deterministic backward in the fused kernels for float32.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     found = list[dict[str, Any]]()
-    # Comparing on several threads would leave some that the next life's fork has not, and waits for.
+    # Comparing on several threads would leave some that the next attempt's fork has not, and waits for.
     with one_thread(), bench_folders() as (folder, memory):
 
         def run(name: str, system: RecoverySystem, loss: RecoveryLoss, *kills: Kill) -> list[AttemptResult]:
@@ -331,7 +328,7 @@ def _resume(accelerator: Accelerator, keep: Keep) -> None:
                 accelerator=accelerator, deterministic=True,
             )  # fmt: skip
             url = (folder / name).as_uri()
-            return run_lives(fit, url=url, workdir=folder / f"{name}-lives", kills=kills, timeout=_LIFE_SECONDS)
+            return run_lives(fit, url=url, workdir=folder / f"{name}-attempts", kills=kills, timeout=_ATTEMPT_SECONDS)
 
         (peace,), (again,) = run("peace", "none", "process"), run("again", "none", "process")
         losses: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (("sparse", "process"), ("dense", "cluster"))
@@ -355,7 +352,7 @@ def _resume(accelerator: Accelerator, keep: Keep) -> None:
 
 
 def _other(peace: AttemptResult, other: AttemptResult) -> list[str]:
-    """What has other bits than in the run left in peace."""
+    """Return a line per difference to the run left in peace."""
     return [*differences(peace.end(), other.end()), *_other_losses(peace, other)]
 
 
@@ -386,14 +383,10 @@ def _measured(measured: DeviceCopies | Kernels, keep: Keep) -> None:
 
 
 def _trained(accelerator: Accelerator, keep: Keep) -> None:
-    """Of a model that is worth a GPU, or on a CPU of one that only shows that it works."""
+    """Measure the overhead of a model that is worth a GPU, or on a CPU of one that only shows that it works."""
     arguments = [*(_BIG if accelerator == "gpu" else _SMALL), "--accelerator", accelerator]
     options = BENCH.commands["overhead"].make_context("overhead", arguments).params
-    keep(_overhead.measure(SimpleNamespace(**options), _note))
-
-
-def _note(what: str, done: int, total: int) -> None:
-    sys.stdout.write(f"{what}, {done} of {total} are done\n")
+    keep(_overhead.measure(SimpleNamespace(**options), print))
 
 
 def _sanitized(tool: str) -> SectionWork:

@@ -1,4 +1,8 @@
-"""What all trainings that are measured have in common, and processes of which only the one whose turn it is runs.
+"""Trainings that are measured, what they have in common, and processes of which only the one whose turn it is runs.
+
+The model is a small GPT with experts on a stream of random tokens. What is learned does not matter. What does: a realistic
+mix of a few large expert tensors and many small dense ones, clipped gradients, a logged metric and a learning rate
+schedule, since each has its share in the journal.
 
 Two things that are measured one after the other meet different machines when others use it too. Taking turns of a few
 seconds they meet nearly the same one, and neither has to start anew for every turn.
@@ -6,7 +10,6 @@ seconds they meet nearly the same one, and neither has to start anew for every t
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -17,18 +20,132 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import Self
 
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.storage import RecordEntry, RecordRows, SegmentLayout, TensorSpec, dtype_code
 from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.testing._records import Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
+
+# Shape suffixes: N crops in total, B crops of a batch, T tokens of a crop, D model dim, H heads, V vocabulary.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What is trained; the defaults have 4.6 million parameters, nine in ten of them in experts."""
+
+    num_blocks: int = 4
+    """Transformer blocks, each with one layer of experts."""
+    model_dim: int = 128
+    """Width of the residual stream, 32 for each attention head."""
+    num_experts: int = 16
+    """Experts per block."""
+    expert_dim: int = 256
+    """Hidden width of one expert."""
+    vocabulary: int = 256
+    """Different tokens."""
+    context: int = 64
+    """Tokens of a crop."""
+    batch_size: int = 16
+    """Crops of a batch."""
+    capacity_factor: float = 0.0
+    """Room per expert relative to an even load; 0 drops nothing."""
+    balance: float = 0.01
+    """Weight of the experts' balancing loss."""
+    dropout: float = 0.0
+    """Share of the embedding's elements that are dropped."""
+
+    def num_params(self) -> int:
+        """Return the number of parameters; the model is not built."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in BenchModel(self).parameters())
+
+
+class _Block(nn.Module):
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        dim = size.model_dim
+        self.num_heads = max(1, dim // 32)
+        self.norm_attention, self.norm_moe = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.moe = MoELayer(dim, size.expert_dim, size.num_experts, top_k=2, capacity_factor=size.capacity_factor)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self._attend(self.norm_attention(x_BTD))
+        out_BTD: Tensor = x_BTD + self.moe(self.norm_moe(x_BTD))
+        return out_BTD
+
+    def _attend(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = self.qkv(x_BTD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        y_BHTD = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y_BTD: Tensor = self.out(y_BHTD.transpose(1, 2).flatten(2))
+        return y_BTD
+
+
+class BenchModel(LightningModule):
+    """Predict the next token.
+
+    Args:
+        size: what is built.
+    """
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.size = size
+        self.embed = nn.Embedding(size.vocabulary, size.model_dim)
+        self.position = nn.Embedding(size.context, size.model_dim)
+        self.blocks = nn.Sequential(*(_Block(size) for _ in range(size.num_blocks)))
+        self.head = nn.Linear(size.model_dim, size.vocabulary)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Return cross-entropy plus the experts' balancing loss."""
+        (tokens_BT,) = batch
+        loss = self.cross_entropy(tokens_BT)
+        self.log("loss", loss)
+        balance = [layer.l_aux for layer in self.moe_layers() if layer.l_aux is not None]
+        return loss + self.size.balance * torch.stack(balance).sum()
+
+    def cross_entropy(self, tokens_BT: Tensor) -> Tensor:
+        """Return the mean over every token but the first, in nats."""
+        x_BTD = self.embed(tokens_BT[:, :-1]) + self.position.weight[: tokens_BT.shape[1] - 1]
+        x_BTD = nn.functional.dropout(x_BTD, self.size.dropout, self.training)
+        logits_BTV = self.head(self.blocks(x_BTD))
+        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+    def moe_layers(self) -> list[MoELayer]:
+        """Return the layers of experts, first block first."""
+        return [module for module in self.modules() if isinstance(module, MoELayer)]
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return AdamW, 12 bytes per parameter with its weights, under a warm-up."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def random_tokens(size: ModelSize, num_batches: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches for `num_batches` steps, each crop one token longer than the context, which is what is predicted."""
+    generator = torch.Generator().manual_seed(0)
+    shape_NT = (num_batches * size.batch_size, size.context + 1)
+    tokens_NT = torch.randint(size.vocabulary, shape_NT, generator=generator)
+    return DataLoader(TensorDataset(tokens_NT), batch_size=size.batch_size, shuffle=True)
+
+
+# -- trainings
 
 _ADVICE = (
     r".*does not have many workers.*",
@@ -46,32 +163,20 @@ def own_memory(folder: str | Path, *, lost: bool) -> None:
     os.environ["MOE_CKPT_SHARED_MEMORY"] = str(folder)
 
 
-class Lines:
-    """A file to which lives append JSON, each line with one `write`, so that they outlive a SIGKILL."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
-
-    def write(self, what: str, **values: Any) -> None:
-        """Append a line of this kind."""
-        os.write(self._file, (json.dumps({"what": what, **values}) + "\n").encode())
-
-    @staticmethod
-    def read(path: str | Path, *kinds: str) -> list[dict[str, Any]]:
-        """The lines of all lives so far, in the order in which they were written; of some kinds only."""
-        text = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
-        return [line for line in map(json.loads, text.splitlines()) if line["what"] in kinds]
+def lines_of(path: str | Path, *kinds: str) -> list[Record]:
+    """Return the lines of some kinds that all attempts so far have written, in order."""
+    return [line for line in read_lines(path) if line["what"] in kinds]
 
 
 def bench_trainer(**options: Any) -> Trainer:
-    """A Trainer without loggers and bars, with clipped gradients; `options` come on top."""
+    """Return a Trainer without loggers and bars, with clipped gradients; `options` come on top."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(**{"devices": 1, "strategy": MoEStrategy(), "gradient_clip_val": 1.0, **quiet, **options})
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch with one thread: copies and digests run beside training, as they do where training has a device."""
+    """Give torch one thread: copies and digests run beside training, as they do where training has a device."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -82,7 +187,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Lines about devices, and advice on loaders and on other checkpoints, would bury the table."""
+    """Silence lines about devices and advice on loaders and on other checkpoints, which would bury the table."""
     with at_level("lightning.pytorch", logging.WARNING), warnings.catch_warnings():
         for message in _ADVICE:
             warnings.filterwarnings("ignore", message=message)
@@ -91,7 +196,7 @@ def quiet_lightning() -> Iterator[None]:
 
 @contextmanager
 def at_level(name: str, level: int) -> Iterator[None]:
-    """The logger `name` with another level."""
+    """Give the logger `name` another level."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)
@@ -103,7 +208,7 @@ def at_level(name: str, level: int) -> Iterator[None]:
 
 @contextmanager
 def bench_folders(parent: Path | None = None) -> Iterator[tuple[Path, Path]]:
-    """A folder for checkpoints and one on the tmpfs, both gone afterwards, whatever killed processes left there."""
+    """Yield a folder for checkpoints and one on the tmpfs, both gone afterwards, whatever killed processes left there."""
     with (
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=parent) as folder,
         tempfile.TemporaryDirectory(prefix="moe-ckpt-bench-", dir=shared_directory()) as memory,
@@ -117,7 +222,7 @@ HandOver = Callable[[Result], None]
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = timedelta(seconds=60)
-"""For a process to leave by itself, which removes its shared memory."""
+"""Time for a process to leave by itself, which removes its shared memory."""
 
 
 class TurnFailed(RuntimeError):
@@ -125,10 +230,10 @@ class TurnFailed(RuntimeError):
 
 
 class TurnTaker(Generic[Result]):
-    """A process that does `work` in turns. Forked at once, so make it before anything has started threads.
+    """A process that does `work` in turns. It is forked at once, so make it before anything has started threads.
 
     Args:
-        work: gets what it calls at the end of every turn.
+        work: gets a function to call at the end of every turn.
         timeout: limit for one turn.
     """
 
@@ -143,9 +248,9 @@ class TurnTaker(Generic[Result]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """No more turns: wait for the process to clean up, then end it. The one made last goes first.
+        """Give no more turns: wait for the process to clean up, then end it.
 
-        (Those made later have inherited this end of the pipe, and only when nobody has it open does the other end.)
+        Of several, the one made last goes first: it has inherited the pipes of the others, which end when nobody holds them.
         """
         self._pipe.close()
         self._process.join(self._patience.total_seconds())
@@ -192,3 +297,28 @@ def _serve(work: Callable[[HandOver[Result]], None], pipe: Connection, other_end
         pipe.send((CheckpointError(str(error)), None))
     except BaseException:  # noqa: BLE001  # process entry: the parent reports it
         pipe.send((TurnFailed(traceback.format_exc()), None))
+
+
+# -- segments that no training has captured
+
+_NUM_RECORDS = 64
+"""Enough that digests of records are not for free."""
+
+
+def made_up_layout(name: str, nbytes: int) -> SegmentLayout:
+    """Return a layout of about `nbytes`; records begin with `name`."""
+    shape = (nbytes // (4 * _NUM_RECORDS),)
+    specs = [TensorSpec(f"{name}.{index}", torch.float32, shape) for index in range(_NUM_RECORDS)]
+    return SegmentLayout(specs, metadata={})
+
+
+def made_up_rows(layout: SegmentLayout) -> RecordRows:
+    """Return a record per tensor, each an operator of its own."""
+    entries = [
+        RecordEntry(
+            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
+            global_shape=span.shape, global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
+        )
+        for name, span in layout.spans.items()
+    ]  # fmt: skip
+    return RecordRows(entries)

@@ -1,7 +1,8 @@
-"""What compiled copies and kernels gain on this machine, each beside what torch or Python does in its place.
+"""Measure what compiled copies and kernels gain on this machine, each beside what torch or Python does in its place.
 
 Many small slices are where calls cost more than bytes; of large ones only memory bandwidth is left. With a CUDA device
-the goals for its engine are measured too; without one they are listed as not run. `--first-run` is told in `_first_run`.
+the goals for its engine are measured too; without one they are listed as not run. That compiled code and torch give the
+same bits is left to tests.
 """
 
 from __future__ import annotations
@@ -9,21 +10,40 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import xxhash
 from rich.table import Table
+from torch import Tensor
 
-from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, table_of, write_document
-from lightning_moe_ckpt.benchmarks._first_run import first_run
+from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, Progress, table_of, write_document
 from lightning_moe_ckpt.benchmarks._native_copies import MIB, CopyScale, DeviceCopies
-from lightning_moe_ckpt.benchmarks._native_goals import Action, GoalMeasurement, NativeFigure, in_turns, judge, median
-from lightning_moe_ckpt.benchmarks._native_kernels import Kernels
-from lightning_moe_ckpt.native import Copy, CpuCopyEngine, create_engine, explain
+from lightning_moe_ckpt.benchmarks._native_goals import (
+    Action,
+    GoalMeasurement,
+    NativeFigure,
+    attempt,
+    in_turns,
+    judge,
+    median,
+)
+from lightning_moe_ckpt.native import (
+    AdamState,
+    AdamStep,
+    CompressedGradient,
+    Copy,
+    CpuCopyEngine,
+    compress_gradients,
+    create_engine,
+    decompress_gradient,
+    explain,
+    replay_adam,
+)
 
 _SLICE_NBYTES = (256, 16 * 2**10)
 _QUICK_NUMEL = 2**18
@@ -36,18 +56,24 @@ native.explain()
 print(time.perf_counter() - start)
 """
 """Timed inside one process: the difference of two processes would be noise of the seconds that torch takes."""
+SMALL_NUMEL = 99_999
+"""The largest tensor that becomes INT8."""
+NUM_STEPS = (1, 4, 8)
+_KEPT, _NUM_SAMPLES = 0.01, 32_768
+_LR, _WEIGHT_DECAY = 1e-3, 0.01
+_QUEUED = 4
+"""Calls that a device is given at a time, so that what the host does in between is hidden as in training."""
+_OURS, _SAMPLED, _FUSED = "compiled", "torch, sampled threshold", "torch, fused=True"
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[NativeFigure]:
     """Run the benchmark."""
-    if options.first_run:
-        return first_run(options, progress)
     if options.quick:
         options.elements = min(options.elements, _QUICK_NUMEL)
         options.device_elements = min(options.device_elements, _QUICK_NUMEL)
     parts: list[tuple[str, Callable[[SimpleNamespace], Iterator[NativeFigure]]]] = [
         ("copies", _copies),
-        ("compression and replay", _kernels),
+        ("compression and replay", lambda _: Kernels(torch.device("cpu"), options.elements, options.repeats).rates()),
         ("goals", _goals),
     ]
     figures = list[NativeFigure]()
@@ -96,32 +122,29 @@ def _torch_ways(copies: Sequence[Copy]) -> dict[str, Action]:
 
 
 def _lists(num_slices: int, numel: int) -> Iterator[tuple[str, list[Copy], float, str]]:
-    """Lists of copies with what they amount to, and of what: a rate is this by seconds."""
+    """Yield name, copies, amount and unit of each list; a rate is the amount by seconds."""
     for nbytes in _SLICE_NBYTES:
         memory = torch.ones(num_slices, 2 * nbytes, dtype=torch.uint8)[:, :nbytes]
         copies = list(zip(memory, torch.zeros(num_slices, nbytes, dtype=torch.uint8), strict=True))
         yield f"{num_slices} slices of {nbytes} bytes", copies, num_slices, "slices/s"
     flat, stack = torch.ones(numel), torch.zeros(numel // 1024, 4, 1024)
     rows = flat[: stack.shape[0] * 1024].view(-1, 1024)
-    for (
-        what,
-        src,
-        dst,
-    ) in (  # one expert of a stack that is sharded inside, and 16-bit weights, are no plain run of bytes
+    # One expert of a stack that is sharded inside, and 16-bit weights, are no plain run of bytes.
+    ways = (
         ("contiguous to every fourth row", rows, stack[:, 1]),
         ("float32 to bfloat16", flat, torch.zeros(numel, dtype=torch.bfloat16)),
         ("float32 to float16", flat, torch.zeros(numel, dtype=torch.float16)),
         ("contiguous", flat, torch.zeros(numel)),
-    ):
+    )
+    for what, src, dst in ways:
         yield f"{what}, one copy", [(src, dst)], src.nbytes / 1e9, "GB/s read"
 
 
-def _kernels(options: SimpleNamespace) -> Iterator[NativeFigure]:
-    return Kernels(torch.device("cpu"), options.elements, options.repeats).rates()
-
-
 def _goals(options: SimpleNamespace) -> Iterator[NativeFigure]:
-    on_host = _host_goals(options.megabytes, options.repeats)
+    on_host: dict[str, GoalMeasurement] = {
+        "G11": lambda: _checksum_rate(options.megabytes, options.repeats),
+        "G13": lambda: _load_milliseconds(options.repeats),
+    }
     reason = next((f"{part.part} part: {part.reason}" for part in explain() if not part.active), "")
     if reason:
         yield from judge(on_host, reason)
@@ -132,11 +155,6 @@ def _goals(options: SimpleNamespace) -> Iterator[NativeFigure]:
     yield from judge({**copies.goals(), **kernels.goals(), **on_host}, "")
     yield from copies.rates()
     yield from kernels.rates()
-
-
-def _host_goals(megabytes: int, repeats: int) -> dict[str, GoalMeasurement]:
-    """Those goals that need no device."""
-    return {"G11": lambda: _checksum_rate(megabytes, repeats), "G13": lambda: _load_milliseconds(repeats)}
 
 
 def _checksum_rate(megabytes: int, repeats: int) -> float:
@@ -154,3 +172,126 @@ def write_figures(folder: Path, figures: Sequence[NativeFigure]) -> None:
     """Put `native.json` into `folder`, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     write_document(folder / "native.json", {"machine": Machine.read(), "native": figures})
+
+
+# -- kernels
+
+
+class Kernels:
+    """Time of kernels on one device.
+
+    Args:
+        device: where gradients are.
+        numel: elements of the largest gradient that is compressed; on a device a fifth of it is replayed.
+        repeats: runs of each measurement.
+    """
+
+    def __init__(self, device: torch.device, numel: int, repeats: int) -> None:
+        self._device, self._repeats, self._on_cpu = device, repeats, device.type == "cpu"
+        self._numel = numel if self._on_cpu else min(numel, torch.cuda.mem_get_info(device)[0] // 32)
+        self._replayed = numel if self._on_cpu else self._numel // 5
+
+    def goals(self) -> dict[str, GoalMeasurement]:
+        """Return measurements by name of the goal."""
+        return {
+            "G9": lambda: self._gain(self._compressions(self._numel, torch.float32), _SAMPLED),
+            "G10": lambda: self._gain(self._replays("compressed", NUM_STEPS[-1]), _FUSED),
+        }
+
+    def rates(self) -> Iterator[NativeFigure]:
+        """Yield milliseconds, with the processor's time or, of a device, the rate at which memory must be read and written."""
+        for numel in [self._numel] if self._on_cpu else sorted({10**6, 10**7, self._numel}):
+            for dtype in (torch.float32, torch.bfloat16):
+                ways = self._compressions(numel, dtype)
+                yield from self._rows(f"1% of {numel} {str(dtype)[6:]}", ways, numel * dtype.itemsize)
+        gradient = self._randn(SMALL_NUMEL)
+        ways = {_OURS: lambda: compress_gradients([gradient]), "torch": lambda: _int8(gradient)}
+        yield from self._rows(f"INT8 of {SMALL_NUMEL} float32", ways, 4 * SMALL_NUMEL)
+        for kind, num_steps in product(("plain", "compressed"), NUM_STEPS):
+            what = f"AdamW, {num_steps} steps, {kind}, {self._replayed}"
+            yield from self._rows(what, self._replays(kind, num_steps), 24 * self._replayed)
+
+    def _rows(self, what: str, ways: Mapping[str, Action], nbytes: int) -> Iterator[NativeFigure]:
+        costs = dict[str, Cost]()
+        first = attempt(what, _OURS, lambda: costs.update(self._costs(ways)) or 0.0, unit="ms")
+        if not costs:
+            yield first
+        for how, cost in costs.items():
+            note = f"CPU {cost.cpu * 1e3:,.4g} ms" if self._on_cpu else f"{nbytes / cost.wall / 1e12:.3g} TB/s"
+            yield NativeFigure(what=what, how=how, value=cost.wall * 1e3, unit="ms", note=note)
+
+    def _gain(self, ways: Mapping[str, Action], baseline: str) -> float:
+        costs = self._costs({how: ways[how] for how in (_OURS, baseline)})
+        return costs[baseline].wall / costs[_OURS].wall
+
+    def _costs(self, ways: Mapping[str, Action]) -> dict[str, Cost]:
+        if self._on_cpu:
+            return in_turns(ways, self._repeats)
+        queued = {how: lambda action=action: self._queue(action) for how, action in ways.items()}
+        costs = in_turns(queued, self._repeats)
+        return {how: Cost(cost.wall / _QUEUED, cost.cpu / _QUEUED) for how, cost in costs.items()}
+
+    def _queue(self, action: Action) -> None:
+        for _ in range(_QUEUED):
+            action()
+        torch.cuda.synchronize(self._device)
+
+    def _compressions(self, numel: int, dtype: torch.dtype) -> dict[str, Action]:
+        gradient = self._randn(numel).to(dtype)
+        ways: dict[str, Action] = {_OURS: lambda: compress_gradients([gradient]), _SAMPLED: lambda: _sampled(gradient)}
+        return ways | ({"torch, exact topk": lambda: _topk(gradient)} if self._on_cpu else {})
+
+    def _replays(self, kind: str, num_steps: int) -> dict[str, Action]:
+        gradient: Tensor | CompressedGradient = self._randn(self._replayed)
+        if kind == "compressed" and isinstance(gradient, Tensor):
+            (gradient,) = compress_gradients([gradient])
+        chosen = (self._randn(self._replayed), gradient, num_steps)
+        return {
+            _OURS: _replay(*chosen),
+            "torch, foreach=False": _torch_steps(*chosen),
+            _FUSED: _torch_steps(*chosen, fused=True),
+        }
+
+    def _randn(self, numel: int) -> Tensor:
+        return torch.randn(numel, device=self._device, generator=torch.Generator(self._device).manual_seed(1))
+
+
+def _replay(weights: Tensor, gradient: Tensor | CompressedGradient, num_steps: int) -> Action:
+    """Return what takes a state through the steps with `replay_adam`."""
+    state = AdamState(weights.clone(), torch.zeros_like(weights), torch.zeros_like(weights))
+    steps = [AdamStep(gradient=gradient, step=1 + n, lr=_LR, weight_decay=_WEIGHT_DECAY) for n in range(num_steps)]
+    return lambda: replay_adam(state, steps)
+
+
+def _torch_steps(
+    weights: Tensor, gradient: Tensor | CompressedGradient, num_steps: int, *, fused: bool = False
+) -> Action:
+    """Return what takes torch's optimizer through the steps, each from a gradient made whole first."""
+    param = torch.nn.Parameter(weights.clone())
+    optimizer = torch.optim.AdamW([param], lr=_LR, weight_decay=_WEIGHT_DECAY, foreach=False, fused=fused)
+
+    def take() -> None:
+        for _ in range(num_steps):
+            whole = gradient if isinstance(gradient, Tensor) else decompress_gradient(gradient)
+            param.grad = whole.to(torch.float32).view_as(param)
+            optimizer.step()
+
+    return take
+
+
+def _int8(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    scale = gradient.abs().max() / 127
+    return (gradient / scale).round_().clamp_(-127, 127).to(torch.int8), scale.view(1)
+
+
+def _sampled(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    magnitudes = gradient.abs()
+    sample = magnitudes[:: max(gradient.numel() // _NUM_SAMPLES, 1)].float()
+    threshold = sample.kthvalue(max(int(sample.numel() * (1 - _KEPT)), 1)).values
+    indices = (magnitudes >= threshold).nonzero().flatten()
+    return gradient[indices].half(), indices.int()
+
+
+def _topk(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    indices = gradient.abs().topk(max(int(gradient.numel() * _KEPT), 1)).indices
+    return gradient[indices].half(), indices.int()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_moe_ckpt.benchmarks._benchmark import Cost
 from lightning_moe_ckpt.benchmarks._native_goals import (
     Action,
     GoalMeasurement,
@@ -85,7 +86,7 @@ class DeviceCopies:
         self._pinned = self._page_locked(self._nbytes)
 
     def goals(self) -> dict[str, GoalMeasurement]:
-        """By name of the goal."""
+        """Return measurements by name of the goal."""
         return {
             "G1": lambda: 100 * self._rate() / self._baseline(),
             "G2": lambda: 100 * self._rate_beside_matrices() / self._rate(),
@@ -99,7 +100,7 @@ class DeviceCopies:
         }
 
     def rates(self) -> Iterator[NativeFigure]:
-        """GB/s of every arrangement that can be chosen, and what matrices and a small copy of training feel of it."""
+        """Yield GB/s of every arrangement that can be chosen, and its effect on matrices and on a small copy of training."""
         gigabytes = partial(attempt, unit="GB/s")
         yield gigabytes("device to host", "torch, one pinned copy", self._baseline)
         yield gigabytes("64 KiB slices", "torch's streams, slice by slice", self._rate_of_twin)
@@ -116,13 +117,13 @@ class DeviceCopies:
             yield attempt(what, "added to a 4 KiB copy, p99", partial(self._added_delay, *chosen), unit="ms")
 
     def slices(self, size: int) -> list[Copy]:
-        """As many copies of `size` bytes as there is memory for."""
+        """Return as many copies of `size` bytes as there is memory for."""
         num = max(1, min(self._nbytes // size, _MAX_SLICES))
         apart = ((num, size), (size + _GAP, 1))
         return list(zip(self._src.as_strided(*apart), self._ring.as_strided(*apart), strict=True))
 
     def _baseline(self) -> float:
-        """GB/s of one copy into page-locked memory."""
+        """Return GB/s of one copy into page-locked memory."""
 
         def one() -> None:
             self._pinned.copy_(self._src[: self._nbytes], non_blocking=True)
@@ -131,7 +132,7 @@ class DeviceCopies:
         return self._nbytes / median(one, self._scale.repeats) / 1e9
 
     def _rate(self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2) -> float:
-        """GB/s of slices of `size` bytes."""
+        """Return GB/s of slices of `size` bytes."""
         with self._copying(size, arrangement, depth) as (copy, nbytes):
             return nbytes / median(copy, self._scale.repeats) / 1e9
 
@@ -139,7 +140,7 @@ class DeviceCopies:
     def _copying(
         self, size: int = MIB, arrangement: Arrangement | None = None, depth: int = 2, most: int = _MAX_SLICES
     ) -> Iterator[tuple[Callable[[], None], int]]:
-        """What copies a list of slices and waits for them, and their bytes."""
+        """Yield a function that copies a list of slices and waits for them, and their bytes."""
         with self._engine(arrangement, depth) as engine:
             self._register(engine, self._ring)
             copies = self.slices(size)[:most]
@@ -172,7 +173,7 @@ class DeviceCopies:
         return statistics.median(rates)
 
     def _slowdown(self, work: Action, arrangement: Arrangement | None = None, depth: int = 2) -> float:
-        """Percent that `work` takes longer beside copies."""
+        """Return the percent that `work` takes longer beside copies."""
         self._loop_seconds(work)
         with self._copying(MIB, arrangement, depth) as (copy, _):
             alone = self._loop_seconds(work)
@@ -180,7 +181,7 @@ class DeviceCopies:
                 return 100 * (self._loop_seconds(work) / alone - 1)
 
     def _added_delay(self, arrangement: Arrangement | None = None, depth: int = 2) -> float:
-        """Milliseconds that the 99th percentile of a small copy to the host rises by."""
+        """Return the milliseconds that the 99th percentile of a small copy to the host rises by."""
         small, host = torch.zeros(1024, device=self._of_tensors), self._page_locked(4096).view(torch.float32)
 
         def one() -> None:
@@ -197,7 +198,7 @@ class DeviceCopies:
                 return (percentile() - idle) * 1e3
 
     def _small_against_loop(self) -> float:
-        """Times as fast as a loop of torch's copies into page-locked memory."""
+        """Return how many times as fast as a loop of torch's copies into page-locked memory copies are."""
         num = min(8192, self._nbytes // 4096)
         sources = self._src[: num * 4096].view(num, 4096)
         pairs = list(zip(sources, self._pinned[: num * 4096].view(num, 4096), strict=True))
@@ -211,7 +212,7 @@ class DeviceCopies:
             return median(loop, self._scale.repeats) / median(copy, self._scale.repeats)
 
     def _submit_microseconds(self) -> float:
-        """Time of the calling thread, an upper bound of how long it holds the interpreter lock."""
+        """Return the time of the calling thread, an upper bound of how long it holds the interpreter lock."""
         seconds = list[float]()
         with self._engine() as engine:
             self._register(engine, self._ring)
@@ -224,16 +225,14 @@ class DeviceCopies:
         return statistics.median(seconds) * 1e6
 
     def _processor_share(self) -> float:
-        """Percent of a core while copying."""
+        """Return the percent of a core that copying takes."""
         with self._copying() as (copy, _):
             copy()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(10 * self._scale.repeats):
-                copy()
-            return 100 * (time.process_time() - cpu) / (time.perf_counter() - wall)
+            cost = Cost.of(lambda: [copy() for _ in range(10 * self._scale.repeats)])
+            return 100 * cost.cpu / cost.wall
 
     def _registration_rate(self) -> float:
-        """GB/s until a fresh mapping is registered, which copies into it then need not wait for."""
+        """Return GB/s until a fresh mapping is registered, which copies into it then need not wait for."""
         memory = torch.frombuffer(mmap.mmap(-1, self._nbytes), dtype=torch.uint8)
         with self._engine() as engine:
             return memory.nbytes / seconds_of(lambda: self._register(engine, memory)) / 1e9
@@ -248,7 +247,7 @@ class DeviceCopies:
         return lambda: values.add_(1.0)
 
     def _loop_seconds(self, work: Action) -> float:
-        """Seconds of one call."""
+        """Return the seconds of one call."""
         self._synchronize()
         start, num = time.perf_counter(), 0
         while time.perf_counter() - start < self._scale.loop_seconds:
@@ -291,7 +290,7 @@ class DeviceCopies:
 
 
 def make_engine(device: torch.device, arrangement: Arrangement, depth: int) -> CopyEngine:
-    """The compiled engine of a device, started.
+    """Return the compiled engine of a device, started.
 
     Args:
         device: where sources are.

@@ -48,26 +48,28 @@ GOALS = (
 
 
 def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[NativeFigure]:
-    """A row per goal.
+    """Measure a row per goal.
 
     Args:
         measurements: by name of the goal; what is missing was not run.
         reason: why those that are missing are.
     """
-    return [_judge_one(goal, measurements.get(goal.name), reason) for goal in GOALS]
-
-
-def _judge_one(goal: Goal, measure: GoalMeasurement | None, reason: str) -> NativeFigure:
-    what, note = f"{goal.name} {goal.what}", f"goal {goal}"
-    if measure is None:
-        note = f"{note}: not run on a GPU: {reason}"
-        return NativeFigure(what=what, how="compiled engine", value=None, unit=goal.unit, note=note)
-    figure = attempt(what, "compiled engine", measure, unit=goal.unit, note=note)
-    return figure if figure.value is None else replace(figure, note=f"{note}: {goal.outcome(figure.value)}")
+    rows, how = list[NativeFigure](), "compiled engine"
+    for goal in GOALS:
+        what, note, measure = f"{goal.name} {goal.what}", f"goal {goal}", measurements.get(goal.name)
+        if measure is None:
+            note = f"{note}: not run on a GPU: {reason}"
+            row = NativeFigure(what=what, how=how, value=None, unit=goal.unit, note=note)
+        else:
+            row = attempt(what, how, measure, unit=goal.unit, note=note)
+        if row.value is not None:
+            row = replace(row, note=f"{note}: {goal.outcome(row.value)}")
+        rows.append(row)
+    return rows
 
 
 def attempt(what: str, how: str, measure: GoalMeasurement, *, unit: str, note: str = "") -> NativeFigure:
-    """A row with what `measure` returns; one that fails must not cost the others, and says where it did."""
+    """Return a row with what `measure` returns; one that fails must not cost the others, and says where it did."""
     try:
         return NativeFigure(what=what, how=how, value=measure(), unit=unit, note=note)
     except Exception as error:  # noqa: BLE001  # kept whole, in the row
@@ -77,7 +79,7 @@ def attempt(what: str, how: str, measure: GoalMeasurement, *, unit: str, note: s
 
 
 def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
-    """Each way once per round, so that what else the machine does hits all alike; the first round does not count."""
+    """Run each way once per round, so that what else the machine does hits all alike; the first round does not count."""
     costs: dict[str, list[Cost]] = {how: [] for how in ways}
     for _ in range(repeats + 1):
         for how, action in ways.items():
@@ -86,10 +88,10 @@ def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
 
 
 def median(action: Action, repeats: int) -> float:
-    """Seconds; the first run, which also meets untouched memory, does not count."""
+    """Return seconds; the first run, which also meets untouched memory, does not count."""
     return in_turns({"": action}, repeats)[""].wall
 
 
 def seconds_of(action: Action) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     return Cost.of(action).wall

@@ -39,14 +39,16 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     table_of,
 )
 from lightning_moe_ckpt.benchmarks._fits import (
+    BenchModel,
     HandOver,
+    ModelSize,
     TurnTaker,
     bench_folders,
     bench_trainer,
     one_thread,
     quiet_lightning,
+    random_tokens,
 )
-from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, ExpertLoadMonitor, SparseCheckpoint
 from lightning_moe_ckpt.session import Report
 

@@ -43,15 +43,18 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     table_of,
 )
 from lightning_moe_ckpt.benchmarks._fits import (
+    BenchModel,
     HandOver,
+    ModelSize,
     TurnTaker,
     at_level,
     bench_trainer,
+    made_up_layout,
+    made_up_rows,
     one_thread,
     quiet_lightning,
+    random_tokens,
 )
-from lightning_moe_ckpt.benchmarks._host_restore import made_up_layout, made_up_rows
-from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends

@@ -1,4 +1,4 @@
-"""Final validation loss after faults: what policies whose restarts are not exact cost in quality.
+"""Measure the final validation loss after faults: what policies whose restarts are not exact cost in quality.
 
 The text example at the size of a benchmark, a byte-level GPT with experts on the source of Python's standard library,
 is trained several times with each policy and killed at the same steps, by SIGKILL, in real processes. One process
@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +22,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from lightning_moe_ckpt.benchmarks._benchmark import (
-    Machine,
-    Progress,
-    accelerator_for,
-    table_of,
-    write_document,
-)
-from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Loss, Scale
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, accelerator_for, table_of, write_document
+from lightning_moe_ckpt.benchmarks._quality_fit import CASES, QUICK, Loss, Scale
 from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityFigure, QualityRun, judge, run_all
 
 _LOSSES = {"nothing": "", "process": "process", "node": "process, memory"}
@@ -38,7 +33,7 @@ _COLUMNS = (
 )
 _CAPTION = """\
 difference: to the fault-free run of the same seed, median and range; PLT, MLT, tokens, bytes: medians
-bytes: per step of the last life, to memory / to storage, of a dense snapshot; K: experts per layer at the end, by seed
+bytes: per step of the last attempt, to memory / to storage, of a dense snapshot; K: experts per layer at the end, by seed
 boosts: experts with more capacity, times steps, per run; and how much of what was lost they made up for
 verdict: on the median difference, in brackets the margin. Exact policies: equal bits
   lossy ones: {tolerance:.2%}, as MOETION's Table 1 has it up to 3 % of tokens lost (PEC, Fig. 2: 0.01 % below 7.5 %),
@@ -108,7 +103,7 @@ def _median(figure: QualityFigure, value: Callable[[QualityRun], float]) -> floa
 
 
 def _tokens(figure: QualityFigure) -> list[str]:
-    """PLT, MLT, K by seed and tokens lost."""
+    """Return PLT, MLT, K by seed and tokens lost."""
     if not any(run.processed for run in figure.runs):
         return ["", "", "", ""]
     plt, mlt = _median(figure, lambda run: run.plt), _median(figure, lambda run: run.mlt)
@@ -141,10 +136,7 @@ _STYLES = {
 """Color and line; with `CapacityBoost` the line is dashed."""
 _LIMIT = 3.0
 """Of the axis of differences, in margins."""
-_LABELS = (
-    "validation loss, bits per byte",
-    "difference to the fault-free run of the same seed, %",
-)
+_LABELS = ("validation loss, bits per byte", "difference to the fault-free run of the same seed, %")
 
 
 def draw(figures: Sequence[QualityFigure], path: Path) -> None:
@@ -171,9 +163,8 @@ def draw(figures: Sequence[QualityFigure], path: Path) -> None:
         rows[1][column].set_xlabel("optimizer step (dotted: faults; each seed has steps of its own)")
         _draw_losses(rows[0][column], shown)
         _draw_differences(rows[1][column], shown)
-        for step in {step for figure in shown for run in figure.runs for step in run.killed_at}:
-            rows[0][column].axvline(step, color="0.7", linestyle=":", linewidth=0.8)
-            rows[1][column].axvline(step, color="0.7", linestyle=":", linewidth=0.8)
+        for axes, step in product(rows[:, column], {s for each in shown for run in each.runs for s in run.killed_at}):
+            axes.axvline(step, color="0.7", linestyle=":", linewidth=0.8)
     for row, label in zip(rows, _LABELS, strict=True):
         row[0].set_ylabel(label)
     picture.savefig(path, dpi=110, bbox_inches="tight")
@@ -195,9 +186,8 @@ def _draw_differences(axes: Any, shown: Sequence[QualityFigure]) -> None:
     margin = 100 * max(figure.margin for figure in shown)
     for figure in shown[1:]:
         pairs = [(dict(run.curve), clean[run.seed]) for run in figure.runs]
-        _band(
-            axes, figure, {step: [100 * (own[step] / there[step] - 1) for own, there in pairs] for step in pairs[0][0]}
-        )
+        points = {step: [100 * (own[step] / there[step] - 1) for own, there in pairs] for step in pairs[0][0]}
+        _band(axes, figure, points)
         for run in figure.runs:
             steps = sorted(clean[run.seed])
             for step, loss in run.resumed:  # between validations of the fault-free run a straight line
@@ -213,7 +203,7 @@ def _draw_differences(axes: Any, shown: Sequence[QualityFigure]) -> None:
 
 
 def _band(axes: Any, figure: QualityFigure, points: Mapping[int, Sequence[float]]) -> None:
-    """Median and range."""
+    """Draw median and range."""
     color, line = _STYLES[figure.system]
     width = 5 if figure.system == "none" else 1.5  # to be seen below others
     style = "--" if figure.boosted else line

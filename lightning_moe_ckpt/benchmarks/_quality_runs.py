@@ -1,4 +1,4 @@
-"""Runs of the quality benchmark, in real processes with real SIGKILLs, held against margins that stand beforehand.
+"""Run the quality benchmark in real processes with real SIGKILLs, and hold it against margins that stand beforehand.
 
 Margins:
 * Exact policies: none. Every bit of the end state and of every loss is that of the fault-free run.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,12 @@ from typing import Literal
 import torch
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress
-from lightning_moe_ckpt.benchmarks._fits import Lines, bench_folders
-from lightning_moe_ckpt.benchmarks._quality_life import Case, Loss, QualityFit, RecordLine, Scale, System
+from lightning_moe_ckpt.benchmarks._fits import bench_folders, lines_of
+from lightning_moe_ckpt.benchmarks._quality_fit import Case, Loss, QualityFit, Scale, System
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, assert_same_end, run_lives
+from lightning_moe_ckpt.testing._records import Record
 
 TOLERANCE = 2.9 / 2.8861 - 1
 """0.48 %."""
@@ -36,7 +38,7 @@ QualityVerdict = Literal["reference", "pass", "FAIL", "fails, as it should", "PA
 _SETTLE = 60.0
 """Seconds: a fault strikes when what was complete is durable, so that it takes the same wherever the benchmark runs."""
 _TIMEOUT = 1800.0
-"""Seconds of one life; a machine may be busy with other things."""
+"""Seconds of one attempt; a machine may be busy with other things."""
 _TITLE = "final validation loss after faults"
 _NAMES = {
     "none": "fault-free",
@@ -58,7 +60,7 @@ class QualityRun:
     boosted: bool
     seed: int
     curve: list[tuple[int, float]]
-    """Validation loss in bits per byte by step, of the life that went on from there."""
+    """Validation loss in bits per byte by step, of the attempt that went on from there."""
     resumed: list[tuple[int, float]]
     """The same right after each recovery, by the step that was recovered; of the fault-free run where others have faults."""
     killed_at: list[int]
@@ -80,7 +82,7 @@ class QualityRun:
     processed: int = 0
     """Likewise; 0 where nothing can be lost."""
     captured: float = 0.0
-    """Bytes per step to memory, in the last life, as part of a dense snapshot."""
+    """Bytes per step to memory, in the last attempt, as part of a dense snapshot."""
     persisted: float = 0.0
     """The same to storage."""
     boosted_steps: int
@@ -122,43 +124,43 @@ class QualityFigure:
 
 
 def judge(runs: Sequence[QualityRun]) -> list[QualityFigure]:
-    """Figures by policy, in the order in which the policies first come, with verdicts.
+    """Return figures by policy, in the order in which the policies first come, with verdicts.
 
     Args:
         runs: of all policies and seeds, fault-free ones and the control among them.
     """
-    groups: dict[tuple[System, Loss, bool], list[QualityRun]] = {}
+    groups = defaultdict[tuple[System, Loss, bool], list[QualityRun]](list)
     for run in runs:
-        groups.setdefault((run.system, run.loss, run.boosted), []).append(run)
+        groups[run.system, run.loss, run.boosted].append(run)
     clean = {run.seed: run.final for run in runs if run.system == "none"}
     chaos = max(abs(run.final / clean[run.seed] - 1) for run in runs if run.system == "control")
-    return [_figure(sorted(group, key=lambda run: run.seed), clean, max(TOLERANCE, chaos)) for group in groups.values()]
+    figures = []
+    for (system, loss, boosted), group in groups.items():
+        own = sorted(group, key=lambda run: run.seed)
+        difference = [run.final / clean[run.seed] - 1 for run in own]
+        margin = 0.0 if system == "sparse" else max(TOLERANCE, chaos)
+        verdict = _verdict(system, own, within=statistics.median(difference) <= margin)
+        figures.append(
+            QualityFigure(
+                system=system,
+                loss=loss,
+                boosted=boosted,
+                runs=own,
+                difference=difference,
+                margin=margin,
+                verdict=verdict,
+            )
+        )
+    return figures
 
 
-def _figure(runs: list[QualityRun], clean: dict[int, float], partial_margin: float) -> QualityFigure:
-    first = runs[0]
-    difference = [run.final / clean[run.seed] - 1 for run in runs]
-    margin = 0.0 if first.system == "sparse" else partial_margin
-    return QualityFigure(
-        system=first.system,
-        loss=first.loss,
-        boosted=first.boosted,
-        runs=runs,
-        difference=difference,
-        margin=margin,
-        verdict=_verdict(runs, statistics.median(difference), margin),
-    )
-
-
-def _verdict(runs: Sequence[QualityRun], difference: float, margin: float) -> QualityVerdict:
-    system = runs[0].system
+def _verdict(system: System, runs: Sequence[QualityRun], *, within: bool) -> QualityVerdict:
     if system in ("none", "control"):
         return "reference"
-    if system == "sparse":
-        return "pass" if all(run.identical for run in runs) else "FAIL"
     if system == "ablation":
-        return "fails, as it should" if difference > margin else "PASSES, but should not"
-    return "pass" if difference <= margin else "FAIL"
+        return "PASSES, but should not" if within else "fails, as it should"
+    good = all(run.identical for run in runs) if system == "sparse" else within
+    return "pass" if good else "FAIL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,7 @@ class _Task:
     accelerator: Accelerator
 
     def run(self) -> list[QualityRun]:
-        """In a process of its own."""
+        """Run the cases, in a process of its own."""
         torch.set_num_threads(1)
         runs, reference = list[QualityRun](), list[AttemptResult]()
         with bench_folders(self.folder) as (folder, memory):
@@ -182,10 +184,10 @@ class _Task:
                     case=case, scale=self.scale, seed=self.seed, memory=str(memory / name),
                     record=str(folder / f"{name}.jsonl"), accelerator=self.accelerator,
                 )  # fmt: skip
-                lives = _live(fit, folder / name)
+                attempts = _run(fit, folder / name)
                 if name == "none":
-                    reference = lives
-                same = _is_same(reference, lives) if name == "sparse" else None
+                    reference = attempts
+                same = _is_same(reference, attempts) if name == "sparse" else None
                 runs.append(_read(fit, same, time.monotonic() - started))
         return runs
 
@@ -200,7 +202,7 @@ def run_all(
     accelerator: Accelerator,
     progress: Progress,
 ) -> list[QualityRun]:
-    """Every case with every seed, in the order of the cases.
+    """Run every case with every seed, and return the runs in the order of the cases.
 
     Args:
         cases: what is trained.
@@ -223,7 +225,7 @@ def run_all(
     ]
     total, runs = len(cases) * len(seeds), list[QualityRun]()
     progress(_TITLE, 0, total)
-    # Forked before this process has run anything parallel, each forks the lives of its runs.
+    # Forked before this process has run anything parallel, each forks the attempts of its runs.
     with multiprocessing.get_context("fork").Pool(min(jobs, len(tasks))) as pool:
         for done in pool.imap_unordered(_Task.run, tasks):
             runs += done
@@ -232,7 +234,7 @@ def run_all(
     return sorted(runs, key=lambda run: order.index((run.system, run.loss, run.boosted)))
 
 
-def _live(fit: QualityFit, workdir: Path) -> list[AttemptResult]:
+def _run(fit: QualityFit, workdir: Path) -> list[AttemptResult]:
     kills = [Kill(phase="after_backward", step=step, settle=_SETTLE) for step in _kill_steps(fit)]
     (workdir / "run").mkdir(parents=True)
     try:
@@ -245,9 +247,9 @@ def _kill_steps(fit: QualityFit) -> list[int]:
     return fit.scale.kill_steps(fit.seed) if fit.case.loss != "nothing" else []
 
 
-def _is_same(reference: Sequence[AttemptResult], lives: Sequence[AttemptResult]) -> bool:
+def _is_same(reference: Sequence[AttemptResult], attempts: Sequence[AttemptResult]) -> bool:
     try:
-        assert_same_end(reference, lives)
+        assert_same_end(reference, attempts)
     except AssertionError:
         return False
     return True
@@ -255,9 +257,9 @@ def _is_same(reference: Sequence[AttemptResult], lives: Sequence[AttemptResult])
 
 def _read(fit: QualityFit, same: bool | None, seconds: float) -> QualityRun:
     # Of a step that was taken twice, the second one counts.
-    curve = {line["step"]: line["bits"] for line in Lines.read(fit.record, "validation")}
-    steps = {line["step"]: line for line in Lines.read(fit.record, "step")}
-    (end,) = Lines.read(fit.record, "end")
+    curve = {line["step"]: line["bits"] for line in lines_of(fit.record, "validation")}
+    steps = {line["step"]: line for line in lines_of(fit.record, "step")}
+    (end,) = lines_of(fit.record, "end")
     skew, dropped = _spread(end) if fit.case.loss == "nothing" else (0.0, 0.0)
     return QualityRun(
         system=fit.case.system,
@@ -265,7 +267,7 @@ def _read(fit: QualityFit, same: bool | None, seconds: float) -> QualityRun:
         boosted=fit.case.boosted,
         seed=fit.seed,
         curve=sorted(curve.items()),
-        resumed=[(line["step"], line["bits"]) for line in Lines.read(fit.record, "resumed", "beside")],
+        resumed=[(line["step"], line["bits"]) for line in lines_of(fit.record, "resumed", "beside")],
         killed_at=_kill_steps(fit),
         identical=same,
         skew=skew,
@@ -277,8 +279,8 @@ def _read(fit: QualityFit, same: bool | None, seconds: float) -> QualityRun:
     )
 
 
-def _spread(end: RecordLine) -> tuple[float, float]:
-    """Skew and dropped part, of a run with one life."""
+def _spread(end: Record) -> tuple[float, float]:
+    """Return skew and dropped part of a run with one attempt."""
     skews = [float(load_skew(torch.tensor(tokens))) for tokens in end["tokens"]]
     kept, dropped = (sum(sum(row) for row in end[name]) for name in ("tokens", "drops"))
     return sum(skews) / len(skews), dropped / (kept + dropped)

@@ -1,4 +1,4 @@
-"""How long a failure costs: from a SIGKILL to the first step that was never taken before.
+"""Measure how long a failure costs: from a SIGKILL to the first step that was never taken before.
 
 Runs of the same model are killed at the same step and resumed by real processes: sparse and dense checkpoints after
 the loss of a process, of a node with its memory, and of every node's memory; torch's Distributed Checkpoint (saving
@@ -7,20 +7,30 @@ memory of its own. All save every so many steps, to the same disk. Kills fall on
 checkpoints, one per round, and in each round all runs take turns.
 
 New processes are forked from one that has imported everything: what imports cost, they cost every system alike.
+
+By itself is measured how long a restarted process needs to have its state back out of memory of the node. A process captures
+one generation in a ring, publishes it and dies by SIGKILL. The clock runs from that signal to the moment at which another
+process has found the generation, holds its bytes, and has verified them as a restore does, by the digest of the whole and
+the places of records. A rank of a real job starts new processes in between, which is not counted.
+
 Source: TierCheck (arXiv 2605.17821), Table 3. There the steps lost are an average of best and worst; here they happen.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import (
+    Goal,
     Progress,
     accelerator_for,
     medians,
@@ -29,13 +39,22 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure, host_restore_seconds
-from lightning_moe_ckpt.benchmarks._model import ModelSize
-from lightning_moe_ckpt.benchmarks._recovery_life import RecoveryFit, RecoveryLoss, RecoverySystem, read_times
+from lightning_moe_ckpt.benchmarks._fits import (
+    HandOver,
+    ModelSize,
+    TurnTaker,
+    bench_folders,
+    made_up_layout,
+    made_up_rows,
+)
+from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem, read_times
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.snapshot._layout import as_memoryview
+from lightning_moe_ckpt.storage import GenerationId, check_places, digest_of
 from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, run_lives
 from lightning_moe_ckpt.testing._attempts import attempt_path
+from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
+from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
 CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     *(("sparse", loss) for loss in ("process", "node", "cluster")),
@@ -62,6 +81,8 @@ done again"""
 _LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
 _CYCLES = 3
 """Checkpoints that were due before the kill: the newest may still be on its way."""
+_GOAL = Goal("host", "from a SIGKILL to 50 MB out of host memory", 100, "ms", at_least=False)
+_RUN, _GENERATION = "bench", GenerationId(step=1, incarnation=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +130,25 @@ class RecoveryFigure(Recovery):
     rounds: list[Recovery]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRestoreFigure:
+    """Kills of one process, and the time until its state was read back."""
+
+    nbytes: int
+    seconds: list[float]
+    """From each SIGKILL to verified bytes in another process."""
+
+    @property
+    def median(self) -> float:
+        """Median over the kills."""
+        return statistics.median(self.seconds)
+
+    @property
+    def outcome(self) -> str:
+        """Outcome for the goal, which is in proportion above 50 MB."""
+        return _GOAL.outcome(1e3 * self.median / max(1.0, self.nbytes / 50e6))
+
+
 _MEDIANS = [name for name in Recovery.__annotations__ if name != "restored_from"]
 
 
@@ -153,10 +193,10 @@ def _recover(case: tuple[RecoverySystem, RecoveryLoss], step: int, options: Simp
         url = (folder / "run").as_uri()
         (folder / "run").mkdir()
         try:
-            lives = run_lives(fit, url=url, workdir=folder, world_size=options.nodes, kills=[kill], timeout=300)
+            attempts = run_lives(fit, url=url, workdir=folder, world_size=options.nodes, kills=[kill], timeout=300)
         except AttemptFailed as failed:
             raise CheckpointError(f"{_SYSTEMS[system]}, {loss} lost: {failed}") from failed
-        return _read(lives, step, (_CYCLES - 1) * options.every)
+        return _read(attempts, step, (_CYCLES - 1) * options.every)
 
 
 def _size(options: SimpleNamespace) -> ModelSize:
@@ -164,15 +204,15 @@ def _size(options: SimpleNamespace) -> ModelSize:
     return ModelSize(num_blocks=options.recovery_blocks, model_dim=dim, expert_dim=2 * dim, batch_size=4)
 
 
-def _read(lives: Sequence[AttemptResult], step: int, num_steps: int) -> Recovery:
-    """Times of the rank that was killed last time; every rank waits for the slowest in each step.
+def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recovery:
+    """Return times of the rank that was killed; every rank waits for the slowest in each step.
 
     Args:
-        lives: the one that was killed, and the next.
+        attempts: the one that was killed, and the next.
         step: of the kill.
         num_steps: before it, a whole number of checkpoint intervals, over which costs are averaged.
     """
-    killed, resumed = lives
+    killed, resumed = attempts
     rank = killed.world_size - 1
     (at,) = (line["at"] for line in killed.records(rank, "killed"))
     ranks = range(killed.world_size)
@@ -217,7 +257,6 @@ def _figure(
 
 
 def _sources(figure: RecoveryFigure) -> str:
-    """Of all ranks together."""
     if figure.system in ("dcp", "lightning"):
         return "storage"
     return ", ".join(sorted({source for rank in figure.restored_from for source in rank})) or "nothing"
@@ -241,7 +280,7 @@ def _host_line(figure: HostRestoreFigure) -> str:
 
 
 def _from_host(figures: Sequence[RecoveryFigure]) -> Iterator[str]:
-    """A line per figure whose ranks all read their own node's memory: what training around it adds."""
+    """Yield a line per figure whose ranks all read their own node's memory: what training around it adds."""
     for figure in figures:
         if figure.restored_from and all([*rank] == ["host"] for rank in figure.restored_from):
             nbytes = max(sum(rank.values()) for rank in figure.restored_from)
@@ -261,3 +300,58 @@ def _row(figure: RecoveryFigure) -> list[str]:
         *(megabytes(figure.saved_nbytes), milliseconds(figure.hook_seconds), milliseconds(figure.step_seconds)),
         *(f"{figure.rollback_steps:g}", *map(milliseconds, after), f"{milliseconds(low)} to {milliseconds(high)}"),
     ]
+
+
+# -- memory of the node alone
+
+
+def host_restore_seconds(nbytes: int) -> float:
+    """Return the seconds from the SIGKILL of a process to its `nbytes` of state, in one segment of 64 records, verified in another process.
+
+    Raises:
+        TurnFailed: the process that was to be killed did not get that far.
+    """
+    out = torch.empty(nbytes + 2**20, dtype=torch.uint8).fill_(0)  # memory that a model has when it is restored to
+    with bench_folders() as (_, memory):
+
+        def capture(hand_over: HandOver[None]) -> None:
+            ring = _capture(memory, nbytes)
+            hand_over(None)
+            ring.close()
+
+        with TurnTaker(capture) as taker:
+            taker.take()
+            began = time.perf_counter()
+            taker.kill()
+            _restore(memory, out)
+            return time.perf_counter() - began
+
+
+def _capture(memory: Path, nbytes: int) -> SegmentRing:
+    layout = made_up_layout("r", nbytes)
+    ring = SegmentRing.create(shared_name(_RUN, 0), layout.nbytes, 1, memory)
+    ring.begin_window(_GENERATION)
+    slot = ring.acquire(_GENERATION, 1)
+    slot.view.fill_(7)
+    layout.write_header(slot.view)
+    ring.seal(slot)
+    ring.finish_window(_GENERATION)
+    view = as_memoryview(slot.view)[: layout.nbytes]
+    file = SealedFile(generation=_GENERATION, rank=0, step=1, view=view, records=made_up_rows(layout))
+    markers = Markers(run_id=_RUN, rank=0, world_size=1)
+    ring.publish(_GENERATION, markers.of(_GENERATION, [file.digested()], plan_hash="", plan_json="{}"))
+    return ring
+
+
+def _restore(memory: Path, out: torch.Tensor) -> None:
+    tier = HostTier(_RUN, memory)
+    try:
+        (holding,) = tier.holdings()
+        (entry,) = tier.read_marker(holding).segments
+        view = as_memoryview(out)[: entry.nbytes]
+        tier.read_into(holding, entry, 0, view)
+        if digest_of(view) != entry.digest:
+            raise RuntimeError("The bytes in memory are not those that were captured.")
+        check_places(entry, view)
+    finally:
+        tier.close()

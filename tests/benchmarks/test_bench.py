@@ -19,11 +19,10 @@ from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks import _native, _overhead, _recovery
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of
-from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
 from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
-from lightning_moe_ckpt.benchmarks._recovery import CASES, Recovery, RecoveryFigure
+from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import run_world

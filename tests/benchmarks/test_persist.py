@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _persist
 from lightning_moe_ckpt.benchmarks._benchmark import Cost
-from lightning_moe_ckpt.benchmarks._model import ModelSize
+from lightning_moe_ckpt.benchmarks._fits import ModelSize
 from lightning_moe_ckpt.benchmarks._persist import (
     CPU,
     LOCAL,

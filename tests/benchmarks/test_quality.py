@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _quality
-from lightning_moe_ckpt.benchmarks._quality_life import CASES, QUICK, Case, Loss, Scale, System
+from lightning_moe_ckpt.benchmarks._quality_fit import CASES, QUICK, Case, Loss, Scale, System
 from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, QualityVerdict, judge, run_all
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world

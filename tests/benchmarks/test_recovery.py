@@ -12,11 +12,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_moe_ckpt.benchmarks._fits import quiet_lightning
-from lightning_moe_ckpt.benchmarks._host_restore import HostRestoreFigure
-from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
-from lightning_moe_ckpt.benchmarks._recovery import CASES, RecoveryFigure, _host_line
-from lightning_moe_ckpt.benchmarks._recovery_life import DcpCheckpoint, newest_step
+from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, quiet_lightning, random_tokens
+from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, RecoveryFigure, _host_line
+from lightning_moe_ckpt.benchmarks._recovery_fit import DcpCheckpoint, newest_step
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.parallel import run_world
 

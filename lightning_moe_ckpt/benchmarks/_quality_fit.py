@@ -1,35 +1,55 @@
-"""What is trained and killed in the quality benchmark, one life of it, and what a life writes down on the way."""
+"""A run of the quality benchmark that is killed and resumed: model, text, policies, and the lines that attempts write.
+
+The model is a byte-level GPT with experts that overflow. The text is on every machine: the source of Python's own library.
+It differs between Python versions, so losses compare within one version only. Whole files go to validation or training
+by a hash of their content, so that no validation text was trained on.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import random
-from dataclasses import dataclass, field
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import Lines, bench_trainer, own_memory, quiet_lightning
-from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize
-from lightning_moe_ckpt.benchmarks._quality_model import TextModel, training_text, validation_text
+from lightning_moe_ckpt.benchmarks._fits import (
+    BenchModel,
+    ModelSize,
+    bench_trainer,
+    lines_of,
+    own_memory,
+    quiet_lightning,
+)
 from lightning_moe_ckpt.callbacks import (
     CapacityBoost,
     PartialExpertCheckpoint,
     SelectiveExpertCheckpoint,
     SparseCheckpoint,
 )
+from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.testing import Attempt
+from lightning_moe_ckpt.testing._records import JsonLines, Record
 
 System = Literal["none", "control", "sparse", "partial", "dynamic", "selective", "ablation"]
 """`control` is `none` with weights that differ by a rounding at the start: what chaos alone does to the loss."""
 Loss = Literal["nothing", "process", "node"]
-"""What a fault takes: the process; with it the memory of its node, so that storage is all there is."""
+"""A fault takes the process; with it, for `node`, the memory of its node, so that storage is all there is."""
 QualityCheckpoint = PartialExpertCheckpoint | SelectiveExpertCheckpoint | SparseCheckpoint
-RecordLine = dict[str, Any]
-
 _STATE_NBYTES = 12
 """Per parameter: fp32 weights with both moments."""
 _WINDOW = 6
@@ -41,6 +61,14 @@ _PLT_BUDGET = 0.05
 _NUDGE = 1e-6
 """Relative change of weights in the control."""
 _PATIENCE = 60.0
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "encodings", "pydoc_data"}
+_VALIDATION_SHARE = 10
+"""One file in ten."""
+_LEARNING_RATE, _WARM_UP = 4e-3, 20
+"""As in the text example."""
+_VALIDATION_SEED = 10**6
+"""Validation crops are the same in every run."""
+_VALIDATION_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +103,11 @@ CASES = (
 )
 
 
+_SIZE = ModelSize(
+    num_blocks=3, model_dim=64, num_experts=12, expert_dim=128, batch_size=8, capacity_factor=2.5, balance=0.0
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     """How much is trained, and how often it is killed."""
@@ -88,11 +121,7 @@ class Scale:
     """Steps between two partial generations."""
     keep: int = 2
     """Generations that storage keeps, besides what they refer to."""
-    size: ModelSize = field(
-        default_factory=lambda: ModelSize(
-            num_blocks=3, model_dim=64, num_experts=12, expert_dim=128, batch_size=8, capacity_factor=2.5, balance=0.0
-        )
-    )
+    size: ModelSize = _SIZE
 
     @property
     def ablation_every(self) -> int:
@@ -100,14 +129,14 @@ class Scale:
         return max(1, self.steps // (2 * self.size.num_experts))
 
     def kill_steps(self, seed: int) -> list[int]:
-        """Steps at which faults strike: drawn once per seed, one from each equal part of the middle of the run."""
+        """Return the steps at which faults strike: one from each equal part of the middle of the run, drawn once per seed."""
         draw = random.Random(f"faults of seed {seed}")
         begin, end = self.steps // 5, self.steps * 9 // 10
         edges = [begin + (end - begin) * i // self.faults for i in range(self.faults + 1)]
         return [draw.randrange(low, high) for low, high in pairwise(edges)]
 
     def budget(self, k: int) -> int:
-        """Bytes of a generation with the dense part and `k` experts per layer: what a partial one of that K has."""
+        """Return the bytes of a generation with the dense part and `k` experts per layer: what a partial one of that K has."""
         with torch.device("meta"):
             model = BenchModel(self.size)
         layers = [sum(p.numel() for _, p in layer.expert_parameters()) for layer in model.moe_layers()]
@@ -132,7 +161,7 @@ QUICK = Scale(
         balance=0.0,
     ),
 )
-"""Shows that everything runs; what it says about quality means nothing."""
+"""Shows that everything runs, and says nothing about quality."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,24 +174,24 @@ class QualityFit:
     memory: str
     """Folder on a tmpfs that is the shared memory of the node."""
     record: str
-    """File to which every life appends."""
+    """File to which every attempt appends."""
     accelerator: Accelerator
 
-    def __call__(self, life: Attempt) -> RecordLine:
-        """Run a life. Returns nothing: what was seen is in the record, beside that of lives that were killed."""
-        own_memory(self.memory, lost=life.index > 0 and self.case.loss == "node")
-        # Another seed in every life but the first: what is not restored shows.
-        seed_everything(self.seed + 7919 * life.index, verbose=False)
+    def __call__(self, attempt: Attempt) -> Record:
+        """Run an attempt. Returns nothing: its lines are in the record, beside those of attempts that were killed."""
+        own_memory(self.memory, lost=attempt.index > 0 and self.case.loss == "node")
+        # Another seed in every attempt but the first: what is not restored shows.
+        seed_everything(self.seed + 7919 * attempt.index, verbose=False)
         model = TextModel(self.scale.size, self.scale.steps)
         if self.case.system == "control":
             with torch.no_grad():
                 torch._foreach_mul_([*model.parameters()], 1 + _NUDGE)
-        checkpoint = self._checkpoint(life.url)
+        checkpoint = self._checkpoint(attempt.url)
         boost = CapacityBoost() if self.case.boosted else None
-        record = QualityRecord(self, checkpoint, boost, resumed=life.index > 0)
+        record = QualityRecord(self, checkpoint, boost, resumed=attempt.index > 0)
         own: list[Callback] = [callback for callback in (checkpoint, boost, record) if callback is not None]
         with quiet_lightning():
-            callbacks = life.callbacks(*own)
+            callbacks = attempt.callbacks(*own)
             trainer = bench_trainer(accelerator=self.accelerator, callbacks=callbacks, max_steps=self.scale.steps)
             # One batch more than it takes, so that no epoch ends.
             trainer.fit(model, training_text(self.scale.size, self.scale.steps + 1, self.seed))
@@ -187,16 +216,16 @@ class QualityFit:
 
 
 class QualityRecord(Callback):
-    """Appends a line for every step and every validation.
+    """Append a line for every step and every validation.
 
     It also waits, before each optimizer step, until the generation before it is durable: what a fault costs must depend
     on the policy, not on how busy the disk is.
 
     Args:
         fit: what is run.
-        checkpoint: whose figures are taken, if there is one.
-        boost: likewise.
-        resumed: whether a life came before this one.
+        checkpoint: the callback whose figures are taken, if there is one.
+        boost: the callback whose debts are taken, if there is one.
+        resumed: whether an attempt came before this one.
     """
 
     def __init__(
@@ -204,9 +233,9 @@ class QualityRecord(Callback):
     ) -> None:
         self._scale, self._is_partial = fit.scale, fit.case.is_partial
         self._checkpoint, self._boost = checkpoint, boost
-        # A replayed step has weights that are not all there yet, and was validated by the life that took it.
-        self._done = {line["step"] for line in Lines.read(fit.record, "validation")} if not self._is_partial else set()
-        self._lines = Lines(fit.record)
+        # A replayed step has weights that are not all there yet, and was validated by the attempt that took it.
+        self._done = {line["step"] for line in lines_of(fit.record, "validation")} if not self._is_partial else set()
+        self._lines = JsonLines(fit.record)
         self._crops_NT = validation_text(fit.scale.size, fit.scale.val_crops)
         self._look_at_once = resumed and self._is_partial
         # What others have right after a recovery is held against what the fault-free run has at that step.
@@ -227,7 +256,7 @@ class QualityRecord(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         step = trainer.global_step
         debts = [tokens for row in self._boost.debts.values() for tokens in row] if self._boost is not None else []
-        self._lines.write("step", step=step, boosted=sum(map(bool, debts)), debt=sum(debts))
+        self._lines.write({"what": "step", "step": step, "boosted": sum(map(bool, debts)), "debt": sum(debts)})
         if (step % self._scale.val_every == 0 or step == self._scale.steps) and step not in self._done:
             self._validate("validation", trainer, pl_module)
         if step in self._beside:
@@ -240,15 +269,16 @@ class QualityRecord(Callback):
         tokens, drops = (
             [getattr(layer, f"{what}_per_expert").tolist() for layer in layers] for what in ("tokens", "drops")
         )
-        self._lines.write("end", tokens=tokens, drops=drops, **_figures(self._checkpoint))
+        self._lines.write({"what": "end", "tokens": tokens, "drops": drops, **_figures(self._checkpoint)})
 
     def _validate(self, what: str, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, TextModel)
-        self._lines.write(what, step=trainer.global_step, bits=module.bits_per_byte(self._crops_NT))
+        bits = module.bits_per_byte(self._crops_NT)
+        self._lines.write({"what": what, "step": trainer.global_step, "bits": bits})
 
 
-def _figures(checkpoint: QualityCheckpoint | None) -> RecordLine:
-    """Of the life that ends; the accounting is that of the whole run."""
+def _figures(checkpoint: QualityCheckpoint | None) -> Record:
+    """Return figures of the attempt that ends; the accounting is that of the whole run."""
     if checkpoint is None:
         return {}
     report, lost = checkpoint.report, checkpoint.report.lost
@@ -258,3 +288,85 @@ def _figures(checkpoint: QualityCheckpoint | None) -> RecordLine:
         return found
     counted = ("plt", "mlt", "k", "lost", "processed")
     return {**found, **{name: getattr(lost, name) for name in counted}, "lossy_faults": lost.faults}
+
+
+# -- model and text
+
+
+class TextModel(BenchModel):
+    """`BenchModel` with the text example's schedule and a validation loss.
+
+    Args:
+        size: what is built.
+        total_steps: after which the cosine has come down to a tenth of the peak.
+    """
+
+    def __init__(self, size: ModelSize, total_steps: int) -> None:
+        super().__init__(size)
+        self.total_steps = total_steps
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return AdamW under a warm-up with a cosine."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+        schedule = LambdaLR(optimizer, self._relative_rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _relative_rate(self, step: int) -> float:
+        if step < _WARM_UP:
+            return (step + 1) / _WARM_UP
+        progress = (step - _WARM_UP) / max(1, self.total_steps - _WARM_UP)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    def bits_per_byte(self, crops_NT: Tensor) -> float:
+        """Return the validation loss. Nothing is dropped in it: a capacity that is raised at the time must not flatter it."""
+        with self._evaluating(), torch.no_grad():
+            losses = [
+                float(self.cross_entropy(crops_BT)) * len(crops_BT)
+                for crops_BT in torch.split(crops_NT.to(self.device), _VALIDATION_BATCH)
+            ]
+        return sum(losses) / len(crops_NT) / math.log(2)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        layers = self.moe_layers()
+        before = [(layer, layer.capacity_factor, layer.l_aux) for layer in layers]
+        self.eval()
+        for layer in layers:
+            layer.capacity_factor = 0.0
+        try:
+            yield
+        finally:
+            for layer, factor, l_aux in before:
+                layer.capacity_factor, layer.l_aux = factor, l_aux
+            self.train()
+
+
+def training_text(size: ModelSize, num_batches: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of crops, each a byte longer than the context that is predicted, in the order of the seed."""
+    crops_NT = _crops(_library_text(validation=False), num_batches * size.batch_size, size, seed)
+    return DataLoader(TensorDataset(crops_NT), batch_size=size.batch_size)
+
+
+def validation_text(size: ModelSize, num_crops: int) -> Tensor:
+    """Return crops that are the same in every run: int64 `[num_crops, context + 1]`."""
+    return _crops(_library_text(validation=True), num_crops, size, _VALIDATION_SEED)
+
+
+def _crops(text: Tensor, num_crops: int, size: ModelSize, seed: int) -> Tensor:
+    start_N = torch.randint(len(text) - size.context - 1, (num_crops,), generator=torch.Generator().manual_seed(seed))
+    return text[start_N[:, None] + torch.arange(size.context + 1)].long()
+
+
+def _library_text(*, validation: bool) -> Tensor:
+    """Return the bytes of all files of one kind, uint8."""
+    root, found = Path(sysconfig.get_path("stdlib")), list[bytes]()
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
+        text = path.read_bytes() if path.parent.name not in _LEFT_OUT else b""
+        if text and (hashlib.sha256(text).digest()[0] * _VALIDATION_SHARE < 256) == validation:
+            found.append(text)
+    if not found:
+        raise ConfigurationError(
+            f"No library source under {root}. Run the benchmark with a Python that has its standard library as .py files."
+        )
+    return torch.frombuffer(bytearray(b"\n".join(found)), dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""One life of a fit that is killed or resumed, and the times at which it got to each step.
+"""Run one attempt of a fit that is killed or resumed, and note the times at which it got to each step.
 
-Times are of the monotonic clock, which the processes of one machine share, so a kill in one life and a step in the next
+Times are of the monotonic clock, which the processes of one machine share, so a kill in one attempt and a step in the next
 can be subtracted.
 """
 
@@ -23,10 +23,18 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
-from lightning_moe_ckpt.benchmarks._fits import Lines, bench_trainer, own_memory, quiet_lightning
-from lightning_moe_ckpt.benchmarks._model import BenchModel, ModelSize, random_tokens
+from lightning_moe_ckpt.benchmarks._fits import (
+    BenchModel,
+    ModelSize,
+    bench_trainer,
+    lines_of,
+    own_memory,
+    quiet_lightning,
+    random_tokens,
+)
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.testing import Attempt
+from lightning_moe_ckpt.testing._records import JsonLines
 
 RecoverySystem = Literal["none", "sparse", "dense", "dcp", "lightning"]
 RecoveryLoss = Literal["process", "node", "cluster"]
@@ -49,38 +57,36 @@ class RecoveryFit:
     deterministic: bool = False
     """Of the Trainer, which warns of kernels that are not."""
 
-    def __call__(self, life: Attempt) -> dict[str, Any]:
-        """Run a life; gives the times of steps on this rank, and what the callback says about its restore."""
-        begun = time.monotonic()
-        own_memory(f"{self.memory}/node{life.rank}", lost=life.index > 0 and self._loses_memory(life))
-        folder = Path(life.url.removeprefix("file://"))
+    def __call__(self, attempt: Attempt) -> dict[str, Any]:
+        """Run an attempt; return the times of steps on this rank, and what the callback says about its restore."""
+        begun, is_killed = time.monotonic(), attempt.rank == attempt.world_size - 1
+        loses_memory = self.loss == "cluster" or (self.loss == "node" and is_killed)
+        own_memory(f"{self.memory}/node{attempt.rank}", lost=attempt.index > 0 and loses_memory)
+        folder = Path(attempt.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
-        checkpoint = self._checkpoint(life, folder, first)
-        path = life.records.with_suffix(".times")
+        checkpoint = self._checkpoint(attempt, folder, first)
+        path = attempt.records.with_suffix(".times")
         times = StepTimes(path, first, checkpoint)
         with quiet_lightning():
             trainer = bench_trainer(
                 accelerator=self.accelerator,
-                devices=life.world_size,
-                callbacks=life.callbacks(*([checkpoint] if checkpoint is not None else []), times),
+                devices=attempt.world_size,
+                callbacks=attempt.callbacks(*([checkpoint] if checkpoint is not None else []), times),
                 max_steps=self.max_steps - first,
                 deterministic="warn" if self.deterministic else None,
             )
             torch.manual_seed(0)
             model = BenchModel(self.size)
-            seed_everything(life.seed, verbose=False)  # another in every life: what is not restored shows
-            data = random_tokens(self.size, life.world_size * (self.max_steps + 1))
+            seed_everything(attempt.seed, verbose=False)  # another in every attempt: what is not restored shows
+            data = random_tokens(self.size, attempt.world_size * (self.max_steps + 1))
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
         return {"begun": begun, **read_times(path), **_report(checkpoint)}
 
-    def _loses_memory(self, life: Attempt) -> bool:
-        return self.loss == "cluster" or (self.loss == "node" and life.rank == life.world_size - 1)
-
-    def _checkpoint(self, life: Attempt, folder: Path, first: int) -> Callback | None:
+    def _checkpoint(self, attempt: Attempt, folder: Path, first: int) -> Callback | None:
         if self.system == "sparse":
-            return SparseCheckpoint(life.url, window=self.every)
+            return SparseCheckpoint(attempt.url, window=self.every)
         if self.system == "dense":
-            return DenseCheckpoint(life.url, every_n_steps=self.every)
+            return DenseCheckpoint(attempt.url, every_n_steps=self.every)
         if self.system == "dcp":
             return DcpCheckpoint(folder, every_n_steps=self.every, first_step=first)
         return MeteredCheckpoint(folder, every_n_train_steps=self.every) if self.system == "lightning" else None
@@ -93,7 +99,7 @@ class RecoveryFit:
 
 
 def newest_step(folder: Path) -> int:
-    """Of the whole checkpoints in `folder`; 0 if there is none. Metadata is what the coordinator writes last."""
+    """Return the newest step of whole checkpoints in `folder`, 0 if there is none. Their metadata is written last."""
     return max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
 
 
@@ -111,7 +117,7 @@ class DcpCheckpoint(Callback):
         self._group: dist.ProcessGroup | None = None
         self._saving: Future[Any] | None = None
         self.seconds, self.nbytes = 0.0, 0
-        """Of the training thread in saves so far, and bytes that they saved; of one rank, as all have the same state."""
+        """Time of the training thread in saves so far, and bytes that they saved, of one rank: all have the same state."""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -167,7 +173,7 @@ class DcpCheckpoint(Callback):
 
 
 class MeteredCheckpoint(ModelCheckpoint):
-    """Lightning's own; knows what it has cost."""
+    """Lightning's own callback, which notes what it has cost."""
 
     seconds, nbytes = 0.0, 0
 
@@ -181,16 +187,16 @@ class MeteredCheckpoint(ModelCheckpoint):
 
 
 class StepTimes(Callback):
-    """Appends a line at every step.
+    """Append a line at every step.
 
     Args:
-        path: where.
+        path: file of the lines.
         first_step: added to `global_step`.
         checkpoint: asked at every step for what it has cost so far.
     """
 
     def __init__(self, path: Path, first_step: int, checkpoint: Callback | None) -> None:
-        self._first, self._checkpoint, self._lines = first_step, checkpoint, Lines(path)
+        self._first, self._checkpoint, self._lines = first_step, checkpoint, JsonLines(path)
         self._started = False
 
     @override
@@ -208,22 +214,23 @@ class StepTimes(Callback):
         self._write("step", trainer, _costs(self._checkpoint))
 
     def _write(self, what: str, trainer: Trainer, costs: tuple[float, int] | None = None) -> None:
-        self._lines.write(what, step=self._first + trainer.global_step, at=time.monotonic(), costs=costs)
+        step = self._first + trainer.global_step
+        self._lines.write({"what": what, "step": step, "at": time.monotonic(), "costs": costs})
 
 
 def read_times(path: Path) -> dict[str, Any]:
-    """When the state was there, when the first batch was and at which step, and of each step when it was done.
+    """Return when the state was there, when and at which step the first batch was, and when each step was done.
 
-    Also what checkpoints had cost by then: seconds of the training thread, and bytes.
+    Also, by step, what checkpoints had cost by then: seconds of the training thread, and bytes.
     """
-    ready, started = Lines.read(path, "ready", "started")
-    steps = {line["step"]: line for line in Lines.read(path, "step")}
+    ready, started = lines_of(path, "ready", "started")
+    steps = {line["step"]: line for line in lines_of(path, "step")}
     done, costs = ({step: line[key] for step, line in steps.items()} for key in ("at", "costs"))
     return {"ready": ready["at"], "started": started["at"], "from": started["step"], "done": done, "costs": costs}
 
 
 def _costs(checkpoint: Callback | None) -> tuple[float, int]:
-    """Seconds of the training thread so far, and bytes that were saved; summed over the ranks, no byte counts twice."""
+    """Return seconds of the training thread and bytes saved so far; summed over the ranks, no byte counts twice."""
     if isinstance(checkpoint, DenseCheckpoint | SparseCheckpoint):
         return checkpoint.report.overhead_seconds, checkpoint.report.nbytes_captured
     if isinstance(checkpoint, DcpCheckpoint | MeteredCheckpoint):
@@ -239,7 +246,6 @@ def _report(checkpoint: Callback | None) -> dict[str, Any]:
 
 
 def _nbytes(state: object) -> int:
-    """Of all tensors in it."""
     if isinstance(state, torch.Tensor):
         return state.nbytes
     return sum(_nbytes(each) for each in state.values()) if isinstance(state, dict) else 0
