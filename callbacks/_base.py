@@ -8,17 +8,18 @@ ModelCheckpoint, a validation) sees it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import Unpack, override
 
+from lightning_moe_ckpt._lightning_callbacks import tries_only
 from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
-from lightning_moe_ckpt._lightning_tuners import tries_only
-from lightning_moe_ckpt.callbacks._replay import ReplayHooks
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, complete, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.fit import FitSession
@@ -33,6 +34,46 @@ log = logging.getLogger(__name__)
 
 _LAST_SECONDS = 2.0
 """Seconds that an exception waits for checkpoints under way."""
+
+
+class ReplayHooks(Callback):
+    """Restore random state and drop gradients of frozen parameters, before any other callback sees the model.
+
+    Args:
+        begin: opens the run and loads the generation to resume from; called in `on_fit_start`.
+    """
+
+    def __init__(self, begin: Callable[[Trainer, LightningModule], FitSession]) -> None:
+        self._begin = begin
+        self._run: FitSession
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run = self._begin(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._run.batch_start()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._run.replay_before_optimizer_step(optimizer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._run.batch_end(outputs)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.validation_begins()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.end()
 
 
 class CheckpointCallback(Checkpoint):

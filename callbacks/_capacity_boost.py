@@ -22,7 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_moe_ckpt import _lightning
-from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, find_bias, find_router, meter_of
+from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, Route, find_bias, find_router, meter_of
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
@@ -42,7 +42,7 @@ class _Boost:
     debts: TokenDeficits
     base: Capacity = None
     """Capacity without boost, while a boost is in force."""
-    meter: Meter | MarginRoute | BiasRoute | None = None
+    meter: Meter | None = None
     factors: Sequence[float] = (1.0,)
     """Factors on the capacity that are in force."""
     term: Sequence[float] | None = None
@@ -116,7 +116,7 @@ class CapacityBoost(Callback):
             view = layer.live_capacity
             if view is not None and view.limited(pl_module):
                 self._boosts[layer.fqn] = self._resume(layer, view, lost_E)
-            elif self.dropless and (find_router(layer, pl_module) or find_bias(layer, pl_module)) is not None:
+            elif self.dropless and (find_router(layer, pl_module) or find_bias(layer)) is not None:
                 self._boosts[layer.fqn] = self._resume(layer, None, lost_E)
             elif any(lost_E):
                 unlimited.append(layer.prefix)
@@ -181,8 +181,8 @@ class CapacityBoost(Callback):
             scope = "" if each.view.scope == "expert" else f", as all of the {each.view.scope}: it has one for all"
             self._say(each, f"more capacity{scope}{'' if meter.exact else '; what they process more is estimated'}")
 
-    def _route(self, each: _Boost, module: nn.Module) -> MarginRoute | BiasRoute:
-        bias, router = find_bias(each.layer, module), find_router(each.layer, module)
+    def _route(self, each: _Boost, module: nn.Module) -> Route:
+        bias, router = find_bias(each.layer), find_router(each.layer, module)
         if bias is not None:
             return BiasRoute(each.layer, bias, module, self.boost, each.term)
         assert router is not None
@@ -212,9 +212,9 @@ class CapacityBoost(Callback):
 
     def _aim(self, extra: Mapping[str, Sequence[int]], kept: Mapping[str, Sequence[int]]) -> None:
         for fqn, each in self._boosts.items():
-            if isinstance(each.meter, MarginRoute | BiasRoute):
+            if isinstance(each.meter, Route):
                 each.meter.aim(each.debts.open, extra[fqn], kept[fqn])
-                each.term = each.meter.term if isinstance(each.meter, BiasRoute) else None
+                each.term = each.meter.term
 
     def _set(
         self, module: nn.Module, kept: Mapping[str, Sequence[int]], room: Mapping[str, Sequence[int] | None]

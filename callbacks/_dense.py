@@ -6,9 +6,8 @@ from pathlib import Path
 
 from typing_extensions import Unpack, override
 
-from lightning_moe_ckpt.callbacks._arguments import require_count
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
+from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, require_count, spelled_out
 from lightning_moe_ckpt.policies import DensePolicy, Policy
 
 

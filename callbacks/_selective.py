@@ -7,9 +7,13 @@ from typing import Literal
 
 from typing_extensions import Unpack, override
 
-from lightning_moe_ckpt.callbacks._arguments import require_choice, require_count
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
+from lightning_moe_ckpt.callbacks._shared_arguments import (
+    CheckpointArguments,
+    require_choice,
+    require_count,
+    spelled_out,
+)
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.policies import Deltas, Policy, SelectivePolicy
 

@@ -1,5 +1,7 @@
 """Call listeners from Lightning's loops, and take and restore their progress, through private attributes.
 
+Only this module and its siblings `_lightning_*` touch private attributes of Lightning, and those of torch's loaders.
+
 Two jobs. *Taps*: calls at moments for which Lightning has no hook (before an epoch starts, before the loader's
 iterator is made, before a batch is fetched), installed as instance attributes on one trainer's loops and removed
 again. *Loop state*: taking and restoring progress so that a resumed run continues between the same two batches, with

@@ -1,7 +1,4 @@
-"""Find the position of a run in its data, and bring new loaders there.
-
-Like `_lightning`, it uses private attributes of Lightning and torch.
-"""
+"""Find the position of a run in its data, and bring new loaders there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Find properties of a trainer that prevent a bit-exact resume; they are logged once, when training begins.
-
-Like `_lightning`, it uses private attributes of Lightning and torch.
-"""
+"""Find properties of a trainer that prevent a bit-exact resume; they are logged once, when training begins."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
-from lightning_moe_ckpt import _lightning_averages
+from lightning_moe_ckpt._lightning_callbacks import averaging_callbacks
 from lightning_moe_ckpt._lightning_data import loaders_of
 from lightning_moe_ckpt.parallel import ordered_hook
 
@@ -82,7 +79,7 @@ def _of_kernels(module: LightningModule) -> Iterator[str]:
 
 
 def _of_copies(trainer: Trainer) -> Iterator[str]:
-    known = _lightning_averages.averaging_callbacks(trainer)
+    known = averaging_callbacks(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
         kept = [name for name, value in vars(callback).items() if _has_weights(value)]
         if kept and callback not in known:

@@ -4,8 +4,6 @@ A killed run leaves files of steps that will be trained again, and may leave one
 run such a file must not count as existing, or `ModelCheckpoint` would avoid its name; while operators are frozen no file may
 be written, since it would hold half-frozen weights; and a torn file must not stay until it happens to be due again.
 So every rank keeps a list of what the run has written up to this boundary, which is part of the step journal.
-
-Like `_lightning`, it uses private attributes of Lightning.
 """
 
 from __future__ import annotations

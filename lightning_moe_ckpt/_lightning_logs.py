@@ -7,8 +7,6 @@ written by steps that are trained again bit for bit, so it has the same values.
 
 This holds for `CSVLogger` and `TensorBoardLogger` on a local disk. Both are flushed after every row, by Lightning where the
 trainer logs and here, before each boundary, where others do; a SIGKILL loses nothing that was flushed. Other loggers get the rows of steps that are trained again a second time.
-
-Like `_lightning`, it uses private attributes of Lightning.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Lightning accumulates `self.log(..., on_epoch=True)` in objects that exist from the first call on. In a resumed process
 that call may never come again in the epoch, so the objects are built anew from what the call was given. Metrics of
 torchmetrics that belong to the module keep their state themselves; the objects only refer to them.
-
-Like `_lightning`, it uses private attributes of Lightning.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Workers that are made anew in every epoch are seeded by this process then, and f
 (`persistent_workers=True`) are seeded once, and go on drawing from epoch to epoch. They send their state with every
 batch, and a restart in a later epoch makes workers that begin with the state at that epoch's start. Batches on their
 way when an epoch ends count too: loaders wait for them before they begin the next one, and throw them away.
-
-Like `_lightning`, it uses private attributes, here of torch.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import _generate_state
 
+from lightning_moe_ckpt._lightning_attributes import held_by
 from lightning_moe_ckpt._lightning_data import loaders_of
-from lightning_moe_ckpt._lightning_held import held_by
 from lightning_moe_ckpt.journal import capture_rng, decode, encode, restore_rng
 
 log = logging.getLogger(__name__)

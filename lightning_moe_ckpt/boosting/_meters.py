@@ -55,7 +55,9 @@ def meter_of(found: OperatorSet, layer: MoELayerSpec, module: nn.Module, base: C
     return _LoadMeter(found, layer, module)
 
 
-class _Hooked:
+class HookedMeter:
+    """Base of meters that add up counts in hooks."""
+
     exact = True
 
     def __init__(self, num_experts: int) -> None:
@@ -63,22 +65,28 @@ class _Hooked:
         self._handles: list[RemovableHandle] = []
 
     def take(self, factor: float) -> Measured:
+        """Return the counts since the last call."""
         taken, self._sums = self._sums, torch.zeros_like(self._sums)
         return Measured(*taken)
 
     def remove(self) -> None:
+        """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
 
-    def _add(self, kept_BE: Tensor, base_E: Tensor) -> None:
+    def _add(self, extra_E: Tensor, kept_E: Tensor, room_E: Tensor) -> None:
+        if self._sums.device != kept_E.device:
+            self._sums = self._sums.to(kept_E.device)
+        self._sums += torch.stack([extra_E, kept_E, room_E])
+
+    def _add_kept(self, kept_BE: Tensor, base_E: Tensor) -> None:
+        """Add the tokens that each sequence kept, of which `base_E` would have been kept without boost."""
         kept_BE, base_E = kept_BE.detach().to(torch.int64), base_E.to(torch.int64)
-        if self._sums.device != kept_BE.device:
-            self._sums = self._sums.to(kept_BE.device)
         extra_E = (kept_BE - base_E).clamp(min=0).sum(dim=0)
-        self._sums += torch.stack([extra_E, kept_BE.sum(dim=0), base_E * kept_BE.shape[0]])
+        self._add(extra_E, kept_BE.sum(dim=0), base_E * kept_BE.shape[0])
 
 
-class _SlotMeter(_Hooked):
+class _SlotMeter(HookedMeter):
     """Meter for layers that keep a running count and can turn a factor into slots per expert."""
 
     def __init__(self, layer: MoELayerSpec, view: CapacityView, module: nn.Module, base: Capacity) -> None:
@@ -96,7 +104,9 @@ class _SlotMeter(_Hooked):
             return
         kept_E = block.tokens_per_expert
         x = args[0]
-        self._add((kept_E - self._before.to(kept_E.device))[None], self._base_slots(x.numel() // x.shape[-1], kept_E))
+        self._add_kept(
+            (kept_E - self._before.to(kept_E.device))[None], self._base_slots(x.numel() // x.shape[-1], kept_E)
+        )
 
     def _base_slots(self, num_tokens: int, like_E: Tensor) -> Tensor:
         live = self._view.get(self._module)
@@ -108,7 +118,7 @@ class _SlotMeter(_Hooked):
         return slots.to(like_E) if isinstance(slots, Tensor) else torch.full_like(like_E, slots)
 
 
-class _MaskMeter(_Hooked):
+class _MaskMeter(HookedMeter):
     """Meter for Switch routers, which give a mask `[B, S, E]` of tokens within capacity, per sequence."""
 
     def __init__(self, layer: MoELayerSpec, view: ExpertCapacity, module: nn.Module, base: Capacity) -> None:
@@ -120,7 +130,7 @@ class _MaskMeter(_Hooked):
         if router.training and not in_backward():
             kept_BE = out[0].sum(dim=-2).reshape(-1, out[0].shape[-1])
             self._base_E = self._base_E.to(kept_BE.device)
-            self._add(kept_BE, self._base_E)
+            self._add_kept(kept_BE, self._base_E)
 
 
 class _LoadMeter:

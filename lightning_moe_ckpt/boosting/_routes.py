@@ -1,9 +1,13 @@
-"""Give some experts more tokens in a layer that drops none: tokens that almost chose them go there.
+"""Give some experts more tokens in a layer that drops none, by their margin or by a second term beside a router's bias.
 
-Some tokens that did not choose an expert in debt give up their last choice for it: those with the smallest margin
-between the two. Their number is a fraction of the tokens that chose the expert by themselves, so the quota is exact.
-Weights follow from the router's own formula, so gradients flow as before. The choices are a pure function of the
+By margin: some tokens that did not choose an expert in debt give up their last choice for it, those with the smallest
+margin between the two. Their number is a fraction of the tokens that chose the expert by themselves, so the quota is
+exact. Weights follow from the router's own formula, so gradients flow as before. The choices are a pure function of the
 router's output, so a forward that activation checkpointing repeats routes alike; debts change between steps only.
+
+By bias: a term beside it is adjusted at each step until experts get their quota. The bias that the model trains is not
+changed, since the rule that balances it would work against the change. The router is asked in the same forward what it
+would choose without the term, so that additional tokens are counted, not estimated.
 
 This is an extension: no source describes a boost for layers without capacity.
 
@@ -13,15 +17,18 @@ Shape suffixes: T tokens, K top-k, E experts.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from typing_extensions import override
 
-from lightning_moe_ckpt.boosting._meters import Measured
+from lightning_moe_ckpt.boosting._meters import HookedMeter
 from lightning_moe_ckpt.moe._layer import in_backward
-from lightning_moe_ckpt.operators import MoELayerSpec
+from lightning_moe_ckpt.operators import BiasView, MoELayerSpec
 
 Formula: TypeAlias = Literal["softmax", "normalised", "chosen"]
 """How weights of choices are made: probabilities, probabilities divided by their sum, or a softmax over the chosen."""
@@ -37,6 +44,9 @@ _FORMULAS: dict[str, Formula | None] = {
 }
 """Hugging Face routers, which return `(logits [T, E], weights [T, K], indices [T, K])`; `None` if a switch decides."""
 
+_RATE = 0.05
+"""Change of the bias's term per step, for a shortfall of one mean load; scores are between 0 and 1."""
+
 
 def find_router(layer: MoELayerSpec, module: nn.Module) -> nn.Module | None:
     """Return the layer's router, if its formula is known."""
@@ -44,43 +54,100 @@ def find_router(layer: MoELayerSpec, module: nn.Module) -> nn.Module | None:
     return next((child for child in block.children() if _formula(child) is not None), None)
 
 
-class MarginRoute:
+def find_bias(layer: MoELayerSpec) -> BiasView | None:
+    """Return the layer's selection-only bias, if its router can be called a second time in a forward."""
+    view = layer.bias
+    return view if view is not None and view.owner != view.layer else None
+
+
+class Route(HookedMeter, ABC):
     """Change one layer's routing and count the tokens that it moves, from construction to `remove`."""
 
-    exact = True
+    term: list[float] | None = None
+    """Term that is added to the router's bias, by expert; `None` for routes without one."""
+
+    @abstractmethod
+    def aim(self, debt_E: Sequence[int], extra_E: Sequence[int], kept_E: Sequence[int]) -> None:
+        """Give experts in debt more tokens from now on, by the counts of the last step."""
+
+    def _add_moved(self, before: Tensor, after: Tensor) -> None:
+        if not in_backward():
+            before_E, after_E = self._counts(before), self._counts(after)
+            self._add(after_E - before_E, after_E, torch.zeros_like(after_E))
+
+    def _counts(self, idx: Tensor) -> Tensor:
+        flat = idx.reshape(-1).to(torch.int64)
+        zeros_E = torch.zeros(self._sums.shape[1], dtype=torch.int64, device=flat.device)
+        return zeros_E.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+class MarginRoute(Route):
+    """Route tokens that nearly chose an expert in debt to it."""
 
     def __init__(self, layer: MoELayerSpec, router: nn.Module, boost: float) -> None:
+        super().__init__(layer.num_experts)
         formula = _formula(router)
         assert formula is not None
         self._formula: Formula = formula
-        self._boost, self._num_experts = boost, layer.num_experts
-        self._debtors: tuple[int, ...] = ()
-        self._sums = torch.zeros(3, layer.num_experts, dtype=torch.int64)
-        self._handle = router.register_forward_hook(self._routed)
+        self._boost, self._debtors = boost, tuple[int, ...]()
+        self._handles.append(router.register_forward_hook(self._routed))
 
+    @override
     def aim(self, debt_E: Sequence[int], extra_E: Sequence[int] = (), kept_E: Sequence[int] = ()) -> None:
         """Set the experts that get more from now on. The counts of a step are not used, since the quota is exact."""
         self._debtors = tuple(expert for expert, debt in enumerate(debt_E) if debt)
-
-    def take(self, factor: float) -> Measured:
-        """Return the counts since the last call."""
-        taken, self._sums = self._sums, torch.zeros_like(self._sums)
-        return Measured(*taken)
-
-    def remove(self) -> None:
-        """Stop changing the router's choices."""
-        self._handle.remove()
 
     def _routed(self, router: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         if not router.training or not self._debtors:
             return None
         logits_TE, weights_TK, idx_TK = out
         moved_TK = reroute(logits_TE.detach(), idx_TK, self._debtors, self._boost)
-        if not in_backward():
-            before_E, after_E = (_count(idx, self._num_experts) for idx in (idx_TK, moved_TK))
-            self._sums = self._sums.to(before_E.device)
-            self._sums += torch.stack([after_E - before_E, after_E, torch.zeros_like(after_E)])
+        self._add_moved(idx_TK, moved_TK)
         return logits_TE, weights(logits_TE, moved_TK, self._formula).to(weights_TK.dtype), moved_TK
+
+
+class BiasRoute(Route):
+    """Route by a term beside the router's bias."""
+
+    def __init__(
+        self, layer: MoELayerSpec, view: BiasView, module: nn.Module, boost: float, term: Sequence[float] | None
+    ) -> None:
+        super().__init__(layer.num_experts)
+        self._boost, self._name, self._asking = boost, view.attribute, False
+        self.term: list[float] = list(term or [0.0] * layer.num_experts)
+        router = module.get_submodule(view.owner)
+        self._handles.append(router.register_forward_hook(self._routed, with_kwargs=True))
+
+    @override
+    def aim(self, debt_E: Sequence[int], extra_E: Sequence[int], kept_E: Sequence[int]) -> None:
+        """Adjust the term so that experts in debt come nearer to their quota, by the counts of the last step."""
+        mean = max(sum(kept_E) / len(self.term), 1.0)
+        short_E = [(1 + self._boost) * (kept - extra) - kept for kept, extra in zip(kept_E, extra_E, strict=True)]
+        self.term = [
+            term + _RATE * short / mean if debt else 0.0
+            for term, short, debt in zip(self.term, short_E, debt_E, strict=True)
+        ]
+
+    def _routed(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        if self._asking or not router.training:
+            return None
+        nudged = self._ask(router, args, kwargs) if any(self.term) else out
+        self._add_moved(_choices(out), _choices(nudged))
+        return nudged
+
+    def _ask(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bias: Tensor = getattr(router, self._name)
+        term = torch.tensor(self.term, dtype=bias.dtype, device=bias.device).view_as(bias)
+        self._asking = True
+        try:
+            return functional_call(router, {self._name: bias.detach() + term}, args, kwargs)
+        finally:
+            self._asking = False
+
+
+def _choices(out: Any) -> Tensor:
+    """Return the choices in a router's output: its integer tensor."""
+    return next(each for each in out if isinstance(each, Tensor) and not each.is_floating_point())
 
 
 def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: float) -> Tensor:
@@ -123,8 +190,3 @@ def _formula(router: nn.Module) -> Formula | None:
             formula = _FORMULAS[base.__name__]
             return formula or ("normalised" if getattr(router, "norm_topk_prob", False) else "softmax")
     return None
-
-
-def _count(idx_TK: Tensor, num_experts: int) -> Tensor:
-    flat = idx_TK.reshape(-1)
-    return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))

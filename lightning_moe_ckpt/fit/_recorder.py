@@ -21,16 +21,14 @@ from lightning.pytorch.callbacks import Timer
 
 from lightning_moe_ckpt import (
     _lightning,
+    _lightning_attributes,
     _lightning_data,
     _lightning_files,
-    _lightning_held,
     _lightning_metrics,
-    _lightning_moved,
     _lightning_workers,
 )
-from lightning_moe_ckpt.fit._extras import Extras, copied, require_storable
 from lightning_moe_ckpt.fit._fetches import NO_FETCHES, FetchLog
-from lightning_moe_ckpt.fit._trained import Trained
+from lightning_moe_ckpt.fit._state import Extras, Trained, copied, require_storable
 from lightning_moe_ckpt.journal import RngState, capture_rng, differs, restore_rng
 from lightning_moe_ckpt.operators import groups_state, load_groups_state
 
@@ -87,9 +85,9 @@ class BoundaryRecorder:
         self._fetch: RngState | None = None
         self._last_fetch: RngState | None = None
         self._fetches = FetchLog()
-        self._held = _lightning_held.HeldGenerators(trainer, module, skip_callbacks)
+        self._held = _lightning_attributes.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
-        self._moved = _lightning_moved.MovedAttributes(trainer, module, skip_callbacks, layers)
+        self._moved = _lightning_attributes.MovedAttributes(trainer, module, skip_callbacks, layers)
         self._workers = _lightning_workers.PersistentWorkers(trainer, deterministic=deterministic_dataset)
         self._start: Start | None = None
         self._wanted = True

@@ -16,15 +16,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 
-from lightning_moe_ckpt import _lightning, _lightning_averages, _lightning_exactness, _lightning_files, _lightning_logs
-from lightning_moe_ckpt._lightning_progress import ProgressNote
-from lightning_moe_ckpt._lightning_tuners import Findings, resting
+from lightning_moe_ckpt import _lightning, _lightning_exactness, _lightning_files, _lightning_logs
+from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit._batches import Batches, BatchLog, Logged
-from lightning_moe_ckpt.fit._layer_state import LayerState
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder, JournalPart
+from lightning_moe_ckpt.fit._state import LayerState, Trained
 from lightning_moe_ckpt.fit._stops import Stops
-from lightning_moe_ckpt.fit._trained import Trained
 from lightning_moe_ckpt.journal import Unread
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
@@ -78,7 +76,7 @@ class FitSession:
             may_skip=_lightning.may_toggle_requires_grad(trainer),
             compiled=_lightning.is_compiled(module),
             extra=_lightning.checkpoint_extra(trainer, module),
-            averages=_lightning_averages.averages_of(trainer),
+            averages=averages_of(trainer),
             as_user=lambda start: self._trains.restore(start["trained"]),
         )
         _warn_if_short(trainer, self.session.least_steps)
@@ -328,7 +326,7 @@ class FitSession:
 
     def fit_end(self) -> None:
         if not self._trained:
-            _lightning_averages.finish_with_averages(self._trainer, self._module)
+            finish_with_averages(self._trainer, self._module)
 
     def after_run(self) -> None:
         """Leave the process after training ended by itself, if a signal asked for it meanwhile."""

@@ -115,6 +115,16 @@ class Budgets:
         """What a slot of the ring holds, once it is known: budgets that are measured later do not exceed it."""
 
     @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of this rank's segment, once a budget is in force, and of the gradients behind it; 0 where plans say it."""
+        return 0
+
+    @property
+    def peer_nbytes(self) -> int | None:
+        """Bytes that holders of copies reserve for a segment of this rank, and to rebuild one; `None` for those of the ring."""
+        return None
+
+    @property
     def nbytes(self) -> dict[str, int]:
         """Of one generation and rank, as given or measured, by the name of the argument; empty until they are known."""
         return {_NAMES[level]: self._nbytes(level) for level in self._config} if self.in_force else {}
@@ -187,16 +197,16 @@ class ExpertBudgets(Budgets):
             self._ring_nbytes = int(self._segment_nbytes * (1 + RING_HEADROOM))
 
     @property
+    @override
     def reserve_nbytes(self) -> int:
-        """Bytes of this rank's segment, once a budget is in force, and of the gradients behind it."""
         # What is measured may grow up to what memory takes; gradients are of the experts that leave the node.
         given = self._config[STORAGE]
         remote = self._nbytes(MEMORY) if given == "auto" else min(self._nbytes(MEMORY), given)
         return self._segment_nbytes + self._sizes()[STORAGE].behind(max(remote, self._least_nbytes))
 
     @property
+    @override
     def peer_nbytes(self) -> int:
-        """Bytes that holders of copies reserve for a segment of this rank, and to rebuild one from gradients."""
         sizes, nbytes = self._sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)
         return int((min(nbytes, sizes.full) + sizes.behind(nbytes)) * (1 + RING_HEADROOM))
 
@@ -260,27 +270,8 @@ class ExpertBudgets(Budgets):
             )
 
 
-class SlotMeasure:
-    """`slot_sizes` of one rank, made once per capacity of the journal.
-
-    Args:
-        view: live state.
-        groups: this rank's place.
-    """
-
-    def __init__(self, view: StateView, groups: ParallelGroups) -> None:
-        self._view, self._groups = view, groups
-        self._known: tuple[int, dict[str, SlotSizes]] | None = None
-
-    def sizes(self, journal_nbytes: int) -> dict[str, SlotSizes]:
-        """With a journal record of that capacity."""
-        if self._known is None or self._known[0] != journal_nbytes:
-            self._known = journal_nbytes, slot_sizes(self._view, self._groups, journal_nbytes)
-        return self._known[1]
-
-
 def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
-    """What this rank's files come to at each level, without experts and with all of them."""
+    """Measure this rank's files at each level, without experts and with all of them."""
     everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
     nothing: Experts = tuple(() for _ in everything)
 

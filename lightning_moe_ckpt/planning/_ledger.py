@@ -3,6 +3,10 @@
 The exchange that opens a window carries the tokens that each rank has counted since the last one, so all ranks have the
 same ledger. What tiers are given and have completed is agreed on by the same exchange, see `Tiers`.
 
+The ledger is as of a boundary, so counts cannot come a window late: the journal of that boundary has them. But nothing
+is counted between the end of backward and the boundary, so the copy of counts to the host begins there, on a stream of
+its own. Whoever needs the numbers waits for backward at most, and never for the optimizer or for copies of snapshots.
+
 Source: PEC/MoC (2024), Sec. 3.1 and Algorithm 1; we differ in the exchange, which is that of the windows and not one per step.
 """
 
@@ -11,18 +15,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.journal import Arrival, Arrivals
 from lightning_moe_ckpt.operators import LoadCounter, RecordKind
 from lightning_moe_ckpt.planning._bad_copies import WIDTH as BAD_COPIES_WIDTH
 from lightning_moe_ckpt.planning._bad_copies import BadCopyList
-from lightning_moe_ckpt.planning._count_copies import CountCopies
-from lightning_moe_ckpt.planning._loss_figures import LossFigures
 from lightning_moe_ckpt.planning._popularity import sum_in_order
 from lightning_moe_ckpt.policies import (
     MEMORY,
@@ -46,8 +49,68 @@ LEVEL_OF_TIER: dict[str, str] = {HOST: MEMORY, STORAGE_TIER: STORAGE}
 """Whose completion the ledger follows; copies on other nodes of all that memory has come and go with it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossFigures:
+    """Tokens of experts in a run whose restarts are not exact, over all ranks and faults."""
+
+    k: int | None
+    """Experts per layer that each generation takes to storage now, where the policy counts them."""
+    plt: float
+    """Portion of lost tokens (PEC, eq. 4)."""
+    mlt: float
+    """Lost tokens by layer, added up (MOETION, eq. 6)."""
+    faults: int
+    """Recoveries that lost something."""
+    processed: int
+    """Tokens that experts processed, each as often as it was routed."""
+    lost: int
+    """Of them, those whose updates are in no weights any more."""
+    unsaved: dict[str, int]
+    """Of them, those whose updates only live weights have: what losing everything but `memory` or `storage` would cost."""
+    accounting: TokenLedger = field(repr=False, compare=False)
+    """What all of these are taken from, by expert."""
+    budgets: dict[str, int] = field(default_factory=dict, compare=False)
+    """Bytes of a generation of this rank in force, `local_budget` and `remote_budget`, where a policy has some."""
+    bandwidths: dict[str, float] = field(default_factory=dict, compare=False)
+    """Bytes per second of this rank from which these follow, where they are measured."""
+    taken: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    """Experts of each layer that the newest generation takes, to `memory` and to `storage`."""
+
+
+class CountCopies:
+    """Read a counter early, while the optimizer steps.
+
+    Args:
+        counter: read and reset by nobody else.
+    """
+
+    def __init__(self, counter: LoadCounter) -> None:
+        self._counter = counter
+        self._arrivals = Arrivals()
+        self._under_way: list[Arrival] = []
+        self._is_new = False
+        """Whether nothing was counted since the newest copy began."""
+
+    def forward_begins(self) -> None:
+        """Note that more is about to be counted."""
+        self._is_new = False
+
+    def start(self) -> None:
+        """Copy what was counted, as nothing more is until the next batch. Does not wait for the device."""
+        self._under_way.append(self._arrivals.start([self._counter.read_and_reset()]))
+        self._is_new = True
+
+    def take(self) -> list[int]:
+        """Return all that was counted since the last call, by expert; wait for copies, and begin one if none is new."""
+        if not (self._is_new and self._under_way):
+            self.start()
+        under_way, self._under_way = self._under_way, []
+        total: list[int] = torch.cat([torch.stack(each.wait()) for each in under_way]).sum(0).tolist()
+        return total
+
+
 class LedgerKeeper:
-    """Keeps the ledger, and is told by `Tiers` what they hold.
+    """Keep the ledger; `Tiers` says what they hold.
 
     Args:
         policy: says what restarts do to the ledger, and what copies on other nodes have.
@@ -89,7 +152,7 @@ class LedgerKeeper:
         self.ledger = self.ledger.take(step, selection, levels=())
 
     def figures(self, budgets: Mapping[str, int], rates: Mapping[str, float]) -> LossFigures:
-        """See `Report`."""
+        """Return the figures on lost tokens for `Report`."""
         now = self.ledger
         return LossFigures(
             k=now.k,
@@ -211,7 +274,9 @@ class LedgerKeeper:
 
     def _give(self, tier: str, generation: GenerationId, selection: Selection, kept: int | None = None) -> None:
         level, ledger = self._levels[tier], self.ledger
-        book = ledger.saved[level].take(generation.step, selection.flat(level, self.layouts), ledger.alive, kept=kept)
+        book = ledger.saved[level].take(
+            generation.step, selection.flat(level, ledger.num_experts), ledger.alive, kept=kept
+        )
         self.ledger = replace(ledger, saved={**ledger.saved, level: book})
 
 

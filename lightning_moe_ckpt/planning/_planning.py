@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,13 +25,10 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import JournalCapacity
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, SlotMeasure
-from lightning_moe_ckpt.planning._compute_dtypes import Probe
-from lightning_moe_ckpt.planning._count_proof import CountProof
-from lightning_moe_ckpt.planning._ledger import LedgerKeeper
-from lightning_moe_ckpt.planning._loss_figures import LossFigures
-from lightning_moe_ckpt.planning._popularity import PopularityMeter
-from lightning_moe_ckpt.planning._reordering import Reordering
+from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
+from lightning_moe_ckpt.planning._first_steps import CountProof, PrecisionProof
+from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
+from lightning_moe_ckpt.planning._popularity import PopularityMeter, Reordering
 from lightning_moe_ckpt.policies import (
     MEMORY,
     Audience,
@@ -98,7 +95,7 @@ class Planner:
         self._policy, self._view, self._groups, self._exchange = policy, view, groups, exchange
         self._period = policy.least_steps(len(view.operators))
         low = autocast_dtype if "compute_dtypes" in policy.needs and may_probe else None
-        self._probe = Probe(module, low) if low is not None else None
+        self._probe = PrecisionProof(module, low) if low is not None else None
         config = policy.popularity if "popularity" in policy.needs and view.operators.num_experts else None
         meter = None if config is None else PopularityMeter(config, view.operators, module)
         self.order = None if config is None or meter is None else Reordering(config, meter)
@@ -134,10 +131,8 @@ class Planner:
 
     def peer_room(self) -> PeerRoom | None:
         """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
-        keep = self._policy.copies_kept(self._inputs())
-        if keep is None or not isinstance(self._budgets, ExpertBudgets):
-            return None
-        return PeerRoom(slot_nbytes=self._budgets.peer_nbytes, keep=keep)
+        keep, nbytes = self._policy.copies_kept(self._inputs()), self._budgets.peer_nbytes
+        return None if keep is None or nbytes is None else PeerRoom(slot_nbytes=nbytes, keep=keep)
 
     def deltas(self) -> Deltas | None:
         """Whether gradients may be sent to other nodes where they lead to what is sent; the same on all ranks. Collective."""
@@ -156,8 +151,7 @@ class Planner:
         """The tiers of this incarnation are these."""
         tiers = {worker.name: worker for worker in workers}
         remote = tiers.get(PEER) or tiers[STORAGE]
-        if self._budgets is not None:
-            self._budgets.remote_rate = lambda: remote.rate
+        self._budgets.remote_rate = lambda: remote.rate
         self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER in tiers else None
         if self.tokens is not None:
             self.tokens.joined(tiers)
@@ -226,11 +220,10 @@ class Planner:
         if self._proof is not None:
             wrong = self._proof.before_step()
             if self.order is not None:
-                self.order.distrust(wrong)
+                self.order.meter.distrust(wrong)
         if self.tokens is not None and (self._step is None or self._policy.due(self._step + 1, None, 1)):
             self.tokens.counts.start()
-        if self._budgets is not None:
-            self._budgets.clock.forward_ends()
+        self._budgets.clock.forward_ends()
 
     def stepped(self, step: int) -> None:
         """Optimizer step `step` has ended."""
@@ -245,10 +238,7 @@ class Planner:
 
     def loss_figures(self) -> LossFigures | None:
         """See `Report`; `None` where restarts are exact."""
-        budgets = self._budgets
-        if self.tokens is None:
-            return None
-        return self.tokens.figures({} if budgets is None else budgets.nbytes, {} if budgets is None else budgets.rates)
+        return None if self.tokens is None else self.tokens.figures(self._budgets.nbytes, self._budgets.rates)
 
     def close(self) -> None:
         """Stop measuring."""
@@ -289,14 +279,13 @@ class Planner:
     def first_layout(self) -> WindowLayout | None:
         """At every boundary outside a window: the first plan of this incarnation, once what it needs is known. Collective."""
         self._boundaries += 1
-        if self._budgets is not None:
-            self._budgets.clock.stepped()
+        self._budgets.clock.stepped()
         wait = "bandwidths" in self._policy.needs or self._probe is not None
         if self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
             return None
         popularity = None if self.order is None else self.order.first(self._exchange)
         dtypes = {} if self._probe is None else self._probe.agreed(list(self._view.params), self._exchange)
-        if self._budgets is not None:
+        if self._policy.budgets:
             self._budgets.measure()
             self._budgets.agreed(self._exchange.gather(self._budgets.inputs()))
         inputs = self._inputs(popularity)
@@ -304,7 +293,9 @@ class Planner:
         turns = max(1, len({rank for each in inputs.layouts for rank in each.rank_of}))
         layouts = [self._make(replace(inputs, index=inputs.index + turn), dtypes) for turn in range(turns)]
         if self.tokens is not None:
-            self._reserve([self._selection(each) for each in layouts], max(each.slot_nbytes for each in layouts))
+            self._reserve(
+                [self._selection(each.record.plan) for each in layouts], max(each.slot_nbytes for each in layouts)
+            )
             layouts[0].reserve_nbytes = self._reserve_nbytes
         self._kept = self._policy.generations_kept(self._inputs())
         return layouts[0]
@@ -328,20 +319,16 @@ class Planner:
         """What the components that are there have to agree on."""
         told: list[int] = []
         if self.tokens is not None:
-            told += self.tokens.inputs()
-            told += self._budgets.inputs() if self._budgets is not None else []
+            told += [*self.tokens.inputs(), *self._budgets.inputs()]
         return told + self.order.inputs() if self.order is not None else told
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """What every rank added, by rank."""
         if self.tokens is not None:
-            width = self.tokens.width
+            width, levels = self.tokens.width, len(self._policy.budgets)
             self.tokens.agreed([row[:width] for row in rows])
-            rows = [row[width:] for row in rows]
-            if self._budgets is not None:
-                levels = len(self._policy.budgets)
-                self._budgets.agreed([row[:levels] for row in rows])
-                rows = [row[levels:] for row in rows]
+            self._budgets.agreed([row[width : width + levels] for row in rows])
+            rows = [row[width + levels :] for row in rows]
         if self.order is not None:
             self._replan(self.order.agreed(rows))
 
@@ -353,36 +340,28 @@ class Planner:
     def started(self, step: int, layout: WindowLayout) -> None:
         """A window begins; where tokens are counted, the one after it is planned from what is known now."""
         if self.tokens is not None:
-            self.tokens.took(step, self._selection(layout))
+            self.tokens.took(step, self._selection(layout.record.plan))
             self._next = Background(partial(self._make, self._inputs(), {}))
 
     # -- private
 
-    def _make_budgets(self) -> Budgets | None:
+    def _make_budgets(self) -> Budgets:
         config, device = self._policy.budgets, next(iter(self._view.params.values())).device
-        if not config:
-            return None
-        if self.tokens is None:
+        if not config or self.tokens is None:
             return Budgets(config, device)
-        measure = SlotMeasure(self._view, self._groups)
-        return ExpertBudgets(
-            config,
-            device,
-            self.tokens.layouts,
-            lambda: measure.sizes(self._journal.nbytes),
-            every_n_steps=self._period,
-        )
+        measured = lru_cache(maxsize=1)(partial(slot_sizes, self._view, self._groups))
+        layouts, period = self.tokens.layouts, self._period
+        return ExpertBudgets(config, device, layouts, lambda: measured(self._journal.nbytes), every_n_steps=period)
 
     def _inputs(
         self, popularity: Sequence[float] | None = None, budgets: Mapping[str, int] | None = None
     ) -> PlanInputs:
         """What is known now."""
         operators, tokens = self._view.operators, self.tokens
-        in_force = {} if self._budgets is None else self._budgets.in_force
         return PlanInputs(
             operators=operators,
             popularity=[0.0] * operators.num_experts if popularity is None else popularity,
-            budgets=in_force if budgets is None else budgets,
+            budgets=self._budgets.in_force if budgets is None else budgets,
             index=0 if tokens is None else tokens.ledger.generations,
             ledger=None if tokens is None else tokens.ledger,
             layouts=() if tokens is None else tokens.layouts,
@@ -450,12 +429,11 @@ class Planner:
     def _reserve(self, turns: Sequence[Selection], slot_nbytes: int) -> None:
         """Rings are made for the first round, and for what later budgets may take."""
         self._room = [max(column) for column in zip(*map(self._nbytes_by_position, turns), strict=True)]
-        later = self._budgets.reserve_nbytes if isinstance(self._budgets, ExpertBudgets) else 0
-        self._reserve_nbytes = max(later, slot_nbytes)
+        self._reserve_nbytes = max(self._budgets.reserve_nbytes, slot_nbytes)
 
     def _has_room(self, plan: Plan) -> bool:
         """Whether no position gives more than slots are made for, which they are for equal turns."""
-        sizes = self._nbytes_by_position(Selection.of_plan(plan, self._view.operators))
+        sizes = self._nbytes_by_position(self._selection(plan))
         return all(nbytes <= room for nbytes, room in zip(sizes, self._room, strict=False))
 
     def _nbytes_by_position(self, selection: Selection) -> list[int]:
@@ -465,9 +443,8 @@ class Planner:
         rows = list(zip(layouts, selection.memory, strict=True))
         return [sum(e.nbytes for e, row in rows for i in row if e.rank_of[i] == position) for position in positions]
 
-    def _selection(self, layout: WindowLayout) -> Selection:
-        """The experts that a partial plan takes."""
-        return Selection.of_plan(layout.record.plan, self._view.operators)
+    def _selection(self, plan: Plan) -> Selection:
+        return Selection.of_plan(plan, self._view.operators)
 
 
 class Background:

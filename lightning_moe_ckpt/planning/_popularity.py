@@ -1,31 +1,39 @@
-"""Popularity of experts over the history of a run, not of a process.
+"""Popularity of experts over the history of a run, and when it changes the order of capture; a process's timing does not.
 
 Each rank measures its own tokens, step by step, and holds the result at every multiple of `reorder_every_n_steps`
 until the next window boundary carries it to the others. All measures are linear, so sums over ranks are taken there
 and nowhere else. What a rank has measured is journaled with the window's first boundary: a resumed run re-runs the
 steps after it, counts each of them once, and has the popularity that the undisturbed run has at the same step.
 
+At the boundary each rank compares the sum with the popularity the newest plan was made of. If enough has changed, the
+next plan is made on a thread of its own and holds from the next window on, whether it takes milliseconds or not: so a
+run that is killed and resumed follows the same sequence of plans, though its windows start at other steps.
+
 Source: MoEvement (2024), Sec. 3.5, Appendix B.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.journal import Arrival, Arrivals
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet
-from lightning_moe_ckpt.policies import Popularity, decayed_popularity, popularity_per_capacity
+from lightning_moe_ckpt.policies import Popularity, decayed_popularity, popularity_per_capacity, should_reorder
+
+log = logging.getLogger(__name__)
 
 # Shape suffix: E experts of all layers, over all ranks.
 
 
 class PopularityMeter:
-    """Measures the tokens of this rank.
+    """Measure the popularity of experts among the tokens of this rank.
 
     Args:
         config: what is measured.
@@ -81,7 +89,7 @@ class PopularityMeter:
                 self._value_E = torch.zeros_like(self._value_E)
 
     def take_held(self) -> Tensor:
-        """What was held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
+        """Return what was held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
 
         Equally many on all ranks, since steps are. Only here something waits for the device, up to the step of the look.
         """
@@ -96,19 +104,19 @@ class PopularityMeter:
         return len(self._value_E)
 
     def value(self) -> Tensor:
-        """Popularity of this rank's tokens now, float64 `[E]`."""
+        """Return the popularity of this rank's tokens now, float64 `[E]`."""
         if not self._every_step:
             self._fold()
         return self._value_E
 
     def newest(self) -> Tensor:
-        """What a plan may be made of outside the looks: `value`, or the look just held if that has reset it."""
+        """Return what a plan may be made of outside the looks: `value`, or the look just held if that has reset it."""
         if self._held and self._config.half_life_steps is None:
             return self._held[-1]
         return self.value()
 
     def state(self) -> dict[str, Any]:
-        """What a later life needs to go on from this boundary; tensors may be on the device."""
+        """Return what a later incarnation needs to go on from this boundary; tensors may be on the device."""
         return {"measure": self._measure, "value": self.value().clone(), "held": list(self._held)}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
@@ -123,7 +131,7 @@ class PopularityMeter:
 
     @property
     def _measure(self) -> dict[str, Any]:
-        """What makes values comparable; thresholds may change between lives."""
+        """What makes values comparable; thresholds may change between incarnations."""
         names = ("counts", "half_life_steps", "per_capacity", "reorder_every_n_steps")
         return {name: getattr(self._config, name) for name in names}
 
@@ -149,11 +157,8 @@ class PopularityMeter:
 
 
 def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
-    """Sum over ranks, first rank first: the same bits on every rank and in every life."""
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total
+    """Return the sum over ranks, first rank first: the same bits on every rank and in every incarnation."""
+    return sum(rows[1:], start=rows[0])
 
 
 def _require(counter: LoadCounter, wanted: str, what: str, instead: str, field: str) -> None:
@@ -163,3 +168,70 @@ def _require(counter: LoadCounter, wanted: str, what: str, instead: str, field: 
             f"`Popularity({wanted})`: {what} cannot be seen in {layers}. "
             f"Use `{instead}`, or `register_adapter` with a `MoELayerSpec({field}=...)` that says where they are."
         )
+
+
+class Reordering:
+    """Decide at window boundaries whether the order is out of date.
+
+    Args:
+        config: thresholds.
+        meter: popularity on this rank.
+    """
+
+    def __init__(self, config: Popularity, meter: PopularityMeter) -> None:
+        self._config, self.meter = config, meter
+        self._planned: list[float] | None = None
+        """Popularity of the newest plan, in force or not."""
+
+    def first(self, exchange: Exchange) -> list[float]:
+        """Return the popularity for the first plan: what all ranks have measured, else that of the incarnation before."""
+        popularity: list[float] = sum_in_order(exchange.gather_tensor(self.meter.newest().cpu())).tolist()
+        if self._planned is None or any(popularity):
+            self._planned = popularity
+        return self._planned
+
+    def inputs(self) -> list[int]:
+        """Return what this rank adds to the exchange that opens a window: bits of its popularity, usually nothing."""
+        values: list[int] = self.meter.take_held().view(torch.int64).flatten().tolist()
+        return values
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
+        """Take what every rank added, by rank. Return the popularity of which another plan is due, if one is."""
+        due = None
+        if rows[0]:
+            own = [torch.tensor(list(row), dtype=torch.int64).view(torch.float64) for row in rows]
+            for look_E in sum_in_order(own).view(-1, self.meter.num_experts):
+                due = look_E.tolist() if self._is_out_of_date(look_E.tolist()) else due
+        return due
+
+    def state(self) -> dict[str, Any]:
+        """Return what a later incarnation needs to go on from this boundary."""
+        planned = None if self._planned is None else torch.tensor(self._planned, dtype=torch.float64)
+        return {**self.meter.state(), "planned": planned}
+
+    def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
+        """Go on from a state.
+
+        Args:
+            state: of the boundary that this incarnation starts from.
+            in_force: popularity of the plan that it has adopted, if any.
+
+        Returns:
+            The popularity of a newer plan, if one was under way.
+        """
+        if not self.meter.restore(state):
+            log.info("popularity is measured otherwise than by the run before: it starts anew")
+            return None
+        planned: Tensor | None = state["planned"]
+        self._planned = None if planned is None else planned.tolist()
+        return None if in_force is None or list(in_force) == self._planned else self._planned
+
+    def _is_out_of_date(self, popularity: list[float]) -> bool:
+        limits = {
+            "reorder_threshold": self._config.reorder_threshold,
+            "reorder_fraction": self._config.reorder_fraction,
+        }
+        if self._planned is not None and not should_reorder(self._planned, popularity, **limits):
+            return False
+        self._planned = popularity
+        return True

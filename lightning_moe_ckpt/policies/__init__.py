@@ -2,9 +2,8 @@
 
 from lightning_moe_ckpt.policies._boost import TokenDeficits as TokenDeficits
 from lightning_moe_ckpt.policies._boost import boost_factors as boost_factors
-from lightning_moe_ckpt.policies._dense import DensePolicy as DensePolicy
-from lightning_moe_ckpt.policies._dynamic_k import DynamicK as DynamicK
-from lightning_moe_ckpt.policies._dynamic_k import next_k as next_k
+from lightning_moe_ckpt.policies._exact import DensePolicy as DensePolicy
+from lightning_moe_ckpt.policies._exact import SparsePolicy as SparsePolicy
 from lightning_moe_ckpt.policies._expert_tables import LEVELS as LEVELS
 from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS as MAX_GENERATIONS
 from lightning_moe_ckpt.policies._expert_tables import MEMORY as MEMORY
@@ -16,16 +15,14 @@ from lightning_moe_ckpt.policies._expert_tables import ExpertTable as ExpertTabl
 from lightning_moe_ckpt.policies._expert_tables import Selection as Selection
 from lightning_moe_ckpt.policies._expert_tables import expert_layouts as expert_layouts
 from lightning_moe_ckpt.policies._expert_tables import expert_names as expert_names
+from lightning_moe_ckpt.policies._partial import DynamicK as DynamicK
 from lightning_moe_ckpt.policies._partial import ExpertOrder as ExpertOrder
 from lightning_moe_ckpt.policies._partial import PartialPolicy as PartialPolicy
+from lightning_moe_ckpt.policies._partial import next_k as next_k
 from lightning_moe_ckpt.policies._plan import AUDIENCES as AUDIENCES
 from lightning_moe_ckpt.policies._plan import Audience as Audience
 from lightning_moe_ckpt.policies._plan import Plan as Plan
 from lightning_moe_ckpt.policies._plan import WindowStep as WindowStep
-from lightning_moe_ckpt.policies._planner import PlanItem as PlanItem
-from lightning_moe_ckpt.policies._planner import plan_for_window as plan_for_window
-from lightning_moe_ckpt.policies._planner import plan_window as plan_window
-from lightning_moe_ckpt.policies._planner import split_nbytes as split_nbytes
 from lightning_moe_ckpt.policies._policy import Budget as Budget
 from lightning_moe_ckpt.policies._policy import Deltas as Deltas
 from lightning_moe_ckpt.policies._policy import ExpertPolicy as ExpertPolicy
@@ -42,11 +39,14 @@ from lightning_moe_ckpt.policies._positions import all_names as all_names
 from lightning_moe_ckpt.policies._positions import assign_positions as assign_positions
 from lightning_moe_ckpt.policies._positions import positions as positions
 from lightning_moe_ckpt.policies._selective import SelectivePolicy as SelectivePolicy
-from lightning_moe_ckpt.policies._sparse import SparsePolicy as SparsePolicy
 from lightning_moe_ckpt.policies._tier_ledger import NEVER as NEVER
 from lightning_moe_ckpt.policies._tier_ledger import Pending as Pending
 from lightning_moe_ckpt.policies._tier_ledger import TierLedger as TierLedger
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger as TokenLedger
+from lightning_moe_ckpt.policies._windows import PlanItem as PlanItem
+from lightning_moe_ckpt.policies._windows import plan_for_window as plan_for_window
+from lightning_moe_ckpt.policies._windows import plan_window as plan_window
+from lightning_moe_ckpt.policies._windows import split_nbytes as split_nbytes
 from lightning_moe_ckpt.policies._writers import RecordPiece as RecordPiece
 from lightning_moe_ckpt.policies._writers import WrittenPart as WrittenPart
 from lightning_moe_ckpt.policies._writers import assign_adaptively as assign_adaptively

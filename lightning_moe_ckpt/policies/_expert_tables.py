@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 
 from xxhash import xxh3_64_intdigest
 
@@ -38,12 +39,12 @@ SortKey = Callable[[int], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayout:
-    """What of a table does not change during a run."""
+    """The experts of one MoE layer, as they are during a whole run. Entries are by global expert index."""
 
     layer: str
     """FQN of the MoE layer."""
     rank_of: tuple[int, ...]
-    """Position that holds each expert; one entry per expert, by global index."""
+    """Position that holds each expert."""
     nbytes: int
     """FULL bytes of one expert, all its parts."""
 
@@ -54,17 +55,9 @@ class ExpertLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertTable:
-    """One MoE layer as a policy sees it when it chooses. Entries are by global expert index."""
+class ExpertTable(ExpertLayout):
+    """One MoE layer as a policy sees it when it chooses."""
 
-    layer: str
-    """FQN of the MoE layer."""
-    num_experts: int
-    """Over all ranks."""
-    rank_of: tuple[int, ...]
-    """Position that holds each expert."""
-    nbytes: int
-    """FULL bytes of one expert, all its parts."""
     unsaved: Mapping[str, tuple[int, ...]]
     """By level: tokens in the live weights of each expert that its newest copy in that level, or in storage, lacks."""
     saved_at: Mapping[str, tuple[int, ...]]
@@ -79,15 +72,8 @@ class ExpertTable:
     """Whether a stored copy of each expert turned out bad, so that it comes before all others; empty if none did."""
 
     def __post_init__(self) -> None:
-        rows = (
-            self.rank_of,
-            self.age,
-            *self.unsaved.values(),
-            *self.saved_at.values(),
-            *self.skipped.values(),
-            *self.waited.values(),
-            *([self.again] if self.again else []),
-        )
+        by_level = (self.unsaved, self.saved_at, self.skipped, self.waited)
+        rows = [self.age, self.again or self.age, *(row for each in by_level for row in each.values())]
         if self.num_experts < 1 or any(len(row) != self.num_experts for row in rows):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
@@ -111,7 +97,7 @@ class Selection:
                 raise ValueError(f"`Selection`: {stored} must be part of {kept}, both ascending and without repeats.")
 
     @classmethod
-    def everything(cls, layouts: Sequence[ExpertLayout | ExpertTable]) -> Selection:
+    def everything(cls, layouts: Sequence[ExpertLayout]) -> Selection:
         """All experts to all levels: what a dense generation has."""
         rows = tuple(tuple(range(each.num_experts)) for each in layouts)
         return cls(rows, rows)
@@ -120,14 +106,10 @@ class Selection:
         """The experts of one level. Raises `KeyError`."""
         return {MEMORY: self.memory, STORAGE: self.storage, PEER: self.storage}[level]
 
-    def flat(self, level: str, layouts: Sequence[ExpertLayout | ExpertTable]) -> tuple[int, ...]:
-        """The same as places in a vector over the experts of all layers."""
-        found: list[int] = []
-        start = 0
-        for row, each in zip(self.of(level), layouts, strict=True):
-            found += [start + expert for expert in row]
-            start += each.num_experts
-        return tuple(found)
+    def flat(self, level: str, num_experts: Sequence[int]) -> tuple[int, ...]:
+        """The same as places in a vector over the experts of all layers, which have `num_experts`."""
+        starts = accumulate(num_experts, initial=0)
+        return tuple(start + expert for start, row in zip(starts, self.of(level), strict=False) for expert in row)
 
     def plan(self, operators: OperatorSet) -> Plan:
         """The plan that takes all of the dense part, and these experts."""
@@ -187,10 +169,10 @@ def taken_again(table: ExpertTable, experts: Iterable[int]) -> list[int]:
     return [expert for expert in experts if table.again and table.again[expert]]
 
 
-def positions_of(table: ExpertTable | ExpertLayout) -> dict[int, list[int]]:
+def positions_of(layout: ExpertLayout) -> dict[int, list[int]]:
     """Experts by position, both ascending."""
-    found: dict[int, list[int]] = {rank: [] for rank in sorted(set(table.rank_of))}
-    for expert, rank in enumerate(table.rank_of):
+    found: dict[int, list[int]] = {rank: [] for rank in sorted(set(layout.rank_of))}
+    for expert, rank in enumerate(layout.rank_of):
         found[rank].append(expert)
     return found
 

@@ -8,15 +8,16 @@ the layer before it. Without skips that is PEC's interleaved schedule, in which 
 
 Two levels: storage gets `k` experts, memory `snapshot_k`. What is due in storage is taken to memory first of all, so that
 storage goes round in E / k generations whatever memory does; the rest of memory's places go by what memory lacks. Before
-both come experts of which a stored copy turned out bad, and those without which one would get older than `max_age` generations: memory keeps that many, and so has a
-copy of every expert. Where a round takes more generations than memory keeps at most, it lacks some: these are restored
-from storage.
+both come experts of which a stored copy turned out bad, and those that would get older than `max_age` generations:
+memory keeps that many, and so has a copy of every expert. Where a round takes more generations than memory keeps at
+most, it lacks some: these are restored from storage.
 
 Where storage skips generations, whose turn it is has an element of chance (a function of the index): regular turns and
 regular skips can be in step, and then the same experts would never reach storage.
 
 Source: PEC (2024), Sec. 3.1 and Algorithm 1, Sec. 3.2 (two-level PEC); we differ in going by what levels have in fact
-completed, and in the limit of age.
+completed, and in the limit of age. Dynamic-K (Sec. 3.1) doubles K once lost tokens exceed the limit; we differ in
+doubling before that, as soon as another fault like the last one would exceed it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from typing import Any, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.policies._dynamic_k import DynamicK
 from lightning_moe_ckpt.policies._expert_tables import (
     MAX_GENERATIONS,
     MEMORY,
@@ -46,7 +46,6 @@ from lightning_moe_ckpt.policies._expert_tables import (
     taken_again,
     unsaved_order,
 )
-from lightning_moe_ckpt.policies._plan import Plan
 from lightning_moe_ckpt.policies._policy import ExpertPolicy, PlanInputs
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
@@ -59,6 +58,52 @@ _SLACK = {"sequential": 0.5, "load_aware": 1.0}
 """How much longer than a round of E / K generations an expert may wait, in rounds. Half a round leaves a third of the
 places to what storage needs in order to make up for skips; a whole one leaves half of them to load."""
 _SPARE = 2
+
+
+def next_k(k: int, *, plt: float, last_loss: float, plt_budget: float, num_experts: int) -> int:
+    """Return K after a recovery.
+
+    K is doubled until another fault that costs as much as the last one (less in proportion, as K grows) would leave PLT
+    within the budget, or until every generation takes all experts. PLT never exceeds the budget by more than one
+    fault's loss: once it does, K is E, and no further fault loses a token.
+
+    Args:
+        k: experts per layer until now.
+        plt: portion of lost tokens, the last fault included.
+        last_loss: part of it that the last fault has cost.
+        plt_budget: the limit, PEC proposes 0.05.
+        num_experts: E of the largest layer.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if k < 1 or plt < 0 or last_loss < 0 or not plt_budget >= 0 or num_experts < 1:
+        raise ValueError(
+            f"`next_k(k={k}, plt={plt}, last_loss={last_loss}, plt_budget={plt_budget}, num_experts={num_experts})`: "
+            "a number is out of range."
+        )
+    grown = min(k, num_experts)
+    while grown < num_experts and plt + last_loss * k / grown > plt_budget:
+        grown = min(2 * grown, num_experts)
+    return grown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicK:
+    """Whether and when faults raise K."""
+
+    plt_budget: float | None = 0.05
+    """Limit of PLT; `None` keeps K as it is."""
+
+    def __post_init__(self) -> None:
+        if self.plt_budget is not None and not 0 <= self.plt_budget <= 1:
+            raise ValueError(f"`DynamicK(plt_budget={self.plt_budget})` must be between 0 and 1, or None.")
+
+    def after_fault(self, k: int, *, plt: float, last_loss: float, num_experts: int) -> int:
+        """Return K after a fault, see `next_k`."""
+        if self.plt_budget is None:
+            return k
+        return next_k(k, plt=plt, last_loss=last_loss, plt_budget=self.plt_budget, num_experts=num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +138,12 @@ class PartialPolicy(ExpertPolicy):
         if self.age_limit is not None and self.age_limit < 1:
             raise ValueError(f"`PartialPolicy(age_limit={self.age_limit})` must be one or more, or None.")
 
+    @override
+    def in_force(self, inputs: PlanInputs) -> PartialPolicy:
+        """Return the policy with the K that faults have led to."""
+        k = None if inputs.ledger is None else inputs.ledger.k
+        return self if k is None else self.with_k(k)
+
     @property
     def memory_k(self) -> int:
         """Experts per layer that go to memory."""
@@ -108,15 +159,6 @@ class PartialPolicy(ExpertPolicy):
         """The period does not change what a generation looks like."""
         names = ("kind", "k", "snapshot_k", "order", "age_limit")
         return {name: getattr(self, name) for name in names}
-
-    @override
-    def plan(self, inputs: PlanInputs) -> Plan:
-        policy = self._in_force(inputs)
-        return policy.select(inputs.index, inputs.tables, {}).plan(inputs.operators)
-
-    @override
-    def generations_kept(self, inputs: PlanInputs) -> int:
-        return min(self._in_force(inputs).max_age(inputs.tables, {}), MAX_GENERATIONS)
 
     @override
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
@@ -153,11 +195,6 @@ class PartialPolicy(ExpertPolicy):
         behind = any(any(table.skipped[STORAGE]) for table in tables)
         chosen = [self._of_layer(_Turn(index, i, behind), table, limit) for i, table in enumerate(tables)]
         return Selection(tuple(memory for memory, _ in chosen), tuple(storage for _, storage in chosen))
-
-    def _in_force(self, inputs: PlanInputs) -> PartialPolicy:
-        """With the K that faults have led to."""
-        k = None if inputs.ledger is None else inputs.ledger.k
-        return self if k is None else self.with_k(k)
 
     def _of_layer(self, now: _Turn, table: ExpertTable, limit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         order = _ORDERS[self.order]

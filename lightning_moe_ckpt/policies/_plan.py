@@ -17,8 +17,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
-from xxhash import xxh3_128_hexdigest
-
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.operators import RecordKind
 
@@ -96,19 +94,11 @@ class Plan:
         """Operators of which the durable file of step `index` has FULL."""
         return self.steps[index].of_kind(RecordKind.FULL)
 
-    def compute(self, index: int) -> tuple[str, ...]:
-        """Operators of which the durable file of step `index` has COMPUTE: those still frozen when replay starts from it."""
-        return self.steps[index].of_kind(RecordKind.COMPUTE)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
         return hash(self.to_json())
-
-    def hash(self) -> str:
-        """Identify the plan, in every process and version: a digest of `to_json`."""
-        return xxh3_128_hexdigest(self.to_json().encode())
 
     def to_json(self) -> str:
         """Canonical text."""
@@ -136,24 +126,12 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote. Raises `Corrupt`: it is no plan."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _no_plan(error) from error
-        plan = cls.from_value(value)
-        if plan.to_json() != text:
-            raise Corrupt("This plan is not in canonical form. Another copy or an older generation may be whole.")
-        return plan
-
-    @classmethod
     def from_value(cls, value: object) -> Plan:
         """Read what `to_value` returned. Raises `Corrupt`: it is no plan."""
         try:
             return cls._read(value)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _no_plan(error) from error
+            raise Corrupt(f"This is no plan: {error!r}. Another copy or an older generation may be whole.") from error
 
     @classmethod
     def _read(cls, value: Any) -> Plan:
@@ -203,7 +181,3 @@ def _places(runs: Any, number: int) -> Iterator[int]:
         if not 0 <= start < stop <= number:
             raise ValueError(f"a run from {start} to {stop} of {number} operators")
         yield from range(start, stop)
-
-
-def _no_plan(error: Exception) -> Corrupt:
-    return Corrupt(f"This is no plan: {error!r}. Another copy or an older generation may be whole.")

@@ -218,10 +218,15 @@ class ExpertPolicy(PeriodicPolicy):
         Memory that keeps this many whole generations holds every expert; beside them there is the one being written.
         """
 
+    def in_force(self, inputs: PlanInputs) -> ExpertPolicy:
+        """Return the policy that chooses now: with what the run has led to, where arguments alone do not decide."""
+        return self
+
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        return self.select(inputs.index, inputs.tables, inputs.budgets).plan(inputs.operators)
+        selection = self.in_force(inputs).select(inputs.index, inputs.tables, inputs.budgets)
+        return selection.plan(inputs.operators)
 
     @override
     def generations_kept(self, inputs: PlanInputs) -> int:
-        return min(self.max_age(inputs.tables, inputs.budgets), MAX_GENERATIONS)
+        return min(self.in_force(inputs).max_age(inputs.tables, inputs.budgets), MAX_GENERATIONS)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet
 from lightning_moe_ckpt.policies._plan import Plan, WindowStep
-from lightning_moe_ckpt.policies._planner import PlanItem
 from lightning_moe_ckpt.policies._popularity import Order
+from lightning_moe_ckpt.policies._windows import PlanItem
 
 Counts = Tensor | Sequence[float]
 

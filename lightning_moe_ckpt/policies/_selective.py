@@ -35,7 +35,7 @@ from lightning_moe_ckpt.policies._expert_tables import (
     taken_again,
     unsaved_order,
 )
-from lightning_moe_ckpt.policies._plan import Audience, Plan
+from lightning_moe_ckpt.policies._plan import Audience
 from lightning_moe_ckpt.policies._policy import Budget, Deltas, ExpertPolicy, Measurement, PlanInputs
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
@@ -83,10 +83,9 @@ class SelectivePolicy(ExpertPolicy):
         return {"kind": self.kind, "age_limit": self.age_limit}
 
     @override
-    def plan(self, inputs: PlanInputs) -> Plan:
+    def in_force(self, inputs: PlanInputs) -> SelectivePolicy:
         # The ring is made for so many generations: what is forced follows it, however budgets change.
-        policy = self if inputs.generations_kept is None else replace(self, age_limit=inputs.generations_kept)
-        return policy.select(inputs.index, inputs.tables, inputs.budgets).plan(inputs.operators)
+        return self if inputs.generations_kept is None else replace(self, age_limit=inputs.generations_kept)
 
     @override
     def generations_kept(self, inputs: PlanInputs) -> int:

@@ -83,7 +83,7 @@ class TokenLedger:
 
     def take(self, step: int, selection: Selection, levels: Collection[str] = LEVELS) -> TokenLedger:
         """Generation `step` takes `selection` to `levels`; call at its boundary, before its journal is written."""
-        places = {level: selection.flat(level, self._shapes()) for level in self.saved}
+        places = {level: selection.flat(level, self.num_experts) for level in self.saved}
         saved = {
             level: ledger.take(step, places[level], self.alive) if level in levels else ledger
             for level, ledger in self.saved.items()
@@ -192,7 +192,6 @@ class TokenLedger:
         return [
             ExpertTable(
                 layer=layout.layer,
-                num_experts=layout.num_experts,
                 rank_of=layout.rank_of,
                 nbytes=layout.nbytes,
                 unsaved={level: rows[i] for level, rows in unsaved.items()},
@@ -261,6 +260,3 @@ class TokenLedger:
 
     def _by_layer(self, values_E: Tensor) -> list[tuple[int, ...]]:
         return [tuple(part.tolist()) for part in torch.split(values_E, list(self.num_experts))]
-
-    def _shapes(self) -> list[ExpertLayout]:
-        return [ExpertLayout(layer="", rank_of=(0,) * number, nbytes=0) for number in self.num_experts]

@@ -37,7 +37,7 @@ BASE = round(FACTOR * TOKENS / E)
 
 
 class Lossy(DenseCheckpoint):
-    """Says that tokens were lost, as a lossy recovery does; what is stored and restored is real."""
+    """Says that tokens were lost, as a partial restore does; what is stored and restored is real."""
 
     def __init__(self, url: str, lost: tuple[int, ...]) -> None:
         super().__init__(url, every_n_steps=1, freeze_heap=False)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lightning_moe_ckpt._lightning_moved import MovedAttributes
+from lightning_moe_ckpt._lightning_attributes import MovedAttributes
 
 
 class Counting(Callback):

@@ -67,7 +67,7 @@ def require_logged(found: Restarts, boosting: Boosting) -> None:
     for now in boosting.steps():
         row, lost = rows[now.step], sum(now.before.lost)
         assert row["moe/lost_tokens"] == lost
-        assert row["moe/lossy_faults"] == now.life
+        assert row["moe/partial_faults"] == now.life
         before = processed[now.step - 1]  # a step's own tokens are exchanged when it is over
         assert row["moe/plt"] == row["moe/mlt"] == pytest.approx(lost / before if before else 0.0)
         processed[now.step] = before + int(found.counted(now.life, now.step).sum())

@@ -67,6 +67,6 @@ def test_without_the_hooks_the_end_is_another(campaigns: Campaigns, kind: Kind) 
     """Neither is in a `state_dict`: without what the journal has of it, a resumed run goes another way."""
     if kind == "tutel":
         require_tutel()
-    seam = Seam(module="lightning_moe_ckpt.fit._layer_state", attribute="LayerState.restore", replacement=_keep)
+    seam = Seam(module="lightning_moe_ckpt.fit._state", attribute="LayerState.restore", replacement=_keep)
     with pytest.raises(AssertionError, match="differ"):
         campaigns.check(setup_of(kind), KILLS[0], seams=[seam])

@@ -33,7 +33,7 @@ from lightning_moe_ckpt.operators import (
     whole_slice,
 )
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, run_world
-from lightning_moe_ckpt.planning._count_proof import CountProof
+from lightning_moe_ckpt.planning._first_steps import CountProof
 from operators._families import FAMILIES, nllb_moe
 
 E, D, T = 4, 8, 32

@@ -40,7 +40,6 @@ def table(
     saved = tuple(saved_at or [0] * num_experts)
     return ExpertTable(
         layer="moe",
-        num_experts=num_experts,
         rank_of=tuple(e * positions // num_experts for e in range(num_experts)),
         nbytes=nbytes,
         unsaved=dict.fromkeys(LEVELS, tuple(unsaved)),
@@ -62,7 +61,6 @@ def table_lists(draw: st.DrawFn) -> list[ExpertTable]:
         found.append(
             ExpertTable(
                 layer="moe",
-                num_experts=num_experts,
                 rank_of=tuple(e * positions // num_experts for e in range(num_experts)),
                 nbytes=draw(st.sampled_from([10, 10, 10, 7])),
                 unsaved={level: draw(rows) for level in LEVELS},
@@ -464,8 +462,8 @@ def test_places_over_all_layers() -> None:
     """As counts are laid out."""
     chosen = Selection(((1,), (0, 2)), ((), (2,)))
     shapes = layouts(2, 3, 1)
-    assert chosen.flat(MEMORY, shapes) == (1, 3, 5)
-    assert chosen.flat(STORAGE, shapes) == (5,)
+    assert chosen.flat(MEMORY, [each.num_experts for each in shapes]) == (1, 3, 5)
+    assert chosen.flat(STORAGE, [each.num_experts for each in shapes]) == (5,)
 
 
 def test_random_runs_balance_bytes_over_ranks() -> None:

@@ -14,10 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt import policies
-from lightning_moe_ckpt.operators import Operator, ParamSlice, split
+from lightning_moe_ckpt.operators import Operator, ParamSlice, RecordKind, split
 from lightning_moe_ckpt.policies import Plan, PlanItem, plan_for_window, split_nbytes
-from lightning_moe_ckpt.policies._packing import pack_in_order
-from lightning_moe_ckpt.policies._planner import smallest_budget
+from lightning_moe_ckpt.policies._windows import pack_in_order, smallest_budget
 
 
 def sizes_to_items(sizes: list[tuple[int, int]]) -> list[PlanItem]:
@@ -39,7 +38,8 @@ class Window:
         by_name = {item.name: item for item in items}
         self.plan, self.window, self.interval_steps = plan, plan.window, plan.interval_steps
         self.slot_nbytes = [
-            sum(by_name[n].full_nbytes for n in plan.full(j)) + sum(by_name[n].compute_nbytes for n in plan.compute(j))
+            sum(by_name[n].full_nbytes for n in plan.full(j))
+            + sum(by_name[n].compute_nbytes for n in plan.steps[j].of_kind(RecordKind.COMPUTE))
             for j in range(plan.window)
         ]
         steps = max(1, self.interval_steps // self.window)

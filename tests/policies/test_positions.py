@@ -102,7 +102,7 @@ def test_ranks_agree(case: tuple[int, tuple[int, int], int], by: By, budget: flo
     counts = [rng.randint(0, 5) for _ in range(num_layers * num_experts)]
     ranks = [cut(model(num_layers, num_experts, ep_size, r), budget) for r in range(ep_size)]
     planned = [plan_on(rank, counts, budget, by) for rank in ranks]
-    assert len({positions_plan.hash() for positions_plan, _ in planned}) == 1
+    assert len({positions_plan.to_json() for positions_plan, _ in planned}) == 1
     nbytes = [
         [sum(sizes(rank)[n][0] for n in slot) for slot in map(plan.full, range(plan.window))]
         for rank, (_, plan) in zip(ranks, planned, strict=True)

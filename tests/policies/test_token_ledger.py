@@ -83,7 +83,7 @@ class Run:
     def take(self, selection: Selection) -> None:
         self.accounting = self.accounting.take(self.step, selection)
         for level in LEVELS:
-            self.log.save(self.step, level, selection.flat(level, SHAPES))
+            self.log.save(self.step, level, selection.flat(level, LAYERS))
         self.log.boundary(self.step)
         self.journals[self.step] = decode(encode(self.accounting.to_journal()))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import LoadCounter, discover
-from lightning_moe_ckpt.planning._count_copies import CountCopies
+from lightning_moe_ckpt.planning._ledger import CountCopies
 
 NUM_EXPERTS, TOP_K = 6, 2
 

@@ -16,8 +16,7 @@ from lightning_moe_ckpt.coordination._exchange import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
-from lightning_moe_ckpt.planning._ledger import LedgerKeeper
-from lightning_moe_ckpt.planning._loss_figures import LossFigures
+from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
 from lightning_moe_ckpt.planning._planning import Planner
 from lightning_moe_ckpt.policies import MAX_GENERATIONS, DynamicK, PartialPolicy, Selection, SelectivePolicy
 from lightning_moe_ckpt.recovery._token_loss import expert_names
@@ -163,7 +162,7 @@ def test_the_book_of_memory_has_what_the_ring_has(order: str, k: int, snapshot_k
         tokens = [draw.randint(0, 9) for _ in alive]
         alive = [before + more for before, more in zip(alive, tokens, strict=True)]
         run.window(tokens)
-        copies[step] = {e: alive[e] for e in run.taken[-1].flat("memory", tokens_of(here).layouts)}
+        copies[step] = {e: alive[e] for e in run.taken[-1].flat("memory", tokens_of(here).ledger.num_experts)}
         book = tokens_of(here).ledger.saved["memory"]
         held = [int(str(each)) for each in run.ring.complete if each != step]
         for expert in range(step % 5, 80, 5):

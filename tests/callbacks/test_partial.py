@@ -97,7 +97,7 @@ def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> 
     assert 0 < lost.unsaved["memory"] <= lost.unsaved["storage"] <= lost.processed
     assert dense.report.lost is None
     assert monitor.latest["moe/experts_per_generation"] == 1
-    assert (monitor.latest["moe/plt"], monitor.latest["moe/mlt"], monitor.latest["moe/lossy_faults"]) == (0, 0, 0)
+    assert (monitor.latest["moe/plt"], monitor.latest["moe/mlt"], monitor.latest["moe/partial_faults"]) == (0, 0, 0)
     assert 0 < monitor.latest["moe/unsaved_tokens/memory"] <= monitor.latest["moe/unsaved_tokens/storage"]
 
 
@@ -172,7 +172,7 @@ def test_experts_that_cannot_be_placed_are_refused_here_and_taken_whole_elsewher
     net = Net(experts=False)
     net.experts = nn.Linear(FEATURES, 3 * FEATURES)
     with pytest.raises(UnknownLayout, match=r"experts.bias, experts.weight"):
-        fit(PartialExpertCheckpoint(str(tmp_path / "lossy"), k=1), net=net)
+        fit(PartialExpertCheckpoint(str(tmp_path / "partial"), k=1), net=net)
     for make in (DenseCheckpoint, SparseCheckpoint):
         checkpoint = make(str(tmp_path / make.__name__))
         fit(checkpoint, net=net)

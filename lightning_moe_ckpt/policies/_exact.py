@@ -1,8 +1,9 @@
-"""Sparse windows, one after the other: each step takes FULL of some operators and COMPUTE of those still to come.
+"""Policies whose restarts are exact: sparse windows one after the other, and everything at once every so many steps.
 
-A window is planned by schedule, by length, or by the bytes that a step may copy, as given or measured.
+Each step of a sparse window takes FULL of some operators and COMPUTE of those still to come. A window is planned by
+schedule, by length, or by the bytes that a step may copy, as given or measured.
 
-Source: MoEvement (2024), Sec. 3.2-3.5.
+Sources: MoEvement (2024), Sec. 3.2-3.5; its baselines, Sec. 5, are CheckFreq (2021) and Gemini (2023).
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies._expert_tables import MEMORY
 from lightning_moe_ckpt.policies._plan import Plan
-from lightning_moe_ckpt.policies._planner import PlanItem, plan_for_window, plan_window, split_nbytes
-from lightning_moe_ckpt.policies._policy import Budget, Measurement, PlanInputs, Policy
-from lightning_moe_ckpt.policies._popularity import Popularity
+from lightning_moe_ckpt.policies._policy import Budget, Measurement, PeriodicPolicy, PlanInputs, Policy
+from lightning_moe_ckpt.policies._popularity import Order, Popularity
 from lightning_moe_ckpt.policies._positions import all_names, assign_positions, positions
+from lightning_moe_ckpt.policies._windows import (
+    OverBudget,
+    PlanItem,
+    PlannerName,
+    plan_for_window,
+    plan_window,
+    split_nbytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +41,11 @@ class SparsePolicy(Policy):
 
     window: int | None = None
     budget_nbytes: int | None = None
-    planner: Literal["packed", "algorithm1"] = "packed"
-    order: Literal["popularity", "fixed", "back_to_front"] = "popularity"
+    planner: PlannerName = "packed"
+    order: Order = "popularity"
     schedule: tuple[tuple[str, ...], ...] | None = None
     max_window: int = 16
-    over_budget: Literal["stall", "dense"] = "stall"
+    over_budget: OverBudget = "stall"
     popularity: Popularity | None = None
     """Given if and only if the order depends on it."""
 
@@ -119,3 +127,19 @@ class SparsePolicy(Policy):
 
     def _items(self, inputs: PlanInputs) -> list[PlanItem]:
         return positions(inputs.operators, inputs.popularity, sizes=inputs.sizes, by=self.order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePolicy(PeriodicPolicy):
+    """Everything at multiples of `every_n_steps`."""
+
+    kind = "dense"
+
+    @override
+    def config(self) -> dict[str, Any]:
+        """The period does not change what a window looks like."""
+        return {"kind": self.kind}
+
+    @override
+    def plan(self, inputs: PlanInputs) -> Plan:
+        return Plan.of_slots([all_names(inputs.operators)])

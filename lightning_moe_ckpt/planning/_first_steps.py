@@ -1,4 +1,4 @@
-"""In the first steps that a life takes itself: are tokens counted as experts process them?
+"""Watch the first steps of an incarnation: whether tokens are counted right, and in which precision parameters are consumed.
 
 Popularity only orders experts, and a run is exact in whatever order. Where counts decide what may be lost, training
 does not go on without them.
@@ -7,20 +7,20 @@ does not go on without them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import WrongCounts
-from lightning_moe_ckpt.operators import CountProbe, OperatorSet
+from lightning_moe_ckpt.operators import ComputeDtypeProbe, CountProbe, OperatorSet
 
 log = logging.getLogger(__name__)
 
 
 class CountProof:
-    """Watches whole optimizer steps until every layer is judged. All ranks call it in the same steps.
+    """Watch whole optimizer steps until every layer is judged by its counts. All ranks call it in the same steps.
 
     Args:
         operators: found in `module`.
@@ -44,13 +44,13 @@ class CountProof:
         self._watching = False
 
     def batch_begins(self) -> None:
-        """A batch is about to run, which is no replay."""
+        """Start to watch, before a batch that is no replay."""
         if not self._watching and not self._probe.done:
             self._watching = True
             self._probe.install()
 
     def before_step(self) -> Collection[str]:
-        """Gradients are whole, and the optimizer is about to step.
+        """Judge, when gradients are whole and before the optimizer steps.
 
         Returns:
             Layers whose counts are wrong, and not required.
@@ -75,3 +75,28 @@ class CountProof:
 
     def _sum(self, vector: Tensor) -> Tensor:
         return torch.stack(self._exchange.gather_tensor(vector)).sum(0)
+
+
+class PrecisionProof:
+    """Watch forward and backward of the first iterations for parameters that are consumed in low precision only."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._probe = ComputeDtypeProbe(module, dtype)
+        self._entered = False
+
+    def enter(self, wanted: bool) -> None:
+        if wanted and not self._entered:
+            self._probe.__enter__()
+            self._entered = True
+
+    def leave(self) -> None:
+        if self._entered:
+            self._entered = False
+            self._probe.__exit__(None, None, None)
+
+    def agreed(self, names: Sequence[str], exchange: Exchange) -> dict[str, torch.dtype]:
+        """Return the low precision, for those of the named parameters that every rank may store in it. Collective."""
+        verdict = self._probe.verdict()
+        rows = exchange.gather([int(verdict.get(name) == self._dtype) for name in names])
+        return {name: self._dtype for i, name in enumerate(names) if all(row[i] for row in rows)}

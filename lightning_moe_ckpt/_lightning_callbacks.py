@@ -1,0 +1,158 @@
+"""Work beside Lightning's own callbacks: tuners, averages of weights, the progress bar.
+
+Tuners search for a learning rate or a batch size by trial steps in the trainer's own fit loop. Meanwhile all other
+callbacks are put aside and our taps rest. A resumed run uses the values found, since a new search may find others.
+
+Progress bars show logged numbers. They show a text only if the bar's own `get_metrics` returns it, which is meant to be
+replaced: here it is, on one bar until the fit ends. A note is not logged: it reaches neither the journal of a step nor
+`callback_metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ProgressBar
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_moe_ckpt.snapshot import Averages
+
+_notes: WeakKeyDictionary[ProgressBar, dict[str, Callable[[], str | None]]] = WeakKeyDictionary()
+"""Notes of each bar, by name."""
+
+_LEARNING_RATES = ("lr", "learning_rate")
+"""Names under which Lightning looks for the learning rate by default."""
+
+
+def tries_only(trainer: Trainer) -> bool:
+    """Return whether this fit is one of `Tuner`, which trains nothing."""
+    return any(each._early_exit for each in _finders(trainer))
+
+
+def resting(trainer: Trainer) -> Callable[[], bool]:
+    """Return a function that says whether the trainer's callbacks are put aside; call in `on_fit_start`."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    first = callbacks[0]
+    return lambda: not any(each is first for each in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+class Findings:
+    """Values that tuners of one fit have found; they are part of every boundary.
+
+    Args:
+        trainer: a trainer in `on_fit_start`, before the search.
+        module: the module it trains.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._module = module
+        self._silenced: list[Callback] = []
+        self._finders = list(_finders(trainer))
+
+    def take(self) -> dict[str, Any]:
+        """Return the values, by attribute."""
+        return {name: lightning_getattr(self._module, name) for name in self._names()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the values, and prevent another search."""
+        self.follow(state)
+        self._silenced = list(self._finders)
+        for finder in self._silenced:
+            finder.on_fit_start = _find_nothing  # type: ignore[method-assign]
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Set the original run's values in replay."""
+        for name, value in state.items():
+            if lightning_hasattr(self._module, name):
+                lightning_setattr(self._module, name, value)
+
+    def remove(self) -> None:
+        """Restore the callbacks' own hooks."""
+        while self._silenced:
+            self._silenced.pop().__dict__.pop("on_fit_start", None)
+
+    def _names(self) -> Iterable[str]:
+        for finder in self._finders:
+            if isinstance(finder, BatchSizeFinder):
+                names: tuple[str, ...] = (finder._batch_arg_name,)
+            elif finder._update_attr:
+                names = (finder._attr_name,) if finder._attr_name else _LEARNING_RATES
+            else:
+                names = ()
+            yield from [name for name in names if lightning_hasattr(self._module, name)][:1]
+
+
+def _find_nothing(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Do nothing, in place of a search."""
+
+
+def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return (each for each in found if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
+
+
+def averages_of(trainer: Trainer) -> Averages:
+    """Return the averaged copies of the trained module, in the order of the callbacks; call in `on_fit_start`."""
+    models: list[AveragedModel] = [each._average_model for each in averaging_callbacks(trainer)]
+    return Averages(models, consumed=bool(models) and bool(trainer.enable_validation))
+
+
+def finish_with_averages(trainer: Trainer, module: LightningModule) -> None:
+    """Put the averages into the module, as the callbacks do at the end of training.
+
+    It is for a run that had ended before: the callbacks' hook is not called then.
+    """
+    for each in averaging_callbacks(trainer):
+        each._copy_average_to_current(module)
+
+
+def averaging_callbacks(trainer: Trainer) -> list[Any]:
+    """Return Lightning's callbacks that average weights."""
+    kind = getattr(callbacks, "WeightAveraging", None)  # Lightning has it from 2.6 on
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # untyped in Lightning
+    return [each for each in found if kind is not None and isinstance(each, kind)]
+
+
+class ProgressNote:
+    """Show an entry in the trainer's progress bar, if there is one, until `remove`.
+
+    Args:
+        trainer: the trainer with the bar.
+        name: name of the entry.
+        text: called whenever the bar is drawn; nothing is shown if it returns `None`.
+    """
+
+    def __init__(self, trainer: Trainer, name: str, text: Callable[[], str | None]) -> None:
+        self._bar, self._name = trainer.progress_bar_callback, name
+        if self._bar is None:
+            return
+        if self._bar not in _notes:
+            _show_notes(self._bar)
+        _notes[self._bar][name] = text
+
+    def remove(self) -> None:
+        """Remove the note; after the last one the bar gets its own method back."""
+        bar, self._bar = self._bar, None
+        if bar is None:
+            return
+        notes = _notes[bar]
+        notes.pop(self._name, None)
+        if not notes:
+            del _notes[bar]
+            bar.__dict__.pop("get_metrics", None)
+
+
+def _show_notes(bar: ProgressBar) -> None:
+    notes = _notes[bar] = {}
+    original = bar.get_metrics
+
+    def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        shown = {name: text() for name, text in notes.items()}
+        # Notes come first, so that a narrow terminal does not cut them off.
+        return {**{name: text for name, text in shown.items() if text is not None}, **original(*args, **kwargs)}
+
+    bar.get_metrics = get_metrics  # type: ignore[method-assign]

@@ -1,0 +1,205 @@
+"""Take the state of a run outside of parameters, buffers and loops: users' state, what trains, attributes of MoE layers.
+
+Users attach state to callbacks, to the module's `on_save_checkpoint` and to the data module. All of it is optional and of
+any type. State that the journal cannot store exactly is left out, and a warning names it once: it starts anew after a
+restart, while the rest of the run is restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.journal import refusals
+from lightning_moe_ckpt.operators import MoELayerSpec
+
+log = logging.getLogger(__name__)
+
+_GIVEN = ("state_dict", "epoch", "global_step")
+"""Keys of Lightning's checkpoint that a module's hook may expect to find; they are not stored as its state."""
+
+
+class Extras:
+    """Take users' state, and remember which of it cannot be stored."""
+
+    def __init__(self) -> None:
+        self._refused: set[str] = set()
+        self._accepted: set[str] = set()
+
+    def take_callbacks(self, callbacks: Sequence[Callback]) -> dict[str, Any]:
+        """Return the states of callbacks, by state key."""
+        for callback in callbacks:
+            if isinstance(callback, SpikeDetection) and not is_overridden("load_state_dict", callback, SpikeDetection):
+                self._refuse(
+                    callback.state_key, "Lightning's class cannot load what it saves; its running mean begins anew"
+                )
+        states = {c.state_key: c.state_dict() for c in callbacks if c.state_key not in self._refused}
+        return {key: copied(state) for key, state in states.items() if state and self._storable(key, state)}
+
+    def take_module(self, module: LightningModule) -> dict[str, Any]:
+        """Return the entries that the module's `on_save_checkpoint` adds to a checkpoint."""
+        name = f"`{type(module).__qualname__}.on_save_checkpoint`"
+        if name in self._refused or not is_overridden("on_save_checkpoint", module):
+            return {}
+        checkpoint: dict[str, Any] = {
+            "state_dict": {},
+            "epoch": module.current_epoch,
+            "global_step": module.global_step,
+        }
+        try:
+            module.on_save_checkpoint(checkpoint)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            self._refuse(name, f"it raised {error!r}; it is called without the model's state")
+            return {}
+        added = {key: value for key, value in checkpoint.items() if key not in _GIVEN}
+        return copied(added) if self._storable(name, added) else {}
+
+    def take_datamodule(self, datamodule: LightningDataModule | None) -> dict[str, Any]:
+        """Return the data module's `state_dict`."""
+        if datamodule is None or not is_overridden("state_dict", datamodule):
+            return {}
+        name, state = f"`{type(datamodule).__qualname__}.state_dict`", datamodule.state_dict()
+        return copied(state) if name not in self._refused and self._storable(name, state) else {}
+
+    def _storable(self, name: str, state: object) -> bool:
+        if name not in self._accepted and name not in self._refused:
+            reasons = refusals(state)
+            if reasons:
+                self._refuse(name, "; ".join(reasons[:3]))
+            else:
+                self._accepted.add(name)  # checked once: a later change of type fails a window and is reported then
+        return name not in self._refused
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if name in self._refused:
+            return
+        self._refused.add(name)
+        log.warning("the state of %s is not restored after a restart: %s", name, reason)
+
+
+def require_storable(states: Mapping[str, object]) -> None:
+    """Raise if some of `states`, on which training depends, cannot be stored exactly.
+
+    Raises:
+        ConfigurationError: some values cannot be stored; the message names them.
+    """
+    for name, state in states.items():
+        reasons = refusals(state)
+        if reasons:
+            raise ConfigurationError(
+                f"The state of {name} cannot be stored exactly: {'; '.join(reasons[:3])}. "
+                "Give it a `state_dict` of plain values and tensors."
+            )
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy with tensors detached, so that no journal shares memory that training changes later."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    if type(value) is list:
+        return [copied(each) for each in value]
+    return copy.deepcopy(value)
+
+
+class Trained:
+    """Take and restore what the user lets train: `requires_grad` of every parameter, and groups added to the optimizer.
+
+    If the module zeroes gradients in its own way, which parameters have a gradient is taken too: the optimizer skips
+    parameters without one, but moves parameters whose gradient is zero.
+
+    Args:
+        module: the module that is trained.
+        optimizer: the optimizer as the user configured it, with the groups that every process of the run begins with.
+    """
+
+    def __init__(self, module: LightningModule, optimizer: Optimizer) -> None:
+        self._params, self._optimizer = dict(module.named_parameters()), optimizer
+        self._names = {id(param): name for name, param in self._params.items()}
+        self._keeps_gradients = is_overridden("optimizer_zero_grad", module)
+        self._num_configured = len(optimizer.param_groups)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups that the optimizer has now."""
+        return len(self._optimizer.param_groups)
+
+    def take(self) -> dict[str, Any]:
+        """Return the state, in types that the journal stores."""
+        added = self._optimizer.param_groups[self._num_configured :]
+        graded = (param.grad is not None for param in self._params.values()) if self._keeps_gradients else ()
+        return {
+            "gradients": bytes(graded),
+            "requires_grad": bytes(param.requires_grad for param in self._params.values()),
+            "added": [[self._names[id(param)] for param in group["params"]] for group in added],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state. New groups get the optimizer's defaults; restoring learning rates sets their fields later."""
+        for param, trains in zip(self._params.values(), state["requires_grad"], strict=True):
+            if param.requires_grad != bool(trains):  # most have not changed
+                param.requires_grad_(bool(trains))
+        for param, graded in zip(self._params.values(), state.get("gradients", b""), strict=False):
+            if graded and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        for names in state["added"][self.num_groups - self._num_configured :]:
+            self._optimizer.add_param_group({"params": [self._params[name] for name in names]})
+
+
+class LayerState:
+    """Take and restore live capacity and plain attributes of all MoE layers, through the views in their specs.
+
+    Args:
+        module: the model.
+        layers: its MoE layers.
+
+    Raises:
+        ConfigurationError: a layer has state that cannot be stored exactly.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[MoELayerSpec]) -> None:
+        self._module = module
+        self._capacity = {layer.fqn: layer.live_capacity for layer in layers if layer.live_capacity is not None}
+        self._extra = {layer.fqn: layer.extra for layer in layers if layer.extra is not None}
+        self._graphs = [place for layer in layers for place in layer.graphs]
+        taken = self.take()
+        require_storable({f"MoE layer `{fqn}`, {what}": v for what, s in taken.items() for fqn, v in s.items()})
+
+    def take(self) -> dict[str, Any]:
+        """Return the values, by kind and layer."""
+        return {
+            "capacity": {fqn: view.get(self._module) for fqn, view in self._capacity.items()},
+            "extra": {fqn: copied(dict(extra.get(self._module))) for fqn, extra in self._extra.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Write `state` into the layers."""
+        for fqn, view in self._capacity.items():
+            if fqn in state["capacity"]:
+                view.set(self._module, state["capacity"][fqn])
+        for fqn, extra in self._extra.items():
+            if fqn in state["extra"]:
+                extra.set(self._module, state["extra"][fqn])
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Write `state` into the layers in replay, where frozen routers may have led it astray."""
+        self.restore(state)
+
+    def drop_graphs(self) -> None:
+        """Detach tensors that layers hold with an autograd graph."""
+        for fqn, name in self._graphs:
+            owner = self._module.get_submodule(fqn)
+            value = getattr(owner, name, None)
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(owner, name, value.detach())

@@ -1,0 +1,270 @@
+"""Plan a window: which operator is FULL in which slot, so that no slot exceeds the bytes a step can hide.
+
+Slot j costs FULL of its own items and COMPUTE of all items in later slots. Seen from the last slot backwards this is
+bin packing where each bin's capacity is the budget less the COMPUTE of what is already packed.
+
+Filling backwards in the given order, each slot as full as it goes, needs the fewest slots of all plans that keep the
+order: let greedy have packed A more than another plan after k slots. To catch up the other plan must pack A in FULL,
+which greedy has paid for in COMPUTE only, and COMPUTE <= FULL. So greedy is never behind. Algorithm 1 keeps the
+order; where its plan keeps the budget, greedy has no more slots. Plans that break the order are tried only if that
+can save a slot.
+
+A slot goes over the budget only if COMPUTE of all operators does, if the window would exceed `max_window`, or if an
+operator is too large for what COMPUTE leaves (see `split_nbytes`). It is always slot 0.
+
+Source: MoEvement (2024), Sec. 3.5, Algorithm 1 (`planner="algorithm1"`). The default `packed` differs: it counts
+real bytes, and since the frozen set shrinks along the window, later slots take more. At a budget of 2.5 bytes per
+parameter (12 in FULL, 2 in COMPUTE) Algorithm 1 needs 20 slots, packing 9.
+
+Shape suffix: N items, in the order of capture unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_moe_ckpt.policies._plan import Plan
+
+PlannerName = Literal["packed", "algorithm1"]
+OverBudget = Literal["stall", "dense"]
+Ints = npt.NDArray[np.int64]
+Slots = list[Ints]
+"""Indices of the items by slot, first slot first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanItem:
+    """An operator as the planner sees it."""
+
+    name: str
+    full_nbytes: int
+    """Bytes of a FULL record on this rank."""
+    compute_nbytes: int
+    """Bytes of a COMPUTE record; at most `full_nbytes`."""
+    order_key: float = 0.0
+    """Operators are captured in ascending order of this, equals in the order given."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.compute_nbytes <= self.full_nbytes:
+            raise ValueError(
+                f"`PlanItem({self.name!r}, full_nbytes={self.full_nbytes}, compute_nbytes={self.compute_nbytes})` "
+                "must have 0 <= compute_nbytes <= full_nbytes."
+            )
+
+
+def plan_window(
+    items: Sequence[PlanItem],
+    *,
+    budget_nbytes: int,
+    planner: PlannerName = "packed",
+    max_window: int | None = 16,
+    over_budget: OverBudget = "stall",
+) -> Plan:
+    """Plan a window for `items`.
+
+    Args:
+        items: all operators, or positions of them; milliseconds for 15,000.
+        budget_nbytes: bytes that one step can hide.
+        planner: `packed`, or the paper's `algorithm1`, which counts operators instead of bytes.
+        max_window: most slots; `None` for no limit.
+        over_budget: what to do if the budget cannot be kept: slot 0 makes training wait (`stall`), or everything is
+            captured at once every m steps (`dense`).
+
+    Returns:
+        The plan; every item is FULL in exactly one slot.
+
+    Raises:
+        ValueError: there are no items, the budget or `max_window` is not positive, or under `stall` an item alone
+            exceeds the budget and must be split.
+    """
+    if budget_nbytes < 1 or (max_window is not None and max_window < 1):
+        raise ValueError(f"`plan_window(budget_nbytes={budget_nbytes}, max_window={max_window})` must be positive.")
+    ordered, full_N, compute_N = _arrays(items)
+    if planner == "packed" and over_budget == "stall":
+        _require_split(ordered, budget_nbytes)
+    most = len(items) if max_window is None else max_window
+    packer = pack if planner == "packed" else pack_by_algorithm1
+    slots = packer(full_N, compute_N, budget_nbytes, most)
+    interval = len(slots)
+    if over_budget == "dense" and excess(slots, full_N, compute_N, budget_nbytes):
+        slots, interval = [np.arange(len(items))], -(-int(full_N.sum()) // budget_nbytes)
+    return Plan.of_slots([[ordered[i].name for i in slot.tolist()] for slot in slots], interval_steps=interval)
+
+
+def plan_for_window(items: Sequence[PlanItem], window: int) -> Plan:
+    """The packed plan with the smallest budget that needs at most `window` slots. Raises as `smallest_budget`."""
+    return plan_window(items, budget_nbytes=smallest_budget(items, window), max_window=window)
+
+
+def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
+    """The smallest budget with which a packed plan needs at most `window` slots and does not stall.
+
+    The smallest in the sense that one byte less needs more slots or a stall.
+
+    Raises:
+        ValueError: there are no items, or `window` is not positive.
+    """
+    if window < 1:
+        raise ValueError(f"`plan_for_window(window={window})` must be positive.")
+    _, full_N, compute_N = _arrays(items)
+    low, high = 0, max(1, int(full_N.sum()))  # low never suffices, high always does
+    while high - low > 1:
+        middle = (low + high) // 2
+        if excess(pack(full_N, compute_N, middle, window), full_N, compute_N, middle):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def split_nbytes(items: Sequence[PlanItem], budget_nbytes: int) -> int:
+    """The FULL bytes above which an operator should be split.
+
+    COMPUTE of all operators leaves `budget - compute` in the first slot, more in later ones. Pieces of half of that
+    fit anywhere. Where COMPUTE leaves next to nothing, a 64th of the budget keeps the number of pieces within reason.
+    """
+    left = budget_nbytes - sum(item.compute_nbytes for item in items)
+    return max(left // 2, budget_nbytes // 64, 1)
+
+
+def _arrays(items: Sequence[PlanItem]) -> tuple[list[PlanItem], Ints, Ints]:
+    if not items:
+        raise ValueError("There must be at least one item to plan.")
+    ordered = sorted(items, key=lambda item: item.order_key)
+    full = np.array([item.full_nbytes for item in ordered], dtype=np.int64)
+    compute = np.array([item.compute_nbytes for item in ordered], dtype=np.int64)
+    return ordered, full, compute
+
+
+def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
+    large = [item.name for item in items if item.full_nbytes > budget_nbytes]
+    if large:
+        more = f" and {len(large) - 3} more" if len(large) > 3 else ""
+        raise ValueError(
+            f"Operators {', '.join(large[:3])}{more} exceed the budget of {budget_nbytes} bytes per step alone. "
+            "Split those above `split_nbytes` before planning."
+        )
+
+
+def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
+    """The plan with the fewest slots, preferring the given order.
+
+    Args:
+        full_N: bytes of FULL; at least `compute_N` each.
+        compute_N: bytes of COMPUTE.
+        budget: bytes per slot.
+        max_slots: slot 0 takes what does not fit into this many slots, or into any, and goes over the budget.
+
+    Returns:
+        Slots; all keep the budget but possibly slot 0.
+    """
+    best = pack_in_order(full_N, compute_N, budget, max_slots)
+    over = excess(best, full_N, compute_N, budget)
+    if not over and len(best) <= fewest_slots(full_N, compute_N, budget):
+        return best
+    largest_late_N = np.argsort(full_N, kind="stable")
+    for order_N in (np.arange(len(full_N)), _cheapest_late(full_N, compute_N), largest_late_N):
+        slots = _pack_filling_gaps(full_N, compute_N, budget, max_slots, order_N)
+        over_now = excess(slots, full_N, compute_N, budget)
+        if (over_now, len(slots)) < (over, len(best)):
+            best, over = slots, over_now
+    return best
+
+
+def pack_in_order(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
+    """Backwards, greedily, without changing the order; O(slots log N)."""
+    num = len(full_N)
+    full_sum = np.concatenate(([0], np.cumsum(full_N[::-1])))
+    compute_sum = np.concatenate(([0], np.cumsum(compute_N[::-1])))
+    ends = [0]  # items packed so far, counted from the last
+    while ends[-1] < num and len(ends) < max_slots:
+        room = budget - compute_sum[ends[-1]]
+        end = int(np.searchsorted(full_sum, full_sum[ends[-1]] + room, side="right")) - 1
+        if end <= ends[-1]:
+            break
+        ends.append(end)
+    if ends[-1] < num:
+        ends.append(num)
+    slots = [np.arange(num - stop, num - start) for start, stop in pairwise(ends)]
+    return slots[::-1]
+
+
+def excess(slots: Slots, full_N: Ints, compute_N: Ints, budget: int) -> int:
+    """Bytes by which the largest slot goes over the budget; zero if none does."""
+    compute = [int(compute_N[slot].sum()) for slot in slots]
+    return max(0, *(int(full_N[slot].sum()) + sum(compute[j + 1 :]) - budget for j, slot in enumerate(slots)))
+
+
+def fewest_slots(full_N: Ints, compute_N: Ints, budget: int) -> int:
+    """A lower bound on slots within the budget, as if items could be divided.
+
+    Late slots take first what leaves least COMPUTE behind per byte of FULL: after every slot the most FULL is packed
+    at the least COMPUTE. A very large number if the budget cannot be kept.
+    """
+    order_N = _cheapest_late(full_N, compute_N)[::-1]
+    full_sum = np.concatenate(([0], np.cumsum(full_N[order_N])))
+    compute_sum = np.concatenate(([0], np.cumsum(compute_N[order_N])))
+    packed, slots = 0.0, 0
+    while packed < full_sum[-1] * (1 - 1e-12):  # rounding must not cost a slot
+        room = budget - float(np.interp(packed, full_sum, compute_sum))
+        if room <= 0 or slots > len(full_N):
+            return 2**31
+        packed += room
+        slots += 1
+    return max(slots, 1)
+
+
+def pack_by_algorithm1(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
+    """FindWindowSize and GenerateSchedule of the paper: equally many operators per slot, sizes as if all were equal.
+
+    The largest number of active operators whose mean sizes fit, but at least 2 (line 10), or as many as keep the
+    window within `max_slots`. Real sizes may go over the budget in any slot.
+
+    Source: MoEvement (2024), Sec. 3.5, Algorithm 1.
+    """
+    num, full, compute = len(full_N), int(full_N.sum()), int(compute_N.sum())
+    active = num
+    if full > budget:
+        # (full * active + compute * (num - active)) / num <= budget, all in integers
+        active = num * (budget - compute) // (full - compute) if full > compute else 0
+    active = min(num, max(active, 2, -(-num // max_slots)))
+    return [np.arange(start, min(start + active, num)) for start in range(0, num, active)]
+
+
+def _pack_filling_gaps(full_N: Ints, compute_N: Ints, budget: int, max_slots: int, order_N: Ints) -> Slots:
+    """Backwards through `order_N`; what does not fit waits for the next slot while smaller items pass it."""
+    left, compute = order_N[::-1], 0
+    slots: Slots = []
+    while len(left) and len(slots) < max_slots - 1:
+        taken = _fill(full_N[left], budget - compute)
+        if not taken.any():
+            break
+        slots.append(left[taken])
+        compute += int(compute_N[left[taken]].sum())
+        left = left[~taken]
+    if len(left):
+        slots.append(left)
+    return [np.sort(slot) for slot in slots[::-1]]
+
+
+def _fill(full: Ints, room: int) -> npt.NDArray[np.bool_]:
+    """First fit in order, vectorised: runs of items that fit, each shorter than the last."""
+    taken = np.zeros(len(full), dtype=np.bool_)
+    while True:
+        fits = np.flatnonzero(~taken & (full <= room))
+        if not len(fits):
+            return taken
+        run = fits[: int(np.searchsorted(np.cumsum(full[fits]), room, side="right"))]
+        taken[run] = True
+        room -= int(full[run].sum())
+
+
+def _cheapest_late(full_N: Ints, compute_N: Ints) -> Ints:
+    """Items with most COMPUTE per FULL first: they cost most for as long as they wait."""
+    return np.argsort(-compute_N / np.maximum(full_N, 1), kind="stable")
