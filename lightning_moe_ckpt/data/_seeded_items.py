@@ -40,8 +40,8 @@ class SeededItems(Dataset[ItemT_co]):
     def __init__(self, dataset: Dataset[ItemT_co], seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"SeededItems takes a data set with `__getitem__`, and found {type(dataset).__name__}: items of a stream have no "
-                "index that a seed could follow from. Give it to the loader as it is."
+                f"SeededItems takes a data set with `__getitem__`, and found {type(dataset).__name__}: items of a "
+                "stream have no index that a seed could follow from. Give it to the loader as it is."
             )
         self.dataset, self.seed = dataset, seed
         # Shared with workers, also with those that live on from epoch to epoch.

@@ -51,8 +51,8 @@ class CountFailure:
     def __str__(self) -> str:
         return (
             f"The tokens of `{self.layer or 'root'}` ({self.block}) are not counted as its experts process them: "
-            f"{self.reason}. Describe the layer with `register_adapter({self.block}, factory)`, where the `count` of its "
-            "`MoELayerSpec` sees what experts are given."
+            f"{self.reason}. Describe the layer with `register_adapter({self.block}, factory)`, where the `count` of "
+            "its `MoELayerSpec` sees what experts are given."
         )
 
 

@@ -65,8 +65,8 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
         named = f"{', '.join(sorted(suspects)[:_MAX_NAMED])}{more}"
         if refuse:
             raise UnknownLayout(
-                f"These parameters look like experts, but nothing knows their layout: {named}. Describe their block with "
-                "`register_adapter(cls, factory)`; a factory that returns `None` declares the block dense."
+                f"These parameters look like experts, but nothing knows their layout: {named}. Describe their block "
+                "with `register_adapter(cls, factory)`; a factory that returns `None` declares the block dense."
             )
         _say_whole(named)
     placement.place_rest(module)

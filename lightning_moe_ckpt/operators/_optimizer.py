@@ -197,7 +197,7 @@ class StateSchema:
         self.optimizer.state.pop(param, None)
 
     def fingerprint(self) -> str:
-        """Digest of class and layout, without learning rates. Optimizers with equal digests can exchange records."""
+        """Return a digest of class and layout, without learning rates. With equal digests records can be exchanged."""
         lines = [type(self.optimizer).__qualname__]
         for group in self.optimizer.param_groups:
             lines.append(f"group of {len(group['params'])}")
@@ -230,11 +230,11 @@ def _layout_of(optimizer: Optimizer) -> Layout:
             "their state as it is can be added with `register_optimizer(cls, like=...)`."
         )
     for i, group in enumerate(optimizer.param_groups):
-        option = next((name for name in _REFUSED_OPTIONS if group.get(name)), None)
-        if option is not None:
-            raise UnsupportedOptimizer(
-                f"`{cls.__qualname__}`, group {i}, cannot be captured exactly: `{option}=True`: {_REFUSED_OPTIONS[option]}."
-            )
+        for option, reason in _REFUSED_OPTIONS.items():
+            if group.get(option):
+                raise UnsupportedOptimizer(
+                    f"`{cls.__qualname__}`, group {i}, cannot be captured exactly: `{option}=True`: {reason}."
+                )
     return layout
 
 

@@ -99,8 +99,8 @@ def _refuse(reasons: dict[str, str]) -> None:
     named = [f"`{fqn}` {reason}" for fqn, reason in list(reasons.items())[:_MAX_NAMED]]
     more = f" (and {len(reasons) - _MAX_NAMED} more)" if len(reasons) > _MAX_NAMED else ""
     raise UnknownLayout(
-        f"These parameters cannot be captured exactly, slice by slice: {'; '.join(named)}{more}. Convert them before fit, "
-        "or keep what is not trained in buffers."
+        f"These parameters cannot be captured exactly, slice by slice: {'; '.join(named)}{more}. Convert them before "
+        "fit, or keep what is not trained in buffers."
     )
 
 

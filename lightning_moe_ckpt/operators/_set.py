@@ -89,7 +89,7 @@ class OperatorSet:
         return replace(self, operators=tuple(operators))
 
     def fingerprint(self) -> str:
-        """Digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
+        """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
 
         Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without names that
         contain the expert's index.

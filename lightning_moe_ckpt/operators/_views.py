@@ -174,7 +174,8 @@ class ExpertCapacity:
         if isinstance(value, tuple):
             if len(value) != self.num_experts or any(_number(v) <= 0 for v in value):
                 raise ConfigurationError(
-                    f"`{self.module}` takes one capacity above zero for each of {self.num_experts} experts, got {value}."
+                    f"`{self.module}` takes one capacity above zero for each of {self.num_experts} experts, "
+                    f"got {value}."
                 )
             live = _as_tensor(value, owner) if self.form == "tensor" else value
         setattr(owner, self.attribute, live)

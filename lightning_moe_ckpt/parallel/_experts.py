@@ -97,8 +97,9 @@ def tutel_refusal(layer: Any) -> str | None:
 def _gate_refusal(layer: Any) -> str | None:
     if layer.batch_prioritized_routing and any(gate.capacity_factor <= 0 for gate in layer.gates):
         return (
-            "has `batch_prioritized_routing` and a capacity factor that is not above zero: it derives its capacity from "
-            "a wrong count and drops almost all tokens. Give a capacity factor above zero, or no prioritised routing."
+            "has `batch_prioritized_routing` and a capacity factor that is not above zero: it derives its capacity "
+            "from a wrong count and drops almost all tokens. "
+            "Give a capacity factor above zero, or no prioritised routing."
         )
     for gate in layer.gates:
         if getattr(gate, "fp32_gate", False) and any(p.dtype != torch.float32 for p in gate.parameters()):
@@ -123,8 +124,8 @@ def refuse_tutel(root: nn.Module, ignored: Collection[str]) -> str | None:
         replicated = layer.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1
         if replicated and any(_join(fqn, name) in ignored for name, _ in _expert_parameters(layer)):
             return (
-                f"Tutel layer `{fqn}` has all experts on every rank, and `_ddp_params_and_buffers_to_ignore` keeps their "
-                "gradients from being averaged: ranks would diverge. Leave them out of that list."
+                f"Tutel layer `{fqn}` has all experts on every rank, and `_ddp_params_and_buffers_to_ignore` keeps "
+                "their gradients from being averaged: ranks would diverge. Leave them out of that list."
             )
     return None
 

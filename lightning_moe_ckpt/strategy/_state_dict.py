@@ -142,7 +142,7 @@ def _own_part(whole: Tensor, groups: ParallelGroups) -> Tensor:
 
 
 def _gather(part: Tensor, groups: ParallelGroups) -> Tensor:
-    """Return the parts of expert-parallel ranks, concatenated, on rank 0; data-parallel replicas have nothing to add."""
+    """Return the parts of expert-parallel ranks, concatenated, on rank 0; data-parallel replicas add nothing."""
     if groups.dp_rank != 0 or groups.ep_size == 1:
         return part
     part = part.detach().contiguous()

@@ -1,7 +1,8 @@
 """Run data and expert parallelism under Lightning, with correct gradients, norms and checkpoints of experts.
 
-`MoEStrategy` is a `DDPStrategy` without the DistributedDataParallel wrapper. Lightning still adds its distributed sampler and
-launches processes, but `GradientReducer` reduces gradients; its results are bit-equal after restarts and freezing.
+`MoEStrategy` is a `DDPStrategy` without the DistributedDataParallel wrapper. Lightning still adds its distributed
+sampler and launches processes, but `GradientReducer` reduces gradients; its results are bit-equal after restarts and
+freezing.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class MoEStrategy(DDPStrategy):
         return self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
 
     def _closed_doors(self) -> AbstractContextManager[None]:
-        """Return a context for making the default group, in which only ranks can connect and the store stays reachable."""
+        """Return a context for making the default group: only ranks can connect, and the store stays reachable."""
         environment = self.cluster_environment
         if environment is None or self._backend != "gloo":
             return nullcontext()  # NCCL connects when it likes
@@ -202,8 +203,8 @@ class MoEStrategy(DDPStrategy):
                 (f"`{name}`" for name, _ in module.named_parameters() if "expert" in name.lower()), "no expert"
             )
             raise ConfigurationError(
-                f"`expert_parallel={self.groups.ep_size}` would have no effect: found {experts} with all experts on every "
-                "rank, and no layer that shards them. Build `MoELayer`, or a module that keeps the contract "
+                f"`expert_parallel={self.groups.ep_size}` would have no effect: found {experts} with all experts on "
+                "every rank, and no layer that shards them. Build `MoELayer`, or a module that keeps the contract "
                 "`ExpertParallelModule`, in `LightningModule.configure_model`, or use `expert_parallel=1`."
             )
         reason = refuse_tutel(module, _glue.ignored_names(module))
@@ -314,8 +315,9 @@ class MoEStrategy(DDPStrategy):
         missing = zero_filled(self._module, state)
         if missing:
             raise ConfigurationError(
-                f"The checkpoint lacks {len(missing)} parameters of Tutel's experts, such as `{missing[0]}`, which Tutel "
-                "would load as zeros without an error. Take one that has all experts, or copy what it has by hand."
+                f"The checkpoint lacks {len(missing)} parameters of Tutel's experts, such as `{missing[0]}`, which "
+                "Tutel would load as zeros without an error. "
+                "Take one that has all experts, or copy what it has by hand."
             )
         if self._sharded_names:
             local = dict(self._module.named_parameters(remove_duplicate=False))

@@ -190,8 +190,8 @@ def _cut_megatron(
     if set(numbers) == set(params) and set(numbers.values()) == set(ids):
         return whole_slices({expert: {n: p for n, p in params.items() if numbers[n] == expert} for expert in ids})
     raise UnknownLayout(
-        f"`{fqn}` is {type(experts).__name__} of Megatron, whose parameters {sorted(params)[:4]} are stored in none of the "
-        "known ways (a list, numbered parameters, two matrices). Describe the layer with `register_adapter`."
+        f"`{fqn}` is {type(experts).__name__} of Megatron, whose parameters {sorted(params)[:4]} are stored in none of "
+        "the known ways (a list, numbered parameters, two matrices). Describe the layer with `register_adapter`."
     )
 
 
@@ -315,16 +315,16 @@ def describe_dbrx(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayer
 def refuse_nllb(fqn: str, block: nn.Module, index: ParameterIndex) -> NoReturn:
     """Raise `UnknownLayout` for NLLB-MoE: only two of its routed experts ever run."""
     raise UnknownLayout(
-        f"`{fqn}` is {type(block).__name__} of transformers 5, which hands its experts a mask of zeros and ones where they "
-        "want indices: only experts 0 and 1 ever run, whatever the router says. Train another model; or, if your version "
-        "of it has been corrected, describe the block with `register_adapter(NllbMoeSparseMLP, factory)`."
+        f"`{fqn}` is {type(block).__name__} of transformers 5, which hands its experts a mask of zeros and ones where "
+        "they want indices: only experts 0 and 1 ever run, whatever the router says. Train another model; or, if your "
+        "version of it has been corrected, describe the block with `register_adapter(NllbMoeSparseMLP, factory)`."
     )
 
 
 def _refuse_spread(fqn: str, library: str, *, found: str, wanted: str) -> NoReturn:
     """Raise `UnknownLayout` for experts that a library's own engine spreads over ranks."""
     raise UnknownLayout(
-        f"`{fqn}` is a layer of {library} with {found}; only its own trainer can reduce the gradients of experts that are "
-        f"spread over ranks. Build it with {wanted}, so that every rank has all experts, or take a `MoELayer`, which "
-        "`MoEStrategy` spreads over ranks."
+        f"`{fqn}` is a layer of {library} with {found}; only its own trainer can reduce the gradients of experts that "
+        f"are spread over ranks. Build it with {wanted}, so that every rank has all experts, or take a `MoELayer`, "
+        "which `MoEStrategy` spreads over ranks."
     )
