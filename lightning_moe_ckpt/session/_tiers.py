@@ -217,7 +217,8 @@ class Tiers:
             if lane.worker.name == tier:
                 lane.complete(generation)
             if tier == STORAGE:
-                lane.worker.stored(generation)
+                for memory in lane.worker.memories:
+                    memory.saw(generation)
 
     def memory_lost(self, *, here: bool) -> None:
         """Some rank has lost all that it held in the tier that takes every generation, this one if it is `here`. On all ranks."""
@@ -316,7 +317,8 @@ class Tiers:
     def flush(self, timeout: float) -> None:
         """The next generation has no memory without that of those under way: wait for tiers that let go of it."""
         for worker in self.workers:
-            worker.flush(timeout)
+            if worker.paced:
+                worker.drain(timeout)
 
     # -- all workers
 
@@ -349,19 +351,21 @@ class Tiers:
 
     def reserved(self) -> dict[str, int]:
         """Bytes of memory that tiers take on this rank; those that take none are left out."""
-        sizes = {worker.name: worker.nbytes_reserved for worker in self.workers}
+        sizes = {worker.name: sum(memory.nbytes for memory in worker.memories) for worker in self.workers}
         return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
     def unlink(self) -> None:
-        """Leave no name behind in shared memory, see `TierWorker.unlink`."""
+        """Leave no name behind in shared memory, right before the process is ended."""
         for worker in self.workers:
-            # Without a word: the thread that the process is ended over may hold the lock of the log.
-            worker.unlink()
+            for memory in worker.memories:
+                # Without logging: the thread that the process is ended over may hold the lock of the log.
+                memory.unlink()
 
     def release(self, *, unlink: bool) -> None:
-        """Give memory back, see `TierWorker.release`."""
+        """Give memory back, after `close`. With `unlink` its names go too; else a later incarnation finds what is in it."""
         for worker in self.workers:
-            worker.release(unlink=unlink)
+            for memory in worker.memories:
+                memory.close(unlink=unlink)
 
     def close(self) -> None:
         """End all threads; what is under way is abandoned."""

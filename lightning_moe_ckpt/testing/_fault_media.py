@@ -24,8 +24,7 @@ from lightning_moe_ckpt.storage._names import COMMITTED, parse_marker_name, pars
 from lightning_moe_ckpt.storage._open import open_without_retries
 from lightning_moe_ckpt.testing._backends import StorageCall
 from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
-from lightning_moe_ckpt.tiers._names import MemoryKind, MemoryName, marker_paths, memory_files
-from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
+from lightning_moe_ckpt.tiers._shm import MemoryKind, MemoryName, close_shared, marker_paths, memory_files, open_shared
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -3,12 +3,13 @@
 All tiers have the same short contract (`Tier`). Recovery asks them in order of cost, for each operator.
 """
 
-from lightning_moe_ckpt.tiers._config import SessionConfig as SessionConfig
 from lightning_moe_ckpt.tiers._contract import CHEAPEST as CHEAPEST
+from lightning_moe_ckpt.tiers._contract import DEFAULT_MAX_CHUNK as DEFAULT_MAX_CHUNK
 from lightning_moe_ckpt.tiers._contract import HOST as HOST
 from lightning_moe_ckpt.tiers._contract import PEER as PEER
 from lightning_moe_ckpt.tiers._contract import STORAGE as STORAGE
 from lightning_moe_ckpt.tiers._contract import Holding as Holding
+from lightning_moe_ckpt.tiers._contract import SessionConfig as SessionConfig
 from lightning_moe_ckpt.tiers._contract import Tier as Tier
 from lightning_moe_ckpt.tiers._contract import TierName as TierName
 from lightning_moe_ckpt.tiers._delta import Baseline as Baseline
@@ -21,28 +22,26 @@ from lightning_moe_ckpt.tiers._delta import encode_delta as encode_delta
 from lightning_moe_ckpt.tiers._delta_chain import DeltaFigures as DeltaFigures
 from lightning_moe_ckpt.tiers._delta_plan import aligned_gradient as aligned_gradient
 from lightning_moe_ckpt.tiers._delta_plan import gradient_nbytes as gradient_nbytes
-from lightning_moe_ckpt.tiers._domains import FailureDomain as FailureDomain
-from lightning_moe_ckpt.tiers._domains import expect_domains as expect_domains
-from lightning_moe_ckpt.tiers._domains import this_domain as this_domain
-from lightning_moe_ckpt.tiers._host import HostTier as HostTier
 from lightning_moe_ckpt.tiers._host_writer import RING_HEADROOM as RING_HEADROOM
 from lightning_moe_ckpt.tiers._host_writer import HostWorker as HostWorker
 from lightning_moe_ckpt.tiers._host_writer import Rings as Rings
 from lightning_moe_ckpt.tiers._host_writer import claim_memory as claim_memory
 from lightning_moe_ckpt.tiers._host_writer import log_reserved as log_reserved
-from lightning_moe_ckpt.tiers._names import shared_name as shared_name
-from lightning_moe_ckpt.tiers._object import ObjectTier as ObjectTier
-from lightning_moe_ckpt.tiers._peer import DEFAULT_MAX_CHUNK as DEFAULT_MAX_CHUNK
 from lightning_moe_ckpt.tiers._peer import Replication as Replication
-from lightning_moe_ckpt.tiers._peer_store import COPIES as COPIES
+from lightning_moe_ckpt.tiers._peer_receiver import COPIES as COPIES
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated as NotReplicated
 from lightning_moe_ckpt.tiers._peer_writer import PeerRoom as PeerRoom
 from lightning_moe_ckpt.tiers._peer_writer import join_peers as join_peers
+from lightning_moe_ckpt.tiers._placement import FailureDomain as FailureDomain
 from lightning_moe_ckpt.tiers._placement import ReplicaPlacement as ReplicaPlacement
+from lightning_moe_ckpt.tiers._placement import expect_domains as expect_domains
 from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
+from lightning_moe_ckpt.tiers._placement import this_domain as this_domain
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim as MemoryClaim
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory
 from lightning_moe_ckpt.tiers._rank_memory import unused_memory as unused_memory
+from lightning_moe_ckpt.tiers._readers import HostTier as HostTier
+from lightning_moe_ckpt.tiers._readers import ObjectTier as ObjectTier
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
 from lightning_moe_ckpt.tiers._ring import Slot as Slot
 from lightning_moe_ckpt.tiers._ring import slots_needed as slots_needed
@@ -54,6 +53,7 @@ from lightning_moe_ckpt.tiers._sealed import SealedSegment as SealedSegment
 from lightning_moe_ckpt.tiers._sealed import StepRecord as StepRecord
 from lightning_moe_ckpt.tiers._shm import expect_room as expect_room
 from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
+from lightning_moe_ckpt.tiers._shm import shared_name as shared_name
 from lightning_moe_ckpt.tiers._shm import unlink_shared_file as unlink_shared_file
 from lightning_moe_ckpt.tiers._skips import Misses as Misses
 from lightning_moe_ckpt.tiers._skips import SkipCounter as SkipCounter

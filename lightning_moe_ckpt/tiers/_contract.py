@@ -1,4 +1,4 @@
-"""Define how recovery reads a tier: which generations it holds, of which rank, and any bytes of them.
+"""What the tiers have in common: their names, what a user configures, and how recovery reads one.
 
 Every tier holds the segments of a rank, byte for byte as storage has them, and the rank's marker, which has all digests.
 A copy in any tier can therefore be checked against the marker of any other, and a bad record be read from elsewhere.
@@ -6,10 +6,13 @@ A copy in any tier can therefore be checked against the marker of any other, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from datetime import timedelta
+from typing import Any, Literal, Protocol
 
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, Resume, Retention, SegmentEntry
+from lightning_moe_ckpt.tiers._placement import FailureDomain
 
 TierName = Literal["host", "peer", "storage"]
 """Memory of the own node, memory of another one, or commits in storage."""
@@ -17,6 +20,32 @@ HOST: TierName = "host"
 PEER: TierName = "peer"
 STORAGE: TierName = "storage"
 CHEAPEST: tuple[TierName, ...] = (HOST, PEER, STORAGE)
+
+DEFAULT_MAX_CHUNK = 16 * 2**20
+"""Bytes of one message. Loopback and fast networks gain nothing from more, and training waits for one at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """Where a run's checkpoints live and how it resumes."""
+
+    url: str
+    retention: Retention = field(default_factory=Retention)
+    """Which committed generations stay."""
+    resume: Resume = "auto"
+    storage_options: Mapping[str, Any] | None = None
+    bandwidth: int | None = None
+    """Bytes per second that this rank may write to storage; `None` for no cap."""
+    replicas: int | Literal["auto"] = "auto"
+    """Copies of each rank's generations in memory of other nodes; `auto` is one where there are several nodes."""
+    max_chunk: int = DEFAULT_MAX_CHUNK
+    """Bytes of one message of a copy."""
+    failure_domains: Sequence[FailureDomain] | None = None
+    """Node and rack of every rank, by rank; `None` for what each finds out."""
+    commit_timeout: timedelta = timedelta(seconds=120)
+    """How long a generation may take to become durable at start and end, when training waits for it."""
+    freeze_heap: bool = True
+    """Whether the process's garbage collector may leave out what is alive after the first generation."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)

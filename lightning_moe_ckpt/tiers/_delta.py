@@ -36,7 +36,6 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam
 from lightning_moe_ckpt.storage import SegmentLayout, dtype_code, dtype_of
-from lightning_moe_ckpt.tiers._delta_drift import Drift, PartDrift
 from lightning_moe_ckpt.tiers._delta_plan import (
     LITERAL,
     STEPPED,
@@ -51,7 +50,7 @@ from lightning_moe_ckpt.tiers._delta_plan import (
     same_part,
     wrong_delta,
 )
-from lightning_moe_ckpt.tiers._header_compression import compress, decompress
+from lightning_moe_ckpt.tiers._peer_wire import compress, decompress, inflate
 
 _LENGTHS = struct.Struct("<III")
 _DIGEST_NBYTES = 16
@@ -180,8 +179,9 @@ class DeltaDecoder:
         self._base, self._out = base_U8, out_U8
         self._received = self._num_stepped = 0
         self._digest = xxhash.xxh3_128()
-        self.drift: Drift | None = Drift() if self.plan.whole else None
-        """In an audit, difference between the rebuilt state and the segment."""
+        self.drift: tuple[float, ...] = (0.0, 0.0) if self.plan.whole else ()
+        """In an audit the largest difference of a tensor of the rebuilt state, relative to its largest element: of parameters
+        and of moments. Empty otherwise."""
         if max(codes, default=0) >= STEPPED + len(self._settings) or out_U8.numel() < self.plan.nbytes:
             raise wrong_delta()
         self.plan.layout.write_header(out_U8)
@@ -235,15 +235,17 @@ class DeltaDecoder:
         settings, number = self._settings[part.settings], self._count(part)
         begin = self.plan.gradients_at + part.gradient
         gradient = self._out[begin : begin + part.numel * self.dtype.itemsize].view(self.dtype)
-        drift = None if self.drift is None else PartDrift(len(part.state))
+        peaks = [(0.0, 0.0)] * len(part.state)
         for first in range(0, part.numel, _BLOCK_NUMEL):
             last = min(first + _BLOCK_NUMEL, part.numel)
             state = [self._moved(*offsets, first, last) for offsets in part.state]
             replay_adam(AdamState(*state), [settings.step(gradient[first:last], number)], threads=1)
-            if drift is not None:
-                drift.add(state, [_floats(self._out, offset, first, last) for _, offset in part.state])
-        if drift is not None and self.drift is not None:
-            self.drift = self.drift.with_part(drift)
+            if self.drift:
+                wanted = [_floats(self._out, offset, first, last) for _, offset in part.state]
+                peaks = list(map(_with_block, peaks, state, wanted))
+        if self.drift:
+            param, *moments = [difference / value if value else float(difference > 0) for difference, value in peaks]
+            self.drift = max(self.drift[0], param), max(self.drift[1], *moments)
 
     def _count(self, part: SteppedPart) -> int:
         """Write and return the step's number. Raises `Corrupt` if the previous segment has no step before it."""
@@ -265,6 +267,11 @@ class DeltaDecoder:
 def _floats(memory_U8: Tensor, offset: int, first: int, last: int) -> Tensor:
     """Return elements of the float32 tensor at `offset`."""
     return memory_U8[offset + 4 * first : offset + 4 * last].view(torch.float32)
+
+
+def _with_block(peak: tuple[float, float], found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Return the largest difference and the largest value of a tensor with one more block of it."""
+    return max(peak[0], float((found - wanted).abs().max())), max(peak[1], float(wanted.abs().max()))
 
 
 def _digest(views: Sequence[Tensor]) -> xxhash.xxh3_128:
@@ -321,19 +328,7 @@ def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
         raise Corrupt("the recipe of a delta is not the one that was sent. The next generation comes whole.")
     sizes = _LENGTHS.unpack_from(body)
     document, codes, compressed = (body[a:b] for a, b in pairwise(accumulate([_LENGTHS.size, *sizes])))
-    return _inflated(document, _MAX_DOCUMENT_NBYTES), _inflated(codes, most), compressed
-
-
-def _inflated(data: bytes, most: int) -> bytes:
-    """Decompress `data` to at most `most + 1` bytes."""
-    stream = zlib.decompressobj()
-    try:
-        found = stream.decompress(data, most + 1)
-    except zlib.error as error:
-        raise wrong_delta() from error
-    if len(found) > most or not stream.eof:
-        raise wrong_delta()
-    return found
+    return inflate(document, _MAX_DOCUMENT_NBYTES), inflate(codes, most), compressed
 
 
 def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None, bool]:

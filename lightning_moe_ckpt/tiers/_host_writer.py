@@ -130,7 +130,7 @@ class HostWorker(TierWorker):
     takes_every = True
 
     def __init__(self, memory: RankMemory, markers: Markers) -> None:
-        super().__init__(HOST, markers)
+        super().__init__(HOST, markers, memories=[memory])
         self._memory = memory
         self._rings: dict[GenerationId, SegmentRing] = {}
 
@@ -145,10 +145,6 @@ class HostWorker(TierWorker):
         self._memory.complete_everywhere(generation)
 
     @override
-    def stored(self, generation: GenerationId) -> None:
-        self._memory.saw(generation)
-
-    @override
     def give_up(self, generation: GenerationId) -> None:
         self.abandon(generation)
         self._memory.give_up(generation)
@@ -157,19 +153,6 @@ class HostWorker(TierWorker):
     @override
     def generations_kept(self) -> int | None:
         return None if self._memory.ring is None else self._memory.ring.keep
-
-    @property
-    @override
-    def nbytes_reserved(self) -> int:
-        return self._memory.nbytes
-
-    @override
-    def unlink(self) -> None:
-        self._memory.unlink()
-
-    @override
-    def release(self, *, unlink: bool) -> None:
-        self._memory.close(unlink=unlink)
 
     @override
     def close(self) -> None:

@@ -15,17 +15,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers._peer_pacing import Pacer
-from lightning_moe_ckpt.tiers._peer_receiver import ReplicaReceiver
-from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
-from lightning_moe_ckpt.tiers._peer_stream import ReplicaStream
+from lightning_moe_ckpt.tiers._contract import DEFAULT_MAX_CHUNK
+from lightning_moe_ckpt.tiers._peer_receiver import ReplicaReceiver, ReplicaStore
+from lightning_moe_ckpt.tiers._peer_stream import Pacer, ReplicaStream
 from lightning_moe_ckpt.tiers._peer_wire import cut
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 
 log = logging.getLogger(__name__)
-
-DEFAULT_MAX_CHUNK = 16 * 2**20
-"""Bytes of one message. Loopback and fast networks gain nothing from more, and training waits for one at most."""
 
 
 class Replication:
@@ -35,10 +31,10 @@ class Replication:
         group: gloo group of all ranks that is used for nothing else; see `Wire`.
         run_id: name of the run.
         tag: tag of its memory at its place.
+        url: URL of the run; memory of replaced runs is found by it.
         holders: ranks that keep replicas of this rank's segments; may be empty.
         owners: ranks whose replicas this rank keeps; may be empty.
         max_chunk: bytes of one message, the same on all ranks.
-        url: URL of the run; memory of replaced runs is found by it.
         resumed: the generation that this process resumed from; see `ReplicaStore`.
         keep: generations that holders keep.
         ahead: whether a generation is sent before all ranks know of the previous one, so that it may be delta-encoded.
@@ -65,20 +61,18 @@ class Replication:
         self._group, self.started, self.ahead = group, False, ahead
         self.pacer = Pacer()
         self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
-        self.stores = {
-            owner: ReplicaStore(
-                RankMemory(tag, owner, url=url, directory=directory, kind="replica"),
-                resumed,
-                keep=keep,
-                ahead=ahead,
-                offered=offered,
-            )
-            for owner in owners
-        }
-        self.receivers = [
-            ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk)
-            for owner, store in self.stores.items()
-        ]
+        self.stores: dict[int, ReplicaStore] = {}
+        self.receivers: list[ReplicaReceiver] = []
+        for owner in owners:
+            memory = RankMemory(tag, owner, url=url, directory=directory, kind="replica")
+            store = ReplicaStore(memory, resumed, keep=keep, ahead=ahead, offered=offered)
+            self.stores[owner] = store
+            self.receivers.append(ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk))
+
+    @property
+    def memories(self) -> list[RankMemory]:
+        """Memory of the replicas that this rank keeps."""
+        return [store.memory for store in self.stores.values()]
 
     def allocate(self, slot_nbytes: Sequence[int], num_segments: int, *, keep: int | None = None) -> None:
         """Reserve memory for every replica that this rank will keep.
@@ -102,21 +96,6 @@ class Replication:
         for receiver in self.receivers:
             receiver.start()
 
-    def saw(self, committed: GenerationId | None) -> None:
-        """Note the newest commit; see `RankMemory.saw`."""
-        for store in self.stores.values():
-            store.saw(committed)
-
-    def unlink(self) -> None:
-        """Remove the names of all replicas; from any thread, right before the process is ended."""
-        for store in self.stores.values():
-            store.unlink()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved for replicas."""
-        return sum(store.nbytes for store in self.stores.values())
-
     def end(self, timeout: float) -> None:
         """End the receivers. Our own last message must have been sent, or will never be.
 
@@ -138,5 +117,5 @@ class Replication:
             unlink: whether the replicas are removed too. Otherwise a later process finds them.
         """
         self.end(timeout)
-        for store in self.stores.values():
-            store.close(unlink=unlink)
+        for memory in self.memories:
+            memory.close(unlink=unlink)

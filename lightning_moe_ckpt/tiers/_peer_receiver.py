@@ -1,26 +1,33 @@
-"""Receive replicas: one thread per owner takes that rank's segments into memory of this node.
+"""Receive replicas: one thread per owner takes that rank's segments into memory of this node, in segment rings.
 
 Bytes arrive where they stay, in slots of the owner's replica ring. A generation is published, so that a later process
-finds it, only when every segment has the digest in the owner's marker; then its owner is told. A replica that is
+finds it, only when every segment has the digest in the owner's marker; then its owner hears of it. A replica that is
 incomplete, because its owner died or gave it up, is therefore never taken for a complete one. Neither is one that was
 rebuilt from gradients to other bytes than the owner's, except from rounded gradients, which the owner asks for.
+
+There is room for one generation more than is kept. Usually one is kept, which is complete on all ranks; the other is being
+received. The owner says which one is kept when it begins the next, because only then does every rank know of it. If a holder
+gave up the older replica as soon as it had a newer one, and a node died while other holders had only the older one, no
+generation would be left. If an owner begins a generation before all ranks know of the previous one, there is room for that
+one too: the newer may be rebuilt from it. A plan that needs more memory gets a new ring; the old one stays until the new one
+has the generations to keep.
+
+Source: TierCheck (arXiv 2605.17821), Sec. 3.4, Fig. 5.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
-import torch
 import torch.distributed as dist
+from torch import Tensor, split
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
-from lightning_moe_ckpt.tiers._delta_drift import rounded_marker
-from lightning_moe_ckpt.tiers._header_compression import decompress
-from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
     NUMBERS,
@@ -30,11 +37,143 @@ from lightning_moe_ckpt.tiers._peer_wire import (
     Wire,
     as_payload,
     cut,
+    decompress,
     generation_of,
     numbers_of_copy,
 )
+from lightning_moe_ckpt.tiers._rank_memory import RankMemory
+from lightning_moe_ckpt.tiers._ring import SegmentRing, Slot
 
 log = logging.getLogger(__name__)
+
+COPIES = 2
+"""Generations that there is room for if one is kept."""
+
+
+class ReplicaStore:
+    """Keep the replicas of one owner. One thread uses it after `allocate`.
+
+    Args:
+        memory: memory of the owner's replicas on this node.
+        resumed: the generation that this process resumed from; an earlier process's replica of it stays.
+        keep: generations to keep besides the one being received.
+        ahead: whether a generation may begin before all ranks know of the previous one.
+        offered: see `RankMemory.claim`.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        resumed: GenerationId | None = None,
+        *,
+        keep: int = 1,
+        ahead: bool = False,
+        offered: Collection[GenerationId] = (),
+    ) -> None:
+        self.memory, self._keep, self._room = memory, keep, 1 + keep + ahead
+        memory.claim(resumed, older=keep > 1, offered=offered)
+        self._slot: Slot | None = None
+        self._generation: GenerationId | None = None
+
+    def allocate(self, slot_nbytes: int, num_segments: int, *, keep: int | None = None) -> int:
+        """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`.
+
+        Args:
+            slot_nbytes: bytes of the largest segment.
+            num_segments: segments of a generation.
+            keep: generations to keep; `None` leaves the number.
+
+        Returns:
+            Bytes reserved.
+
+        Raises:
+            ConfigurationError: not enough room; the message says how many bytes are missing.
+        """
+        self._keep = keep or self._keep
+        return self._make(slot_nbytes, num_segments).memory.numel()
+
+    def begin(
+        self,
+        generation: GenerationId,
+        *,
+        keep: GenerationId | None,
+        base: GenerationId | None = None,
+        num_segments: int,
+        slot_nbytes: int,
+    ) -> None:
+        """Make room for a generation: give up all others but `base`, `keep` and those that are kept with `keep`.
+
+        Raises:
+            ConfigurationError: the generation needs more memory than there is.
+        """
+        if not self._ring.is_named:
+            self.memory.renew()
+        self.reclaim(keep=keep, base=base)
+        ring = self._ring
+        if ring.slot_nbytes < slot_nbytes or ring.free_slots < num_segments:
+            ring = self._make(slot_nbytes, num_segments)
+        ring.begin_window(generation)
+        self._generation = generation
+
+    def reclaim(self, *, keep: GenerationId | None, base: GenerationId | None = None) -> None:
+        """Give up every complete replica but `base`, `keep` and those that are kept with `keep`."""
+        if keep is not None:
+            self.memory.complete_everywhere(keep)
+        for each in self._ring.published:
+            if each != base and (keep is None or each > keep or (each < keep and self._keep == 1)):
+                self._ring.discard(each)
+
+    def slot(self, step: int) -> Tensor:
+        """Return uint8 memory for the segment of boundary `step` and gradients behind it; the previous segment is complete."""
+        assert self._generation is not None
+        if self._slot is None or self._slot.step != step:
+            self._seal()
+            self._slot = self._ring.acquire(self._generation, step)
+        return self._slot.view
+
+    def whole(self, generation: GenerationId, step: int) -> Tensor | None:
+        """Return memory that begins with a segment of a complete replica, which is valid while that is kept; `None` if gone."""
+        return self.memory.view(generation, step)
+
+    def publish(self, marker: RankMarker) -> None:
+        """Publish the replica for restores: every segment is complete and has the marker's digest.
+
+        Raises:
+            CheckpointError: something has removed the name of the memory.
+            OSError: there is no room for the marker.
+        """
+        generation = self._generation
+        assert generation is not None
+        self._seal()
+        self._ring.finish_window(generation)
+        self._generation = None
+        try:
+            self._ring.publish(generation, marker)
+        except (CheckpointError, OSError):
+            self._ring.discard(generation)
+            raise
+
+    def abandon(self) -> None:
+        """Give up the generation being received, if there is one."""
+        generation, self._generation, self._slot = self._generation, None, None
+        if generation is not None:
+            self._ring.abort_window(generation)
+
+    # -- private
+
+    def _make(self, slot_nbytes: int, num_segments: int) -> SegmentRing:
+        return self.memory.make(slot_nbytes, self._room * num_segments, keep=self._keep)
+
+    def _seal(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._ring.seal(slot)
+
+    @property
+    def _ring(self) -> SegmentRing:
+        ring = self.memory.ring
+        assert ring is not None, "memory for copies was not allocated"
+        return ring
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -45,15 +184,15 @@ class _Incoming:
     num_segments: int
     base: GenerationId | None
     """Generation that deltas are based on."""
-    segments: dict[int, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    segments: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     """Bytes and digest of segments that have arrived, by step."""
     step: int = -1
-    out: torch.Tensor | None = None
+    out: Tensor | None = None
     """Memory of the current segment."""
     decoder: DeltaDecoder | None = None
     """Rebuilds the current segment if it is delta-encoded."""
 
-    def place(self, offset: int, nbytes: int) -> torch.Tensor | None:
+    def place(self, offset: int, nbytes: int) -> Tensor | None:
         """Return the memory for the next bytes; `None` if none are due."""
         if self.decoder is not None:
             return self.decoder.place(offset, nbytes)
@@ -69,20 +208,17 @@ class _Incoming:
 
     @property
     def drift(self) -> tuple[float, ...]:
-        """Return the differences that an audit has found."""
-        found = None if self.decoder is None else self.decoder.drift
-        return () if found is None else (found.params, found.moments)
+        """Return the differences that an audit has found; see `DeltaDecoder.drift`."""
+        return () if self.decoder is None else self.decoder.drift
 
     def as_kept(self, marker: RankMarker) -> RankMarker:
         """Return the marker for the replica. Raises `Corrupt` if its bytes are not those that were sent."""
         if self.decoder is None:
             return marker
         self.decoder.expect_gradients()
-        return (
-            marker
-            if self.decoder.exact
-            else rounded_marker(marker, self.decoder.segment, self.decoder.plan.literal_names)
-        )
+        if self.decoder.exact:
+            return marker
+        return _rounded_marker(marker, self.decoder.segment, self.decoder.plan.literal_names)
 
 
 class ReplicaReceiver:
@@ -180,7 +316,7 @@ class ReplicaReceiver:
         incoming.step, incoming.out = step, incoming.decoder.segment
         self._wire.send(Message(MessageKind.READY))
 
-    def _slot(self, incoming: _Incoming, step: int, kind: MessageKind) -> torch.Tensor:
+    def _slot(self, incoming: _Incoming, step: int, kind: MessageKind) -> Tensor:
         """Return memory for the next announced segment; the previous one must be complete."""
         begun = incoming.step not in {-1, step, *incoming.segments}
         if begun or step in incoming.segments or len(incoming.segments) >= incoming.num_segments:
@@ -188,7 +324,7 @@ class ReplicaReceiver:
         incoming.step = step
         return self._store.slot(step)
 
-    def _base(self, incoming: _Incoming) -> torch.Tensor:
+    def _base(self, incoming: _Incoming) -> Tensor:
         """Return the segment that the current one is rebuilt from. Raises `Corrupt`."""
         base = incoming.base
         known = self._newest is not None and self._newest[0] == base
@@ -255,12 +391,35 @@ class ReplicaReceiver:
         return PeerLost(f"rank {self.owner} sent {kind.name} out of turn.")
 
 
-def _is_as_told(out_U8: torch.Tensor, digest: str, marker: RankMarker, step: int) -> bool:
+def _is_as_told(out_U8: Tensor, digest: str, marker: RankMarker, step: int) -> bool:
     """Return whether the bytes of a step have the digests in the marker."""
     files = [entry for entry in marker.segments if entry.step == step]
     if out_U8.numel() != sum(entry.nbytes for entry in files):
         return False
     if len(files) == 1:
         return digest == files[0].digest
-    parts = torch.split(out_U8, [entry.nbytes for entry in files])
+    parts = split(out_U8, [entry.nbytes for entry in files])
     return all(digest_of(part.numpy().data) == entry.digest for part, entry in zip(parts, files, strict=True))
+
+
+def _rounded_marker(marker: RankMarker, segment_U8: Tensor, literal: frozenset[str]) -> RankMarker:
+    """Return the marker for a replica that was rebuilt from rounded gradients.
+
+    Args:
+        marker: the owner's marker over its own bytes.
+        segment_U8: bytes of the replica.
+        literal: names of the tensors that were sent whole.
+
+    Raises:
+        Corrupt: a tensor that was sent whole differs from the owner's.
+    """
+    (entry,) = marker.segments
+    view, records = segment_U8.numpy().data, []
+    for record in entry.records:
+        digest = digest_of(view[record.offset : record.offset + record.nbytes])
+        if record.name in literal and digest != record.digest:
+            raise Corrupt(f"{entry.key}: `{record.name}` did not arrive as its marker says. The next one may.")
+        records.append(replace(record, digest=digest))
+    if view.nbytes != entry.nbytes:
+        raise Corrupt(f"{entry.key}: {view.nbytes} bytes, its marker says {entry.nbytes}. The next one may arrive.")
+    return replace(marker, segments=(replace(entry, digest=digest_of(view), records=records),), rounded=True)

@@ -15,8 +15,13 @@ CHUNK offset, nbytes, bytes            ->             (of the last SEGMENT or DE
 MARKER nbytes, how, bytes              ->             (how: 1 after a DELTA, encoded as a difference)
                                            <-  WHOLE digest, drift; or REFUSED reason
 ABANDON                                ->             (instead of any other message; no answer)
-CLOSE                                    ->             (the last one; no answer)
+CLOSE                                  ->             (the last one; no answer)
 ```
+
+Headers of segments and markers of generations that follow each other hold the same names, sizes and offsets. What differs
+are digests, a few numbers and, where other experts are taken, some rows. So they are sent by their differences from what the
+holder has (`compress`), line by line: an equal line takes a few bytes, one of equal length is sent as what differs in place,
+any other is compressed with the older one as its dictionary.
 
 A peer that dies closes its connections: current and later operations with it raise `PeerLost`. A header that is not valid
 in this protocol raises it too. Every number from a peer is checked against a bound before use:
@@ -27,24 +32,25 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from itertools import chain, repeat
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId
 
 _MAGIC = 0x4D6F45_0003
 """Begins every header: the protocol and its version, 3, in which generations name their process."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
-MESSAGE_NBYTES = 8 * _NUM_FIELDS
-"""Bytes of a header."""
 MAX_REASON_NBYTES = 2**16
 """Most bytes of the reason of a refusal."""
 _TO_HOLDER, _TO_OWNER = 71, 72
@@ -55,6 +61,12 @@ generation may be hours away."""
 _GLOO_PLACE = re.compile(r"\[/[^\]]*\]")
 """Matches the place in gloo's source with which its messages begin."""
 _AT_ONCE = timedelta(milliseconds=1)
+_SAME, _IN_PLACE, _ANEW = range(3)
+"""Encodings of a line by an older one."""
+_LINE = struct.Struct("<BII")
+"""Encoding of a line, its bytes, and the bytes that encode it."""
+_DICTIONARY_NBYTES = 2**15
+"""As far as zlib looks back."""
 
 
 class PeerLost(CheckpointError, ConnectionError):
@@ -245,3 +257,88 @@ def cut(group: dist.ProcessGroup, peer: int) -> None:
         group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TO_OWNER + 1).wait(_AT_ONCE)
     except RuntimeError:  # the timeout, which is what closes them, or closed already
         return
+
+
+# -- differences from what the other side has
+
+
+def compress(data: bytes, like: bytes) -> bytes:
+    """Encode `data` for somebody who has `like`."""
+    parts = []
+    for line, older in zip(data.split(b"\n"), _older_lines(like), strict=False):
+        kind, encoded = _encode(line, older)
+        parts += [_LINE.pack(kind, len(line), len(encoded)), encoded]
+    return b"".join(parts)
+
+
+def decompress(encoded: bytes, like: bytes, most: int) -> bytes:
+    """Return what `compress` encoded for somebody who has `like`.
+
+    Raises:
+        Corrupt: the bytes are damaged, belong to another `like`, or encode more than `most` bytes, which are not made then.
+    """
+    older, lines, position = _older_lines(like), list[bytes](), 0
+    while position < len(encoded):
+        try:
+            kind, nbytes, encoded_nbytes = _LINE.unpack_from(encoded, position)
+        except struct.error as error:
+            raise _wrong_base() from error
+        most -= nbytes + 1
+        if most < -1:
+            raise Corrupt("what was sent as a difference from an earlier version is larger than any version may be.")
+        position += _LINE.size + encoded_nbytes
+        lines.append(_decode(kind, encoded[position - encoded_nbytes : position], next(older), nbytes))
+    return b"\n".join(lines)
+
+
+def inflate(data: bytes, most: int, *, dictionary: bytes = b"") -> bytes:
+    """Decompress `data`. Raises `Corrupt` if it is damaged, or has more than `most` bytes, which are not made then."""
+    stream = zlib.decompressobj(zdict=dictionary)
+    try:
+        found = stream.decompress(data, most + 1)
+    except zlib.error as error:
+        raise _wrong_base() from error
+    if len(found) > most or not stream.eof:
+        raise _wrong_base()
+    return found
+
+
+def _older_lines(like: bytes) -> Iterator[bytes]:
+    """Yield the lines of `like`, then empty ones without end."""
+    return chain(like.split(b"\n"), repeat(b""))
+
+
+def _encode(line: bytes, older: bytes) -> tuple[int, bytes]:
+    if line == older:
+        return _SAME, b""
+    stream = zlib.compressobj(zdict=older[-_DICTIONARY_NBYTES:])
+    anew = stream.compress(line) + stream.flush()
+    if len(line) != len(older):
+        return _ANEW, anew
+    in_place = zlib.compress(_difference(line, older))
+    return (_IN_PLACE, in_place) if len(in_place) < len(anew) else (_ANEW, anew)
+
+
+def _decode(kind: int, encoded: bytes, older: bytes, nbytes: int) -> bytes:
+    if kind == _SAME:
+        line = older
+    elif kind == _IN_PLACE:
+        difference = inflate(encoded, nbytes)
+        line = _difference(difference, older) if len(difference) == len(older) else b""
+    elif kind == _ANEW:
+        line = inflate(encoded, nbytes, dictionary=older[-_DICTIONARY_NBYTES:])
+    else:
+        raise _wrong_base()
+    if len(line) != nbytes:
+        raise _wrong_base()
+    return line
+
+
+def _difference(one: bytes, other: bytes) -> bytes:
+    return np.bitwise_xor(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)).tobytes()
+
+
+def _wrong_base() -> Corrupt:
+    return Corrupt(
+        "what was sent as a difference is damaged, or differs from another version. The next one comes whole."
+    )

@@ -28,14 +28,18 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Deltas
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
-from lightning_moe_ckpt.tiers._config import SessionConfig
-from lightning_moe_ckpt.tiers._contract import PEER
+from lightning_moe_ckpt.tiers._contract import PEER, SessionConfig
 from lightning_moe_ckpt.tiers._delta_chain import DeltaChain, DeltaFigures
-from lightning_moe_ckpt.tiers._domains import FailureDomain, expect_domains, this_domain
 from lightning_moe_ckpt.tiers._peer import Replication
-from lightning_moe_ckpt.tiers._peer_store import COPIES
+from lightning_moe_ckpt.tiers._peer_receiver import COPIES
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
-from lightning_moe_ckpt.tiers._placement import ReplicaPlacement, place_replicas
+from lightning_moe_ckpt.tiers._placement import (
+    FailureDomain,
+    ReplicaPlacement,
+    expect_domains,
+    place_replicas,
+    this_domain,
+)
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
@@ -104,7 +108,7 @@ class PeerWorker(TierWorker):
         deltas: Deltas | None = None,
         on_complete: Callable[[GenerationId, float, int], None] | None = None,
     ) -> None:
-        super().__init__(PEER, markers, on_complete=on_complete)
+        super().__init__(PEER, markers, memories=replication.memories, on_complete=on_complete)
         self._room = room
         self._waited = 0.0
         self._replication, self._keep, self._num_kept = replication, resumed, keep
@@ -192,10 +196,6 @@ class PeerWorker(TierWorker):
         self._replication.pacer.wake()
 
     @override
-    def stored(self, generation: GenerationId) -> None:
-        self._replication.saw(generation)
-
-    @override
     def complete_everywhere(self, generation: GenerationId) -> None:
         self._keep = generation  # holders hear of it with the next generation, which is when they need the room
         self._give_back(lambda held: held < generation)
@@ -205,23 +205,10 @@ class PeerWorker(TierWorker):
         self._replication.pacer.hurry()  # no steps come while somebody waits
         return super().drain(timeout)
 
-    @override
-    def flush(self, timeout: float) -> None:
-        self.drain(timeout)
-
     @property
     @override
     def generations_kept(self) -> int | None:
         return self._num_kept
-
-    @property
-    @override
-    def nbytes_reserved(self) -> int:
-        return self._replication.nbytes
-
-    @override
-    def unlink(self) -> None:
-        self._replication.unlink()
 
     @override
     def close(self) -> None:
@@ -229,10 +216,6 @@ class PeerWorker(TierWorker):
         self._replication.pacer.wake()
         super().close()  # what is held stays held: this incarnation may end because another rank died, and it is for the next
         self._replication.end(_GOODBYE.total_seconds())
-
-    @override
-    def release(self, *, unlink: bool) -> None:
-        self._replication.close(0.0, unlink=unlink)
 
     def _give_back(self, which: Callable[[GenerationId], bool]) -> None:
         with self._changed:
@@ -352,12 +335,13 @@ def join_peers(
         resumed=resumed,
         offered=claim.offered,
         keep=plan.generations_kept,
-        holders=placement.sent_to[groups.rank],
+        holders=placement.holders[groups.rank],
         owners=placement.owners(groups.rank),
         max_chunk=config.max_chunk,
         ahead=deltas is not None,
     )
-    replication.saw(claim.seen)
+    for memory in replication.memories:
+        memory.saw(claim.seen)
     keep, room = plan.generations_kept, plan.peer_room
     worker = PeerWorker(replication, markers, resumed=resumed, keep=keep, room=room, deltas=deltas)
     worker.audiences = plan.peer_audiences

@@ -1,27 +1,98 @@
 """Choose the ranks that keep replicas of each rank's segments.
 
+A *node* is what loses its memory at once: a machine. Two containers on one machine die together, so they are one node: the
+kernel's boot id decides, not the host name. If `MOE_CKPT_SHARED_MEMORY` names a directory, processes that share it are one
+node, so the directory is part of the node's name.
+
 MOETION's Algorithm 2 fills the data-parallel group first and then any rank with room. It does not look at nodes, and
-takes the same first peer for a whole group. Here the nodes are chosen first, in groups that keep each other's replicas
-(see `_node_groups`), so that a replica always leaves the node and, where racks allow it at equal loads, the rack. Then a
-rank on each chosen node is chosen: one of the owner's data-parallel group if it has room, else the rank with least to
-keep. Bytes that a rank of another node has anyway, as data parallelism replicates them, count as a replica and are not sent.
+takes the same first peer for a whole group. Here the nodes are chosen first, in groups of `replicas + 1` that keep each
+other's replicas, so that a replica always leaves the node and, where racks allow it at equal loads, the rack. Nodes left
+over join the last group, in which each node's replicas go to the `replicas` nodes after it in a ring. A checkpoint is lost
+only if a whole group is lost, or as many neighbours in the ring: fewer sets of nodes can do harm than if replicas were
+scattered. Then a rank on each chosen node is chosen: one of the owner's data-parallel group if it has room, else the rank
+with least to keep.
 
 Invariant: the holders of an owner are on different nodes, none of them the owner's.
 Bound: with nodes of n_min to n_max ranks no rank keeps more than `replicas * ceil(n_max / n_min)` times the largest
 rank's bytes. So on nodes of one size the fullest rank keeps the least possible if `replicas` is 1 or ranks are equal,
 and at most `replicas` times the least possible in any case, since some rank has to keep the largest rank's replica.
-Source: MOETION (arXiv 2412.15411v1), Sec. 5.1, Alg. 2; we differ as described above.
+Source: Gemini (SOSP 2023), Sec. 4, mixed placement, with nodes of other racks first in a group; MOETION (arXiv
+2412.15411v1), Sec. 5.1, Alg. 2, with the differences described above.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.tiers._domains import NODE_VARIABLE, RACK_VARIABLE, FailureDomain
-from lightning_moe_ckpt.tiers._node_groups import Node, partners
+from lightning_moe_ckpt.tiers._shm import DIRECTORY_VARIABLE
+
+NODE_VARIABLE, RACK_VARIABLE = "MOE_CKPT_NODE", "MOE_CKPT_RACK"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureDomain:
+    """Node and rack that a rank runs on."""
+
+    node: str
+    """Ranks with equal names lose their memory together."""
+    rack: str = ""
+    """Nodes with equal names may be lost together (rack, switch, power); empty if unknown."""
+    host: str = field(default="", compare=False)
+    """Host name, for messages."""
+
+    def __post_init__(self) -> None:
+        if not self.node:
+            raise ConfigurationError("`FailureDomain(node='')` must name a node. Use the name of its host.")
+
+
+def this_domain(environ: Mapping[str, str] = os.environ) -> FailureDomain:
+    """Return node and rack of this process.
+
+    The node is `MOE_CKPT_NODE`, or else the boot id. The rack is `MOE_CKPT_RACK`, or the switch that SLURM's
+    topology plugin names for this node.
+    """
+    return FailureDomain(
+        node=environ.get(NODE_VARIABLE) or _found_node(environ.get(DIRECTORY_VARIABLE)),
+        rack=environ.get(RACK_VARIABLE) or _slurm_switch(environ),
+        host=socket.gethostname(),
+    )
+
+
+def _found_node(directory: str | None) -> str:
+    try:
+        machine = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        machine = socket.gethostname()
+    return machine if not directory else f"{machine}:{os.path.realpath(directory)}"
+
+
+def _slurm_switch(variables: Mapping[str, str]) -> str:
+    """Return `top.leaf` of `SLURM_TOPOLOGY_ADDR=top.leaf.node`; SLURM's pattern, such as `switch.switch.node`, names the parts.
+
+    Node names may have dots, so the number of parts is taken from the pattern.
+    """
+    address, pattern = variables.get("SLURM_TOPOLOGY_ADDR", ""), variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+    kinds = pattern.split(".")
+    if kinds[-1] != "node":
+        return ""
+    return ".".join(address.split(".", len(kinds) - 1)[: len(kinds) - 1])
+
+
+def expect_domains(given: Sequence[FailureDomain], world_size: int) -> tuple[FailureDomain, ...]:
+    """Return the domains that a user gave. Raises `ConfigurationError` unless there is one per rank."""
+    if len(given) != world_size:
+        raise ConfigurationError(
+            f"`failure_domains` names {len(given)} ranks, the run has {world_size}. Name each rank's node, by rank, or "
+            f"leave the argument out and set {NODE_VARIABLE} and {RACK_VARIABLE} in the environment of each process."
+        )
+    return tuple(given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +103,7 @@ class ReplicaPlacement:
     nbytes: tuple[int, ...]
     """Bytes of one replica of a rank."""
     holders: tuple[tuple[int, ...], ...]
-    """Ranks that have a replica besides the owner, each on another node."""
-    sent_to: tuple[tuple[int, ...], ...]
-    """Holders that must be sent their replica; the others have the bytes anyway."""
+    """Ranks that are sent a replica, each on another node than the owner and than the others."""
 
     @property
     def num_nodes(self) -> int:
@@ -48,15 +117,11 @@ class ReplicaPlacement:
 
     def owners(self, holder: int) -> tuple[int, ...]:
         """Return the ranks that send `holder` a replica, ascending."""
-        return tuple(owner for owner, sent in enumerate(self.sent_to) if holder in sent)
+        return tuple(owner for owner, sent in enumerate(self.holders) if holder in sent)
 
     def held_nbytes(self, holder: int) -> int:
         """Return the bytes of one generation that `holder` receives and keeps for others."""
         return sum(self.nbytes[owner] for owner in self.owners(holder))
-
-    def sent_nbytes(self, owner: int) -> int:
-        """Return the bytes that `owner` sends per generation."""
-        return self.nbytes[owner] * len(self.sent_to[owner])
 
     def leaves_rack(self, owner: int) -> bool:
         """Return whether a replica is in another rack than the owner."""
@@ -64,57 +129,54 @@ class ReplicaPlacement:
 
 
 def place_replicas(
-    domains: Sequence[FailureDomain],
-    data_parallel: Sequence[Sequence[int]],
-    nbytes: Sequence[int],
-    replicas: int,
-    *,
-    held_anyway: Mapping[int, Collection[int]] | None = None,
+    domains: Sequence[FailureDomain], data_parallel: Sequence[Sequence[int]], nbytes: Sequence[int], replicas: int
 ) -> ReplicaPlacement:
     """Choose the holders of every rank. Deterministic: equal arguments give equal placements on every rank.
 
     Args:
         domains: node and rack of every rank.
         data_parallel: the ranks of each group that holds the same experts; every rank is in one.
-        nbytes: bytes of one replica of each rank, without what `held_anyway` covers in part.
+        nbytes: bytes of one replica of each rank.
         replicas: replicas of each rank besides its own copy.
-        held_anyway: ranks that have all bytes of an owner without being sent them, by owner.
 
     Raises:
         ConfigurationError: there are not more than `replicas` nodes, or one node is in two racks.
         ValueError: the arguments do not name each rank once.
     """
-    if (
-        replicas < 0
-        or len(nbytes) != len(domains)
-        or sorted(r for g in data_parallel for r in g) != [*range(len(nbytes))]
-    ):
+    each_once = sorted(rank for group in data_parallel for rank in group) == [*range(len(nbytes))]
+    if replicas < 0 or len(nbytes) != len(domains) or not each_once:
         raise ValueError("`place_replicas` needs `replicas` of zero or more, and each rank in every argument once.")
     group_of = {rank: index for index, group in enumerate(data_parallel) for rank in group}
     nodes = _nodes(domains, group_of)
     if replicas >= len(nodes):
-        raise _too_few_nodes(replicas, len(nodes), len(domains))
-    kept_by = partners(nodes, replicas) if replicas else [()] * len(nodes)
-    free: list[tuple[int, ...]] = [()] * len(domains)
-    sent: list[list[int]] = [[] for _ in domains]
+        raise ConfigurationError(
+            f"`replicas={replicas}` needs {replicas + 1} nodes, because a copy on the owner's node would die with it, and "
+            f"the {len(domains)} ranks of this run are on {len(nodes)}. Use `replicas={len(nodes) - 1}` or start on more "
+            f"nodes; if one of these nodes is several machines, give each a name of its own in {NODE_VARIABLE}."
+        )
+    partners = _partners(nodes, replicas) if replicas else [()] * len(nodes)
+    holders: list[list[int]] = [[] for _ in domains]
     load: Counter[int] = Counter()
-    for node, to in zip(nodes, kept_by, strict=True):
-        must_leave = any(nodes[place].rack != node.rack for place in to)
-        for owner in node.ranks:
-            free[owner] = _free_holders(domains, owner, (held_anyway or {}).get(owner, ()), replicas, must_leave)
-        for place, owners in _by_place(domains, nodes, node, to, free).items():
-            for owner, holder in _assign(owners, nodes[place].ranks, group_of, nbytes, load).items():
-                sent[owner].append(holder)
+    for node, places in zip(nodes, partners, strict=True):
+        for place in places:
+            for owner, holder in _assign(node.ranks, nodes[place].ranks, group_of, nbytes, load).items():
+                holders[owner].append(holder)
                 load[holder] += nbytes[owner]
-    return ReplicaPlacement(
-        domains=tuple(domains),
-        nbytes=tuple(nbytes),
-        holders=tuple((*own, *others) for own, others in zip(free, sent, strict=True)),
-        sent_to=tuple(tuple(others) for others in sent),
-    )
+    return ReplicaPlacement(domains=tuple(domains), nbytes=tuple(nbytes), holders=tuple(map(tuple, holders)))
 
 
-def _nodes(domains: Sequence[FailureDomain], group_of: Mapping[int, int]) -> list[Node]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Node:
+    """One node, with the facts that decide its group."""
+
+    rack: str
+    ranks: tuple[int, ...]
+    """Its ranks, ascending."""
+    kinds: Mapping[int, int]
+    """Number of its ranks in each data-parallel group."""
+
+
+def _nodes(domains: Sequence[FailureDomain], group_of: Mapping[int, int]) -> list[_Node]:
     """Return the nodes in the order of their lowest ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, domain in enumerate(domains):
@@ -125,45 +187,9 @@ def _nodes(domains: Sequence[FailureDomain], group_of: Mapping[int, int]) -> lis
                 f"Node {node!r} is said to be in racks {sorted(racks)}, by its ranks {on}. Give them one {RACK_VARIABLE}."
             )
     return [
-        Node(rack=domains[on[0]].rack, ranks=tuple(on), kinds=Counter(group_of[rank] for rank in on))
+        _Node(rack=domains[on[0]].rack, ranks=tuple(on), kinds=Counter(group_of[rank] for rank in on))
         for on in ranks.values()
     ]
-
-
-def _free_holders(
-    domains: Sequence[FailureDomain], owner: int, having: Collection[int], replicas: int, must_leave: bool
-) -> tuple[int, ...]:
-    """Return up to `replicas` ranks of different other nodes that have the owner's bytes anyway, other racks first.
-
-    If none is of another rack, but one must be, the last place is left to a replica that is sent there.
-    """
-    home = domains[owner]
-    seen = {home.node}
-    free = []
-    for rank in sorted(having, key=lambda rank: (domains[rank].rack == home.rack, rank)):
-        if domains[rank].node not in seen:
-            seen.add(domains[rank].node)
-            free.append(rank)
-    stays = must_leave and not any(domains[rank].rack != home.rack for rank in free)
-    return tuple(free[: replicas - stays])
-
-
-def _by_place(
-    domains: Sequence[FailureDomain],
-    nodes: Sequence[Node],
-    node: Node,
-    to: Sequence[int],
-    free: Sequence[Sequence[int]],
-) -> dict[int, list[int]]:
-    """Return the owners of `node` whose replicas are sent to each node of `to`: all but those held anyway."""
-    far_first = sorted(to, key=lambda place: nodes[place].rack == node.rack)
-    owners: dict[int, list[int]] = {place: [] for place in to}
-    for owner in node.ranks:
-        covered = {domains[rank].node for rank in free[owner]}
-        open_places = [place for place in far_first if domains[nodes[place].ranks[0]].node not in covered]
-        for place in open_places[: len(to) - len(free[owner])]:
-            owners[place].append(owner)
-    return owners
 
 
 def _assign(
@@ -189,9 +215,71 @@ def _assign(
     return holder
 
 
-def _too_few_nodes(replicas: int, num_nodes: int, world_size: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"`replicas={replicas}` needs {replicas + 1} nodes, because a copy on the owner's node would die with it, and the "
-        f"{world_size} ranks of this run are on {num_nodes}. Use `replicas={num_nodes - 1}` or start on more nodes; if one "
-        f"of these nodes is several machines, give each a name of its own in {NODE_VARIABLE}."
-    )
+# -- groups of nodes
+
+
+def _partners(nodes: Sequence[_Node], replicas: int) -> list[tuple[int, ...]]:
+    """Return the nodes that keep the replicas of each node, by their indices, nearest in the ring first.
+
+    Guarantees, for `replicas + 1` dividing the number of nodes: every node keeps the copies of exactly `replicas`
+    others. If in addition no rack has more nodes than there are groups, the nodes of a group are in different racks.
+    With fewer racks than that, nodes are spread over them as evenly as can be.
+    """
+    found: list[tuple[int, ...]] = [()] * len(nodes)
+    for ring in _groups(nodes, replicas + 1):
+        for place, member in enumerate(ring):
+            found[member] = tuple(ring[(place + step) % len(ring)] for step in range(1, replicas + 1))
+    return found
+
+
+def _groups(nodes: Sequence[_Node], size: int) -> list[list[int]]:
+    left, num_groups = list(range(len(nodes))), len(nodes) // size
+    per_rack = Counter(node.rack for node in nodes)
+    # Smallest limit on nodes of one rack per group that all groups can meet.
+    share = {rack: -(-count // num_groups) for rack, count in per_rack.items()}
+    groups = [_take_group(nodes, left, size, share, after) for after in range(num_groups - 1, 0, -1)]
+    return [*groups, _alternate(nodes, left)]
+
+
+def _take_group(
+    nodes: Sequence[_Node], left: list[int], size: int, share: Mapping[str, int], groups_after: int
+) -> list[int]:
+    """Remove the next group from `left`."""
+    per_rack = Counter(nodes[i].rack for i in left)
+    due = {rack: count - groups_after * share[rack] for rack, count in per_rack.items()}
+    group: list[int] = []
+    taken: Counter[str] = Counter()
+    while len(group) < size:
+        members = [nodes[i] for i in group]
+
+        def cost(i: int, members: Sequence[_Node] = members) -> tuple[bool, int, int, int, int]:
+            node = nodes[i]
+            # First take nodes that later groups could not take; sizes and common ranks count after racks.
+            return (
+                taken[node.rack] >= due[node.rack],
+                taken[node.rack],
+                sum(abs(len(node.ranks) - len(each.ranks)) for each in members) if members else -len(node.ranks),
+                -sum(_in_common(node, each) for each in members),
+                i,
+            )
+
+        best = min(left, key=cost)
+        left.remove(best)
+        group.append(best)
+        taken[nodes[best].rack] += 1
+    return group
+
+
+def _in_common(a: _Node, b: _Node) -> int:
+    """Return the number of ranks of `a` that can have a holder of their own data-parallel group on `b`."""
+    return sum(min(count, b.kinds.get(kind, 0)) for kind, count in a.kinds.items())
+
+
+def _alternate(nodes: Sequence[_Node], members: Sequence[int]) -> list[int]:
+    """Return `members` in an order in which neighbours are of different racks as far as possible."""
+    seen: Counter[str] = Counter()
+    order = []
+    for i in members:
+        order.append((seen[nodes[i].rack], i))
+        seen[nodes[i].rack] += 1
+    return [i for _, i in sorted(order)]

@@ -23,26 +23,24 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, digest_of, full_records
-from lightning_moe_ckpt.tiers._names import (
-    MemoryKind,
-    MemoryName,
-    listing,
-    marker_files,
-    marker_paths,
-    memory_files,
-    orphaned_markers,
-    shared_name,
-)
 from lightning_moe_ckpt.tiers._ring import SegmentRing, read_header, read_statement
 from lightning_moe_ckpt.tiers._shm import (
     FileId,
+    MemoryKind,
+    MemoryName,
     close_shared,
     file_id,
     is_own_file,
     is_owned_elsewhere,
+    listing,
+    marker_files,
+    marker_paths,
+    memory_files,
     open_shared,
+    orphaned_markers,
     remove_shared,
     shared_directory,
+    shared_name,
     unlink_shared_file,
 )
 

@@ -40,27 +40,22 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, RingFull
-from lightning_moe_ckpt.storage import (
-    RING_HEADER_NBYTES,
-    GenerationId,
-    MemoryMarker,
-    RankMarker,
-    RingHeader,
+from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, MemoryMarker, RankMarker, RingHeader
+from lightning_moe_ckpt.tiers._shm import (
+    SharedFile,
+    marker_files,
+    marker_path,
+    marker_paths,
+    read_shared,
+    remove_shared,
+    shared_directory,
+    unfinished_path,
+    write_shared,
 )
-from lightning_moe_ckpt.tiers._names import marker_files, marker_path, marker_paths, unfinished_path
-from lightning_moe_ckpt.tiers._shm import SharedFile, read_shared, remove_shared, shared_directory, write_shared
 
 log = logging.getLogger(__name__)
 
 _PAGE_NBYTES = 4096
-
-
-class SlotState(Enum):
-    """State of a slot."""
-
-    FREE = "free"
-    FILLING = "filling"
-    SEALED = "sealed"
 
 
 class GenerationState(Enum):
@@ -86,7 +81,8 @@ class Slot:
 @dataclass(slots=True)
 class _Generation:
     state: GenerationState = GenerationState.OPEN
-    slots: dict[int, SlotState] = field(default_factory=dict)
+    slots: dict[int, bool] = field(default_factory=dict)
+    """Its slots by index, and whether they are sealed."""
     steps: dict[int, int] = field(default_factory=dict)
     """Index of the slot, by step."""
     pins: int = 0
@@ -208,10 +204,6 @@ class SegmentRing:
         with self._lock:
             return len(self._free)
 
-    def has_room(self, num_slots: int) -> bool:
-        """Return whether that many slots can be acquired now."""
-        return self.free_slots >= num_slots
-
     def can_begin(self, window: int) -> bool:
         """Return whether a window of so many segments can begin.
 
@@ -251,7 +243,7 @@ class SegmentRing:
                 )
             # First in, first out: windows of equal length then find each slot of the plan in the same place again.
             index = self._free.pop(0)
-            entry.slots[index] = SlotState.FILLING
+            entry.slots[index] = False
             entry.steps[step] = index
         start = index * self.slot_nbytes
         return Slot(index, generation, step, self.memory[start : start + self.slot_nbytes])
@@ -260,15 +252,15 @@ class SegmentRing:
         """Seal a slot: its bytes are there, or on their way by a ticket, and nothing else will be written."""
         with self._lock:
             entry = self._entry(slot.generation, GenerationState.OPEN)
-            assert entry.slots.get(slot.index) is SlotState.FILLING, f"slot {slot.index} is not being filled"
-            entry.slots[slot.index] = SlotState.SEALED
+            assert entry.slots.get(slot.index) is False, f"slot {slot.index} is not being filled"
+            entry.slots[slot.index] = True
 
     def finish_window(self, generation: Hashable) -> None:
         """Close the window, all of whose segments are sealed: the generation is complete on this rank."""
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
             assert entry.slots, f"{generation} has no segment"
-            assert SlotState.FILLING not in entry.slots.values(), f"a segment of {generation} is not sealed"
+            assert all(entry.slots.values()), f"a segment of {generation} is not sealed"
             entry.state = GenerationState.COMPLETE
 
     def abort_window(self, generation: Hashable) -> None:
@@ -289,7 +281,7 @@ class SegmentRing:
         with self._lock:
             entry = self._published_entry(generation)
             slots = {segment.step: entry.steps[segment.step] for segment in marker.segments}
-            assert all(entry.slots[index] is SlotState.SEALED for index in slots.values()), "a segment is not sealed"
+            assert all(entry.slots[index] for index in slots.values()), "a segment is not sealed"
         data = MemoryMarker(ring=self._nonce, slots=slots, marker=marker, seen=self.seen).to_bytes()
         temporary = unfinished_path(path)
         try:
@@ -415,7 +407,7 @@ class SegmentRing:
 
     def _expect_name(self, generation: GenerationId) -> None:
         """Raise, and remove the new marker, if the ring's name is gone: whoever removed the name has not seen that marker."""
-        if self._unlinked or (self._file is not None and not self._file.is_mine()):
+        if self._unlinked or not self.is_named:
             self._withdraw(self._published_entry(generation))
             raise CheckpointError(
                 f"{generation} is not in memory: this process, a later start of the run, or something that tidies up has removed "
@@ -435,7 +427,10 @@ class SegmentRing:
         for path, marker in sorted(good, key=lambda each: each[1].marker.generation, reverse=True):
             if taken.isdisjoint(marker.slots.values()):
                 taken.update(marker.slots.values())
-                restored[marker.marker.generation] = _restored(path, marker)
+                slots = dict.fromkeys(marker.slots.values(), True)
+                restored[marker.marker.generation] = _Generation(
+                    state=GenerationState.COMPLETE, slots=slots, steps=dict(marker.slots), marker=path
+                )
         self._generations = {name: restored[name] for name in sorted(restored)}
         self._free = [index for index in self._free if index not in taken]
         kept = {entry.marker for entry in restored.values()}
@@ -461,11 +456,6 @@ class SegmentRing:
         for entry in self._generations.values():
             counts[f"{entry.state.value}{' and pinned' if entry.pins else ''}"] += len(entry.slots)
         return ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-
-
-def _restored(path: Path, marker: MemoryMarker) -> _Generation:
-    slots = dict.fromkeys(marker.slots.values(), SlotState.SEALED)
-    return _Generation(state=GenerationState.COMPLETE, slots=slots, steps=dict(marker.slots), marker=path)
 
 
 def read_header(page: bytes, nbytes: int, where: str) -> RingHeader:

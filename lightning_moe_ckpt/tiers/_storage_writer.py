@@ -1,4 +1,4 @@
-"""Makes generations durable while training goes on: the worker of the tier that survives everything.
+"""Make generations durable while training goes on: the tier that survives everything.
 
 Wait for the copy, digest every record and the whole file, store. After a generation's last segment comes this rank's
 marker; on the coordinator then the commit over all ranks, and retention. Complete means committed on the coordinator,
@@ -28,8 +28,7 @@ from lightning_moe_ckpt.storage import (
     carry_spares,
     full_records,
 )
-from lightning_moe_ckpt.tiers._config import SessionConfig
-from lightning_moe_ckpt.tiers._contract import STORAGE
+from lightning_moe_ckpt.tiers._contract import STORAGE, SessionConfig
 from lightning_moe_ckpt.tiers._scrubber import Scrubber
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._writer import Base, References, TierWorker, WriteJob
@@ -183,9 +182,9 @@ class PersistWorker(TierWorker):
                 raise CheckpointError(
                     "it has only some experts, and storage has no whole generation of this run to take the others from."
                 )
-            return References()
+            return (), ()
         if len(marker.steps) != 1 or not (base.missing or self._twofold):
-            return References()  # of a window of several steps, which holds no states of one step
+            return (), ()  # of a window of several steps, which holds no states of one step
         bad = job.announced.bad
         referenced = carry_forward(marker, base.missing, bad)
         gone = {record.operator for _, record in full_records(marker)} & base.missing
@@ -195,14 +194,19 @@ class PersistWorker(TierWorker):
             raise CheckpointError(
                 f"storage has no good copy of {', '.join(sorted(gone))}, which it was to take from there."
             )
-        return References(referenced, carry_spares(marker, base.missing, self._twofold - base.missing, bad))
+        return referenced, carry_spares(marker, base.missing, self._twofold - base.missing, bad)
 
     @override
     def _finish(self, job: WriteJob, marker: RankMarker) -> None:
         self._release(job)  # storage has the bytes; other ranks may take long
         self._store.put_marker(marker)
         if self._rank == 0:
-            self._commit(job, marker)
+            try:
+                self._store.commit(marker, timeout=self._commit_timeout, cancelled=lambda: not self._wanted(job))
+            except Corrupt:
+                # What the next one would reference is what this one has referenced: it would be refused for the same reason.
+                self.lost_base = job.announced.base is not None
+                raise
             self._retain(job.generation)
         self._bases[job.generation] = marker
         # What all ranks have may be older than many that are whole on this one: others may have failed at those.
@@ -211,14 +215,6 @@ class PersistWorker(TierWorker):
             del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)
         log.info("%s is durable: %.1f MiB, read and written in %.2f s", job.generation, nbytes / 2**20, job.seconds)
-
-    def _commit(self, job: WriteJob, marker: RankMarker) -> None:
-        try:
-            self._store.commit(marker, timeout=self._commit_timeout, cancelled=lambda: not self._wanted(job))
-        except Corrupt:
-            # What the next one would reference is what this one has referenced: it would be refused for the same reason.
-            self.lost_base = job.announced.base is not None
-            raise
 
     def _retain(self, generation: GenerationId) -> None:
         """Deleting can fail without harm to what was just committed; the next time goes on where this one stopped."""

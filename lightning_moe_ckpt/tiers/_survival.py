@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from lightning_moe_ckpt.tiers._domains import FailureDomain
-from lightning_moe_ckpt.tiers._placement import ReplicaPlacement
+from lightning_moe_ckpt.tiers._placement import FailureDomain, ReplicaPlacement
 
 Level = Literal["node", "rack"]
 _EXACT_CHOICES = 300_000

@@ -1,4 +1,4 @@
-"""The background thread of one tier: takes sealed segments of one rank and completes their generations there.
+"""Bring sealed segments of one rank into one tier, on a background thread, and complete their generations there.
 
 Segments travel as soon as they are sealed. Whatever fails abandons that one generation and is reported by
 `take_failures`; training never sees an exception. A generation's memory is given back by `on_released` exactly once,
@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import Fenced
@@ -27,12 +26,15 @@ from lightning_moe_ckpt.policies import AUDIENCES, Audience
 from lightning_moe_ckpt.process import guard_forks
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RankMarker, ReferencedEntry, SegmentEntry
 from lightning_moe_ckpt.tiers._delta_chain import DeltaFigures
+from lightning_moe_ckpt.tiers._rank_memory import RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 
 log = logging.getLogger(__name__)
 
 Released = Callable[[GenerationId], None]
+References = tuple[Sequence[ReferencedEntry], Sequence[ReferencedEntry]]
+"""Records of older generations that complete one, and spare copies of its own."""
 
 _CLOSE_GRACE = timedelta(seconds=2)
 """How long `close` lets a call under way go on."""
@@ -66,13 +68,6 @@ class Base:
     """The newest one that is complete in the tier on all ranks; `None` if there is none, and this one cannot be whole."""
     missing: frozenset[str]
     """Names of operators on this rank that are taken from it."""
-
-
-class References(NamedTuple):
-    """What a marker names of older generations."""
-
-    referenced: Sequence[ReferencedEntry] = ()
-    spares: Sequence[ReferencedEntry] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,20 +110,21 @@ class WriteJob:
 
     @property
     def generation(self) -> GenerationId:
-        """Its name."""
+        """Return its name."""
         return self.announced.generation
 
     def is_whole(self) -> bool:
-        """Whether all its segments are here, or none will come any more."""
+        """Return whether all its segments are here, or none will come any more."""
         return self.abandoned or self.handed_over == self.announced.num_segments
 
 
 class TierWorker(ABC):
-    """Brings generations of one rank into one tier, in the order in which they come.
+    """Bring generations of one rank into one tier, in the order in which they come.
 
     Args:
-        name: of the tier.
+        name: name of the tier.
         markers: makes this rank's markers, for all tiers alike.
+        memories: memory on this node that the tier owns.
         on_complete: called from the worker's thread with a generation that is complete here, the seconds the worker
             spent on it, and the bytes of this rank.
     """
@@ -136,16 +132,21 @@ class TierWorker(ABC):
     takes_every = False
     """Whether every generation comes here; else the newest one that is there when no rank is busy."""
     paced = False
-    """Whether what is under way goes on with the steps of training only."""
+    """Whether what is under way goes on with the steps of training only, until `drain` is called."""
     uses_references = False
     """Whether a generation with only some operators takes the others from an older one that is complete here."""
     audiences: frozenset[Audience] = frozenset(AUDIENCES)
     """Files that it takes."""
 
     def __init__(
-        self, name: str, markers: Markers, *, on_complete: Callable[[GenerationId, float, int], None] | None = None
+        self,
+        name: str,
+        markers: Markers,
+        *,
+        memories: Sequence[RankMemory] = (),
+        on_complete: Callable[[GenerationId, float, int], None] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.memories = name, memories
         self.fenced = False
         """A later incarnation of the run has begun; nothing more is kept and this process should stop."""
         self.lost_base = False
@@ -167,43 +168,48 @@ class TierWorker(ABC):
 
     @property
     def idle(self) -> bool:
-        """Whether no generation is under way, so that the next one can be taken."""
+        """Return whether no generation is under way, so that the next one can be taken."""
         with self._changed:
             return not self._jobs
 
     @property
     def readers(self) -> int:
-        """Generations that it may still read when newer ones are complete."""
+        """Return the number of generations that it may still read when newer ones are complete."""
         return 0 if self.takes_every else 1
 
     @property
     def deltas(self) -> DeltaFigures | None:
-        """What generations took on the wire, where they may be told by gradients."""
+        """Return what generations took on the wire; `None` unless they may be delta-encoded."""
         return None
 
     @property
     def wants_gradients(self) -> bool:
-        """Whether what the optimizer consumed, up to the generation that was begun last, would be of use here."""
+        """Return whether the gradients that led to the generation begun last are of use here."""
         return False
 
     @property
+    def generations_kept(self) -> int | None:
+        """Return how many of the newest generations given to it stay here; `None` where what is needed stays."""
+        return None
+
+    @property
     def newest(self) -> GenerationId | None:
-        """The newest generation that this incarnation completed here, on this rank."""
+        """Return the newest generation that this incarnation completed here, on this rank."""
         with self._changed:
             return self._complete[-1] if self._complete else None
 
     def holds(self, generation: GenerationId) -> bool:
-        """Whether a generation of this incarnation is complete here, on this rank; the latest ones are remembered."""
+        """Return whether a generation of this incarnation is complete here, on this rank; the latest ones are remembered."""
         with self._changed:
             return generation in self._complete
 
     def gave_up(self, generation: GenerationId) -> bool:
-        """Whether a generation that was begun here has ended without being complete on this rank."""
+        """Return whether a generation that was begun here has ended without being complete on this rank."""
         with self._changed:
             return generation not in self._jobs and generation not in self._complete
 
     def begin(self, announced: Announced) -> None:
-        """A generation begins, whose segments `add` brings."""
+        """Begin a generation, whose segments `add` brings."""
         with self._changed:
             assert announced.generation not in self._jobs, f"{announced.generation} was begun before"
             self._jobs[announced.generation] = WriteJob(announced=announced)
@@ -228,32 +234,19 @@ class TierWorker(ABC):
             job.abandoned = True
             self._queue.put((job, None))
 
-    def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # storage has other means
-        """All ranks hold `generation` here: what is older is not needed any more. Called once per generation."""
-
-    def stored(self, generation: GenerationId) -> None:  # noqa: B027  # of interest to memory
-        """Storage has a generation of all ranks. From any thread."""
+    def complete_everywhere(self, generation: GenerationId) -> None:  # noqa: B027  # not every tier keeps older ones
+        """Let go of what is older: all ranks hold `generation` here. Called once per generation."""
 
     def give_up(self, generation: GenerationId) -> None:  # noqa: B027  # most tiers end what they do by themselves
-        """Some rank has given `generation` up: it will never be complete here on all ranks. Called once per generation."""
+        """Let go of `generation`: some rank has, so it will never be complete here on all ranks. Called once per generation."""
 
     def forget(self) -> None:
-        """What this rank holds here is gone."""
+        """Note that what this rank holds here is gone."""
         with self._changed:
             self._complete.clear()
 
-    @property
-    def generations_kept(self) -> int | None:
-        """How many of the newest generations given to it stay here; `None` where what is needed stays."""
-        return None
-
-    @property
-    def nbytes_reserved(self) -> int:
-        """Memory that the tier takes on this node for this rank's work."""
-        return 0
-
     def take_failures(self) -> list[Failure]:
-        """What went wrong since the last call."""
+        """Return what went wrong since the last call."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def drain(self, timeout: float) -> bool:
@@ -264,24 +257,11 @@ class TierWorker(ABC):
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(WriteJob.is_whole, self._jobs.values())), timeout)
 
-    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:  # noqa: B027  # as above
-        """Generations have so many segments, in slots of `ring`, from here on. Collective. May raise together."""
+    def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:  # noqa: B027  # not for every tier
+        """Prepare for generations of so many segments, in slots of `ring`. Collective. May raise together."""
 
-    def stepped(self, period_steps: int) -> None:  # noqa: B027  # as above
-        """A step of training has ended; generations are so many steps apart. Takes constant time."""
-
-    def flush(self, timeout: float) -> None:  # noqa: B027  # most tiers let the next generation pass them by
-        """Somebody needs the memory of what is under way: give it back as soon as possible, or after `timeout` s."""
-
-    def unlink(self) -> None:  # noqa: B027  # as above
-        """Leave no name behind in shared memory; from any thread, right before the process is ended."""
-
-    def release(self, *, unlink: bool) -> None:  # noqa: B027  # most tiers have no memory of their own
-        """After `close`: give memory back.
-
-        Args:
-            unlink: whether what is in it goes too, because nobody will want it. Else a later incarnation finds it.
-        """
+    def stepped(self, period_steps: int) -> None:  # noqa: B027  # of interest to paced tiers
+        """Note that a step of training has ended; generations are so many steps apart. Takes constant time."""
 
     def close(self) -> None:
         """Abandon what is left and end the thread. Call `drain` first to keep it. Closing twice is allowed."""
@@ -297,9 +277,9 @@ class TierWorker(ABC):
             self._thread = None
 
     def cut_short(self) -> None:
-        """The process is about to be ended: the call under way fails and cleans up, if that takes but a moment.
+        """Make the call under way fail and clean up, if that takes but a moment: the process is about to be ended.
 
-        From any thread, and without a word: the thread that the process is ended over may hold the lock of the log.
+        From any thread, and without logging: the thread that the process is ended over may hold the lock of the log.
         """
         self._closing.set()
         self._queue.put(None)
@@ -308,18 +288,26 @@ class TierWorker(ABC):
         if thread is not None:
             thread.join(_MOMENT.total_seconds())
 
-    def _interrupt(self) -> None:  # noqa: B027  # not every medium can wait
-        """Make the call under way on the thread fail soon; called from another thread."""
-
-    # -- what a tier does, on the thread
+    # -- what a tier does
 
     @abstractmethod
     def _put(self, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
-        """Bring a segment into the tier; what the marker says of its files."""
+        """Bring a segment into the tier and return what the marker says of its files. On the thread."""
 
     @abstractmethod
     def _finish(self, job: WriteJob, marker: RankMarker) -> None:
-        """All segments are there: make the generation complete."""
+        """Make the generation complete, whose segments are all there. On the thread."""
+
+    def _references(self, job: WriteJob) -> References:
+        """Return what older generations hold of this rank's part. On the thread. Memory has all of it itself."""
+        return (), ()
+
+    def _take_waited(self) -> float:
+        """Return the seconds since the last call in which the worker was made to wait. On the thread."""
+        return 0.0
+
+    def _interrupt(self) -> None:  # noqa: B027  # not every medium can wait
+        """Make the call under way on the thread fail soon; called from another thread."""
 
     # -- the thread
 
@@ -337,53 +325,44 @@ class TierWorker(ABC):
             self._take(job, None)
 
     def _take(self, job: WriteJob, segment: SealedSegment | None) -> None:
+        """Bring a segment into the tier, the last one with the marker; without one, end the generation."""
         if self._jobs.get(job.generation) is not job:
             return  # it ended while this segment was waiting in the queue
         try:
-            self._advance(job, segment)
+            if segment is not None and self._wanted(job):
+                self._expect_not_fenced()
+                started = time.perf_counter() - job.seconds
+                job.entries += self._put(job, segment)
+                job.num_put += 1
+                job.seconds = time.perf_counter() - started
+                if self._wanted(job):
+                    if job.num_put < job.announced.num_segments:
+                        return
+                    self._finish(job, self._marker(job))
+                    self._completed(job, time.perf_counter() - started)
+            self._end(job)
         except BaseException as error:  # thread entry: the session takes it from `take_failures`
             self._note(job.generation, f"not stored: {error or type(error).__name__}", error)
             log.debug("%s: %s failed", self.name, job.generation, exc_info=error)
-            self._end_failed(job)
+            try:
+                self._end(job)
+            except BaseException as another:  # noqa: BLE001  # thread entry: what gives memory back may fail too
+                self._note(job.generation, f"not released: {another or type(another).__name__}", another)
 
-    def _end_failed(self, job: WriteJob) -> None:
-        try:
-            self._end(job)
-        except BaseException as error:  # noqa: BLE001  # thread entry, as above: what gives memory back may fail too
-            self._note(job.generation, f"not released: {error or type(error).__name__}", error)
-
-    def _advance(self, job: WriteJob, segment: SealedSegment | None) -> None:
-        if segment is None or not self._wanted(job):
-            self._end(job)
-            return
+    def _expect_not_fenced(self) -> None:
         if self.fenced:
             raise Fenced("a later incarnation of this run has begun. This process should stop.")
-        started = time.perf_counter() - job.seconds
-        job.entries += self._put(job, segment)
-        job.num_put += 1
-        job.seconds = time.perf_counter() - started
-        if not self._wanted(job):
-            self._end(job)
-        elif job.num_put == job.announced.num_segments:
-            self._finish(job, self._marker(job, self._references(job)))
-            self._completed(job, time.perf_counter() - started)
-            self._end(job)
 
-    def _marker(self, job: WriteJob, older: References) -> RankMarker:
-        """What this rank says of a generation whose segments are all here."""
-        plan_hash, plan_json = job.announced.plan_hash, job.announced.plan_json
+    def _marker(self, job: WriteJob) -> RankMarker:
+        referenced, spares = self._references(job)
         return self._markers.of(
             job.generation,
             job.entries,
-            plan_hash=plan_hash,
-            plan_json=plan_json,
-            referenced=older.referenced,
-            spares=older.spares,
+            plan_hash=job.announced.plan_hash,
+            plan_json=job.announced.plan_json,
+            referenced=referenced,
+            spares=spares,
         )
-
-    def _references(self, job: WriteJob) -> References:
-        """What older generations hold of this rank's part; memory has those too, and each says what it has."""
-        return References()
 
     def _wanted(self, job: WriteJob) -> bool:
         return not (job.abandoned or self._closing.is_set())
@@ -397,10 +376,6 @@ class TierWorker(ABC):
             self.rate = nbytes / max(job.seconds - self._take_waited(), _LEAST_SECONDS)
         if self._on_complete is not None:
             self._on_complete(job.generation, seconds, nbytes)
-
-    def _take_waited(self) -> float:
-        """Seconds since the last call in which the worker was made to wait."""
-        return 0.0
 
     def _note(self, generation: GenerationId, reason: str, error: BaseException) -> None:
         self.fenced = self.fenced or isinstance(error, Fenced)

@@ -25,8 +25,8 @@ from lightning_moe_ckpt.storage import (
     RunStore,
     open_backend,
 )
-from lightning_moe_ckpt.tiers._host import _read_marker
-from lightning_moe_ckpt.tiers._names import marker_paths, memory_files
+from lightning_moe_ckpt.tiers._readers import _read_marker
+from lightning_moe_ckpt.tiers._shm import marker_paths, memory_files
 
 Damage = Literal["ring", "replica", "storage"]
 """Whose newest generation loses a bit of an expert: one that memory alone has of it, or one that storage has."""

@@ -23,11 +23,11 @@ from campaign._nodes import Nodes
 from campaign._training import Checkpointing, Setup, train
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.session import Report
+from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.storage import SegmentEntry
 from lightning_moe_ckpt.testing import Seam
 from lightning_moe_ckpt.testing._attempts import Attempt
-from lightning_moe_ckpt.tiers._peer_pacing import Pacer
-from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
+from lightning_moe_ckpt.tiers._peer_stream import Pacer
 from lightning_moe_ckpt.tiers._sealed import SealedSegment
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
 from lightning_moe_ckpt.tiers._writer import WriteJob
@@ -42,7 +42,7 @@ SETUP = Setup(
 FIRST_COPIED, FIRST_UNSTORED = 5, 15
 """Steps: copies of the first generation are awaited there; the one that storage is late with is at or after that."""
 PATIENCE = 30.0
-put, flush, begin, left = PersistWorker._put, PeerWorker.flush, Pacer.begin, Pacer._left
+put, flush, begin, left = PersistWorker._put, Tiers.flush, Pacer.begin, Pacer._left
 
 
 class Late:
@@ -59,7 +59,7 @@ class Late:
             (Pacer.__module__, "Pacer.begin", self._as_function(self.begin)),
             (Pacer.__module__, "Pacer._left", lambda pacer: left(pacer) if self.num_transfers == 1 else 0),
             (PersistWorker.__module__, "PersistWorker._put", self._as_function(self.put)),
-            (PeerWorker.__module__, "PeerWorker.flush", self._as_function(self.flush)),
+            (Tiers.__module__, "Tiers.flush", self._as_function(self.flush)),
         ):
             Seam(module=module, attribute=attribute, replacement=replacement).apply()
 
@@ -72,10 +72,10 @@ class Late:
         self.num_transfers += 1
         begin(pacer, **options)
 
-    def flush(self, worker: PeerWorker, timeout: float) -> None:
+    def flush(self, tiers: Tiers, timeout: float) -> None:
         self.num_flushes += 1
         if self.flushes:
-            flush(worker, timeout)
+            flush(tiers, timeout)
             self.flushed.set()
 
     def put(self, worker: PersistWorker, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:

@@ -35,7 +35,7 @@ from lightning_moe_ckpt.storage import (
     segment_key,
 )
 from lightning_moe_ckpt.tiers import Holding, HostTier, ObjectTier, SegmentRing, shared_name
-from lightning_moe_ckpt.tiers._names import marker_paths, memory_files
+from lightning_moe_ckpt.tiers._shm import marker_paths, memory_files
 
 T = TypeVar("T")
 

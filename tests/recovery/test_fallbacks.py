@@ -11,7 +11,7 @@ from stored._segments import LAYOUT
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, SegmentEntry, Span
 from lightning_moe_ckpt.tiers import Holding
-from lightning_moe_ckpt.tiers._names import marker_paths
+from lightning_moe_ckpt.tiers._shm import marker_paths
 from recovery._world import Node, World, require, sources
 from recovery.conftest import MakeWorld
 

@@ -38,7 +38,7 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing
-from lightning_moe_ckpt.tiers._names import shared_name
+from lightning_moe_ckpt.tiers._shm import shared_name
 from stored._partial import EXPERTS, Sources, part, read_back
 
 RANKS = (0, 1)
@@ -78,7 +78,7 @@ class Memory:
     def write(self, marker: RankMarker, *, whole: bool) -> bool:
         """Take a generation, or lose it on the way; whether it is whole."""
         generation = marker.generation
-        if not self.ring.has_room(1):
+        if not self.ring.free_slots:
             return False
         self.ring.begin_window(generation)
         slot = self.ring.acquire(generation, generation.step)

@@ -26,9 +26,9 @@ from lightning_moe_ckpt.storage import (
     segment_key,
 )
 from lightning_moe_ckpt.tiers import Holding, HostTier, RankMemory, SegmentRing, _ring, _shm, shared_name
-from lightning_moe_ckpt.tiers._names import MemoryName, marker_files, marker_path, unfinished_path
-from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
+from lightning_moe_ckpt.tiers._peer_receiver import ReplicaStore
 from lightning_moe_ckpt.tiers._sealed import Markers
+from lightning_moe_ckpt.tiers._shm import MemoryName, marker_files, marker_path, unfinished_path
 from tiers._segments import LAYOUT, RUN, Child, check, check_whole, generation, keep, leave_behind, readable, seal
 
 URL = "file:///run"
@@ -293,8 +293,8 @@ def test_copies_for_others_are_kept_as_many_as_they_keep_themselves(node: Path) 
         store.slot(step)
         store.publish(_marker_of(4, step))
         before = generation(step) if step != 4 else before
-    assert sorted(each.step for each in store._memory.published) == [2, 3, 5, 6]
-    store.close(unlink=True)
+    assert sorted(each.step for each in store.memory.published) == [2, 3, 5, 6]
+    store.memory.close(unlink=True)
 
 
 def _marker_of(rank: int, step: int) -> RankMarker:
@@ -692,9 +692,9 @@ def test_after_any_history_what_is_listed_is_whole_and_the_newest_told_is_there(
     told: GenerationId | None = None
     for op in ops:
         step += 2
-        if op == "window" and ring.has_room(2):
+        if op == "window" and ring.free_slots >= 2:
             keep(ring, newest := generation(step, incarnation), (step - 1, step))
-        elif op == "torn" and ring.has_room(1):
+        elif op == "torn" and ring.free_slots:
             ring.begin_window(torn := generation(step, incarnation))
             ring.acquire(torn, step).view.fill_(9)
             ring.abort_window(torn)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder, EncodedDelta, encode_delta
 from lightning_moe_ckpt.tiers._delta_plan import index_of
-from lightning_moe_ckpt.tiers._header_compression import compress, decompress
+from lightning_moe_ckpt.tiers._peer_wire import compress, decompress
 
 from ._steps import OPTIMIZERS, Training, baseline, decode, feed
 

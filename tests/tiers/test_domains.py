@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.tiers import FailureDomain, _domains, expect_domains, this_domain
+from lightning_moe_ckpt.tiers import FailureDomain, _placement, expect_domains, this_domain
 
 
 def test_a_machine_is_one_node_by_its_boot_id() -> None:
@@ -20,7 +20,7 @@ def test_a_machine_is_one_node_by_its_boot_id() -> None:
 
 def test_a_machine_without_boot_id_is_its_host_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on macOS."""
-    monkeypatch.setattr(_domains, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(_placement, "_BOOT_ID", tmp_path / "none")
     assert this_domain({}).node == socket.gethostname()
 
 

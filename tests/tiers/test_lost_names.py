@@ -12,7 +12,7 @@ import torch
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry, segment_key
 from lightning_moe_ckpt.tiers import RankMemory, SegmentRing, shared_directory
-from lightning_moe_ckpt.tiers._peer_store import ReplicaStore
+from lightning_moe_ckpt.tiers._peer_receiver import ReplicaStore
 from lightning_moe_ckpt.tiers._sealed import Markers
 from lightning_moe_ckpt.tiers._shm import SharedFile
 from tiers._segments import LAYOUT, RUN, Child, generation, keep, readable, seal
@@ -207,7 +207,7 @@ def test_copies_whose_names_are_gone_are_taken_in_again(node: Path) -> None:
         store.publish(marker(2))
     copy(store, 3, kept=1)
     assert own.published == [generation(3)]
-    store.close(unlink=True)
+    store.memory.close(unlink=True)
 
 
 def test_copies_that_could_not_be_stated_take_no_memory(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_copies_that_could_not_be_stated_take_no_memory(node: Path, monkeypatch:
     copy(store, 6, kept=1)
     assert own.ring is ring
     assert own.published == [generation(1), generation(6)]
-    store.close(unlink=True)
+    store.memory.close(unlink=True)
 
 
 def fail_with(error: type[Exception]) -> object:

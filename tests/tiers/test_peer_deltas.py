@@ -489,7 +489,8 @@ class Bench:
 
     def close(self) -> None:
         self.worker.close()
-        self.worker.release(unlink=False)
+        for memory in self.worker.memories:
+            memory.close(unlink=False)
         self.ring.close(unlink=True)
 
     def _release(self, name: GenerationId) -> None:

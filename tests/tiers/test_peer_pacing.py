@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.tiers._peer_pacing import Pacer
+from lightning_moe_ckpt.tiers._peer_stream import Pacer
 
 
 def take_all(pacer: Pacer, nbytes: int, chunk: int) -> int:
     """Bytes that can be had in this step, of `nbytes` that there are."""
     taken = pacer.take(min(chunk, nbytes), lambda: True) if nbytes else 0
-    while taken < min(nbytes, pacer.allowance):
+    while taken < min(nbytes, pacer._allowance):
         taken += pacer.take(min(chunk, nbytes - taken), lambda: True)
     return taken
 

@@ -97,7 +97,8 @@ class Bench:
 
     def close(self, *, unlink: bool = False) -> None:
         self.worker.close()
-        self.worker.release(unlink=unlink)
+        for memory in self.worker.memories:
+            memory.close(unlink=unlink)
         self.ring.close(unlink=True)
 
     def _release(self, name: GenerationId) -> None:
@@ -127,7 +128,7 @@ def test_generations_are_copied_at_the_pace_of_steps_and_keep_their_slots(two_ra
         bench.worker.complete_everywhere(G4)
         given_back = list(bench.released)
         assert bench.worker.take_failures() == []
-        assert bench.worker.nbytes_reserved > 2 * WINDOW * LAYOUT.nbytes
+        assert sum(memory.nbytes for memory in bench.worker.memories) > 2 * WINDOW * LAYOUT.nbytes
         bench.meet("end")
         bench.close()
         return before, held, given_back, threading.active_count()
@@ -191,7 +192,7 @@ def test_flush_sends_what_no_step_would_have(two_ranks: Cluster) -> None:
         bench.worker.stepped(1000)  # generations are so many steps apart
         bench.whole(G2)
         early = bench.worker.holds(G2)
-        bench.worker.flush(30)
+        bench.worker.drain(30)
         flushed = bench.worker.holds(G2)
         bench.meet("end")
         bench.close()

@@ -29,7 +29,7 @@ def scattered(holders: list[tuple[int, ...]], racks: list[str]) -> ReplicaPlacem
     """Any holders, whether `place_replicas` would choose them or not."""
     domains = tuple(FailureDomain(node=f"n{n}", rack=rack) for n, rack in enumerate(racks))
     chosen = tuple(holders)
-    return ReplicaPlacement(domains=domains, nbytes=(1,) * len(domains), holders=chosen, sent_to=chosen)
+    return ReplicaPlacement(domains=domains, nbytes=(1,) * len(domains), holders=chosen)
 
 
 def gemini(n: int, m: int, k: int) -> float:
@@ -102,7 +102,7 @@ def test_racks_are_survived_where_copies_leave_them() -> None:
     assert survival_probability(known, 4, level="rack").probability == 0
     blind = nodes_of(16, 1)
     domains = tuple(FailureDomain(node=d.node, rack=k.rack) for d, k in zip(blind.domains, known.domains, strict=True))
-    told = ReplicaPlacement(domains=domains, nbytes=blind.nbytes, holders=blind.holders, sent_to=blind.sent_to)
+    told = ReplicaPlacement(domains=domains, nbytes=blind.nbytes, holders=blind.holders)
     assert survival_probability(told, 1, level="rack").probability == 0
 
 

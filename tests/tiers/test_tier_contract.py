@@ -47,7 +47,7 @@ class TestHostTier(TierContract):
                 lose=lambda: nodes.lose(0),
                 ring=ring,
             )
-            worker.release(unlink=True)
+            memory.close(unlink=True)
 
 
 class TestPeerTier(TierContract):

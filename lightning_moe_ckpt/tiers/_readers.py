@@ -1,23 +1,39 @@
-"""Read the host tier: generations that processes of this node captured or kept for others in shared memory.
+"""Read generations back: from shared memory of this node, its own and copies kept for others, and from storage.
 
-Reads use `pread`, not a mapping, so that a file that shrinks or goes meanwhile gives an error and not a SIGBUS.
+Memory is read by `pread`, not through a mapping, so that a file that shrinks or goes meanwhile gives an error and not a
+SIGBUS.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
-from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, RankMarker, RingHeader, SegmentEntry
-from lightning_moe_ckpt.tiers._contract import HOST, Holding
-from lightning_moe_ckpt.tiers._names import MemoryName, marker_paths, memory_files
+from lightning_moe_ckpt.storage import (
+    RING_HEADER_NBYTES,
+    Commit,
+    MemoryMarker,
+    RankMarker,
+    RingHeader,
+    RunStore,
+    SegmentEntry,
+)
+from lightning_moe_ckpt.tiers._contract import HOST, STORAGE, Holding
 from lightning_moe_ckpt.tiers._ring import read_header
-from lightning_moe_ckpt.tiers._shm import close_shared, open_shared, read_shared, shared_directory
+from lightning_moe_ckpt.tiers._shm import (
+    MemoryName,
+    close_shared,
+    marker_paths,
+    memory_files,
+    open_shared,
+    read_shared,
+    shared_directory,
+)
 
 T = TypeVar("T")
 
@@ -175,3 +191,45 @@ def _read_fully(descriptor: int, start: int, out: memoryview, path: Path) -> Non
         if count == 0:
             raise StorageError(f"{path}: ends at {start + done}. Another copy may be good.")
         done += count
+
+
+class ObjectTier:
+    """Read committed generations of every rank, whole or by range.
+
+    Args:
+        store: store of the run, on any rank.
+        commits: commits that may be restored, as the coordinator found them.
+    """
+
+    name = STORAGE
+
+    def __init__(self, store: RunStore, commits: Sequence[Commit]) -> None:
+        self._store = store
+        self._commits = {commit.generation: commit for commit in commits}
+
+    def holdings(self) -> list[Holding]:
+        """Return one copy per rank and commit, newest first. No bytes are read, and a rank's share of them is not known."""
+        return [
+            Holding(
+                generation=generation,
+                plan_hash=commit.plan_hash,
+                owner=owner,
+                nbytes=commit.nbytes // commit.world_size,
+            )
+            for generation, commit in sorted(self._commits.items(), reverse=True)
+            for owner in range(commit.world_size)
+        ]
+
+    def read_marker(self, holding: Holding) -> RankMarker:
+        """Return the marker whose digest the manifest has. Raises `Corrupt` if it differs, `KeyMissing` if it is gone."""
+        commit = self._commits.get(holding.generation)
+        if commit is None:
+            raise KeyMissing(f"{self._store.url}: no commit of {holding}.")
+        return self._store.read_marker(commit, holding.owner)
+
+    def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
+        """Fill `out` with a range of the object."""
+        self._store.read_range(entry, offset, out)
+
+    def close(self) -> None:
+        """Do nothing: the store belongs to the caller."""
