@@ -14,16 +14,18 @@ import pytest
 from campaign._campaign import Campaigns
 from campaign._draw import Case, draw, shrink
 
-SAMPLE = [seed for seed in range(66) if seed not in {2, 19, 42, 52, 56, 57}]
-"""Runs of `make test`; those left out have three ranks with workers, and take ten seconds each."""
+SAMPLE = [
+    *(385, 218, 601, 314, 361, 490, 223, 447, 97, 398, 96, 171, 109, 183, 22, 89, 386, 305, 501, 178, 4, 647, 463, 453),
+    *(108, 651, 288, 252, 287, 78, 233, 530, 547, 197),
+]  # fmt: skip
+"""Seeds of `make test`, chosen so that few runs hold much: each kind of kill under each policy, every value of a dimension
+that the first 66 seeds have, and as many pairs of values as those. The first ones are the cheapest."""
 CHUNK, CHUNKS = 50, 40
 """Runs of `make soak`."""
 
 GIVEN = os.environ.get("MOE_CKPT_CASE")
 ROWS = int(os.environ.get("MOE_CKPT_ROWS", "0"))
 """Of `make quick`; 0 for all."""
-SLOW = {8, 10, 11, 13, 15, 18, 20}
-"""Seeds of several ranks, which take up to ten seconds each."""
 ONCE_FAILED = {
     "max_steps alone, replayed from between two epochs": """{"setup": {"validate_every": null, "plateau": ["epoch", 1],
         "trainer": [["max_steps", 16], ["max_epochs", null]]}, "checkpointing": {"policy": "sparse", "window": 4},
@@ -84,8 +86,7 @@ def _cases() -> list[Any]:
     if GIVEN is not None:
         return [pytest.param(Case.parse(GIVEN), id="given")]
     failed = [pytest.param(Case.parse(line), id=name) for name, line in ONCE_FAILED.items()]
-    seeds = [seed for seed in SAMPLE if seed not in SLOW][:ROWS] if ROWS else SAMPLE
-    drawn = [pytest.param(draw(seed), id=str(seed)) for seed in seeds]
+    drawn = [pytest.param(draw(seed), id=str(seed)) for seed in (SAMPLE[:ROWS] if ROWS else SAMPLE)]
     return drawn if ROWS else [*failed, *drawn]
 
 

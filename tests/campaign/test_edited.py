@@ -76,7 +76,7 @@ def _early(replay: Replay, step: int) -> None:
 _load = Replay.load
 SEAMS = {
     "unsettled": Seam(
-        module="lightning_moe_ckpt.session._session", attribute="CheckpointSession.settle", replacement=_unsettled
+        module="lightning_moe_ckpt.session._session", attribute="CheckpointSession.reconcile", replacement=_unsettled
     ),
     "early": Seam(module="lightning_moe_ckpt.recovery._replay", attribute="Replay.load", replacement=_early),
 }
