@@ -30,7 +30,7 @@ def main(
         data,
         args=None if argv is None else list(argv),
         run=run,
-        # A resumed run finds the file that its first life saved.
+        # A resumed run finds the file that its first attempt saved.
         save_config_kwargs={"overwrite": True},
     )
 

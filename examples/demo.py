@@ -36,7 +36,7 @@ QUIET_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What was done to a worker."""
+    """Kill of a worker."""
 
     rank: int
     pid: int
@@ -53,14 +53,14 @@ class Tail:
 
     Attributes:
         step: newest step of rank 0, replayed steps included.
-        life: newest life of any rank.
-        pids: process of each rank in its newest life.
+        attempt: newest attempt of any rank.
+        pids: process of each rank in its newest attempt.
     """
 
     def __init__(self, out: Path, ranks: int) -> None:
         self._paths = [out / f"steps.rank{rank}.jsonl" for rank in range(ranks)]
         self._offsets = [0] * ranks
-        self.step = self.life = 0
+        self.step = self.attempt = 0
         self.pids: dict[int, int] = {}
 
     def poll(self) -> bool:
@@ -83,7 +83,7 @@ class Tail:
 
     def _take(self, rank: int, line: dict[str, Any]) -> None:
         if line["event"] == "start":
-            self.pids[rank], self.life = line["pid"], line["life"]
+            self.pids[rank], self.attempt = line["pid"], line["attempt"]
         elif line["event"] == "step" and rank == 0:
             self.step = line["step"]
 
@@ -114,18 +114,8 @@ class Demo:
         args, out = self._args, self._args.out / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        worker = [
-            "--out",
-            str(out),
-            "--steps",
-            str(args.steps),
-            "--blocks",
-            str(args.blocks),
-            "--crops",
-            str(args.crops),
-            "--accelerator",
-            args.accelerator,
-        ]
+        worker = ["--out", str(out), "--steps", str(args.steps), "--blocks", str(args.blocks)]
+        worker += ["--crops", str(args.crops), "--accelerator", args.accelerator]
         folder = out / "checkpoints"
         if checkpoints:
             worker += ["--checkpoints", folder.as_uri()]
@@ -156,7 +146,7 @@ class Demo:
     def _show(self, bar: TaskID, tail: Tail, kill: Kill | None) -> None:
         self._progress.update(bar, completed=tail.step)
         if kill is not None:
-            state = "resumed" if tail.life > 0 else "waiting for torchrun"
+            state = "resumed" if tail.attempt > 0 else "waiting for torchrun"
             self._progress.update(bar, description=f"rank {kill.rank} killed, {state}")
 
 

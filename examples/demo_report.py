@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 
 class RunRecords:
-    """The records of one run, of all ranks and lives.
+    """The records of one run, of all ranks and attempts.
 
     Args:
         out: folder of the run.
@@ -38,14 +38,14 @@ class RunRecords:
     def lines(self, event: str, rank: int = 0) -> list[Line]:
         return [line for line in self.ranks[rank] if line["event"] == event]
 
-    def last_step(self, life: int) -> int:
-        """Newest step that any rank finished in a life; 0 if there was none."""
-        return max((step for step, _ in self._steps(life)), default=0)
+    def last_step(self, attempt: int) -> int:
+        """Newest step that any rank finished in an attempt; 0 if there was none."""
+        return max((step for step, _ in self._steps(attempt)), default=0)
 
-    def losses(self, life: int) -> dict[int, float]:
+    def losses(self, attempt: int) -> dict[int, float]:
         """Training loss in bits per byte by step, mean over the ranks."""
         by_step: dict[int, list[float]] = defaultdict(list)
-        for step, line in self._steps(life):
+        for step, line in self._steps(attempt):
             by_step[step].append(line["nats_per_byte"] / math.log(2))
         return {step: sum(values) / len(values) for step, values in sorted(by_step.items())}
 
@@ -58,12 +58,12 @@ class RunRecords:
                 changed += bits.setdefault((rank, line["step"]), line["loss"]) != line["loss"]
         return bits, changed
 
-    def first_time_after(self, life: int, step: int) -> float:
-        """When the slowest rank had finished the first step past `step` in a life."""
+    def first_time_after(self, attempt: int, step: int) -> float:
+        """Return when the slowest rank had finished the first step past `step` in an attempt."""
         times: list[float] = []
         for rank in range(len(self.ranks)):
             lines = self.lines("step", rank)
-            times.append(min(line["time"] for line in lines if line["life"] == life and line["step"] > step))
+            times.append(min(line["time"] for line in lines if line["attempt"] == attempt and line["step"] > step))
         return max(times)
 
     def loads(self) -> npt.NDArray[np.int64]:
@@ -75,11 +75,11 @@ class RunRecords:
         return np.stack([by_step[step] for step in sorted(by_step)])
 
     def bits_per_byte(self) -> float:
-        """Of the last validation."""
+        """Return the result of the last validation."""
         return float.fromhex(self.lines("validation")[-1]["bits_per_byte"])
 
     def seconds(self) -> float:
-        """From the first start of a rank to the last line."""
+        """Return the time from the first start of a rank to the last line."""
         started: list[float] = [rank[0]["time"] for rank in self.ranks]
         ended: list[float] = [rank[-1]["time"] for rank in self.ranks]
         return max(ended) - min(started)
@@ -88,9 +88,9 @@ class RunRecords:
         state: dict[str, Any] = torch.load(self.out / f"end.rank{rank}.pt", weights_only=True)
         return state
 
-    def _steps(self, life: int) -> Iterator[tuple[int, Line]]:
+    def _steps(self, attempt: int) -> Iterator[tuple[int, Line]]:
         for rank in range(len(self.ranks)):
-            yield from ((line["step"], line) for line in self.lines("step", rank) if line["life"] == life)
+            yield from ((line["step"], line) for line in self.lines("step", rank) if line["attempt"] == attempt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,9 @@ def table(clean: RunRecords, killed: RunRecords, killed_at: float, verdict: Verd
     """
     rows = Table(title="Killed and resumed, against the run without failures", show_header=False, title_justify="left")
     reports = [killed.lines("report", rank)[-1] for rank in range(len(killed.ranks))]
-    lost = killed.last_step(life=0)
-    replayed = sorted(step for step in killed.losses(life=1) if step <= lost)
-    rows.add_row("steps", f"{killed.last_step(life=1)} on {len(killed.ranks)} ranks, killed in step {lost + 1}")
+    lost = killed.last_step(attempt=0)
+    replayed = sorted(step for step in killed.losses(attempt=1) if step <= lost)
+    rows.add_row("steps", f"{killed.last_step(attempt=1)} on {len(killed.ranks)} ranks, killed in step {lost + 1}")
     rows.add_row("window", f"{reports[0]['window']} steps")
     rows.add_row("bytes per step", _share(reports, "nbytes_per_step", "dense_nbytes"))
     stall = max(report["stall_seconds_per_step"] for report in reports)
@@ -154,7 +154,7 @@ def table(clean: RunRecords, killed: RunRecords, killed_at: float, verdict: Verd
     rows.add_section()
     answer = "yes" if verdict.identical else "no"
     rows.add_row(f"bit-identical: {answer}", f"{verdict.compared} tensors, values and losses compared")
-    rows.caption = "Stall and bytes are those of the life after the restart."
+    rows.caption = "Stall and bytes are those of the attempt after the restart."
     return rows
 
 
@@ -180,10 +180,10 @@ def draw(clean: RunRecords, killed: RunRecords, path: Path) -> None:
 
 
 def _draw_losses(axes: Any, clean: RunRecords, killed: RunRecords) -> None:
-    lost = killed.last_step(life=0)
-    before, after = killed.losses(life=0), killed.losses(life=1)
+    lost = killed.last_step(attempt=0)
+    before, after = killed.losses(attempt=0), killed.losses(attempt=1)
     replay = {step: loss for step, loss in after.items() if step <= lost}
-    reference = clean.losses(life=0)
+    reference = clean.losses(attempt=0)
     axes.plot(list(reference), list(reference.values()), color="0.75", linewidth=4, label="without failures")
     axes.plot(list(before), list(before.values()), color="tab:blue", linewidth=1, label="until the kill")
     axes.plot(list(after), list(after.values()), color="tab:green", linewidth=1, label="after the restart")

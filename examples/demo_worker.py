@@ -38,12 +38,12 @@ class Records(Callback):
 
     def __init__(self, out: Path, model: MoEGPT) -> None:
         self._out, self._model = out, model
-        self._life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._file = -1
         self._counts_LE = torch.zeros(())
 
     def write(self, event: str, **values: Any) -> None:
-        line = {"event": event, "life": self._life, "time": time.time(), **values}
+        line = {"event": event, "attempt": self._attempt, "time": time.time(), **values}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def write_report(self, figures: Report) -> None:

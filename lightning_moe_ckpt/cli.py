@@ -1,6 +1,6 @@
-"""The console command `moe-ckpt`: which subcommands there are, their arguments and their help.
+"""Define the console command `moe-ckpt`: its subcommands, their arguments and their help.
 
-What a subcommand does is the function of its name in `inspection.commands` or `benchmarks.commands`, which returns the
+Each subcommand is the function of its name in `inspection.commands` or `benchmarks.commands`, which returns the
 exit status. It is imported when the subcommand runs, so that help, the completion of a shell and mistyped arguments
 wait for nothing. Results go to standard output, progress and errors to standard error.
 """
@@ -71,13 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(_INTERRUPTED)
 
 
-def _command(
-    name: str, summary: str, text: str, params: Sequence[click.Parameter], module: str = "inspection"
-) -> click.Command:
-    """A command that is the function of its name in the `commands` of a part of the package."""
+def _command(name: str, summary: str, text: str, params: Sequence[click.Parameter]) -> click.Command:
+    """Return the command that is the function of its name in `inspection.commands`."""
 
     def run(**arguments: Any) -> int:
-        commands = importlib.import_module(f"lightning_moe_ckpt.{module}.commands")
+        commands = importlib.import_module("lightning_moe_ckpt.inspection.commands")
         return int(getattr(commands, name)(**arguments))
 
     return click.Command(name, callback=run, params=list(params), short_help=summary, help=text)
@@ -99,7 +97,7 @@ def _setting(text: str) -> tuple[str, object]:
 
 
 def _size(text: object) -> int:
-    """Bytes, as a number with or without a decimal unit."""
+    """Return bytes from a number with or without a decimal unit."""
     number = str(text).strip().upper().removesuffix("B")
     factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
     try:
@@ -122,7 +120,7 @@ def _window(text: object) -> int | str:
 
 
 def _option(flag: str, text: str, metavar: str | None = None, **more: Any) -> click.Option:
-    """An option whose value is passed on under the name of its flag; what has a default shows it."""
+    """Return an option whose value is passed on under the name of its flag; a default is shown."""
     if "default" in more:
         more["show_default"] = True
     name = more.pop("name", flag.strip("-").replace("-", "_"))

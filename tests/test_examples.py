@@ -150,9 +150,9 @@ def test_strategy_has_a_short_name() -> None:
     assert built.trainer.strategy.expert_parallel == 1
 
 
-def _train(out: Path, life: int, *options: str, kill_after: int | None = None) -> demo.Kill | None:
-    """One life of the demo's worker on one rank, in a forked process; killed once a window past a step is committed."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(life)
+def _train(out: Path, attempt: int, *options: str, kill_after: int | None = None) -> demo.Kill | None:
+    """One attempt of the demo's worker on one rank, in a forked process; killed once a window past a step is committed."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     arguments = ["--out", str(out), "--steps", "14", "--blocks", "1", "--crops", "80", *options]
     child, tail = _forked(lambda: demo_worker.main(arguments)), demo.Tail(out, 1)
     for _ in _until_ended(child):
@@ -161,7 +161,7 @@ def _train(out: Path, life: int, *options: str, kill_after: int | None = None) -
             kill = demo.kill_one(tail)
             os.waitpid(child, 0)
             return kill
-    assert (out / "end.rank0.pt").exists(), "the life failed: see its traceback in the captured output"
+    assert (out / "end.rank0.pt").exists(), "the attempt failed: see its traceback in the captured output"
     return None
 
 

@@ -76,7 +76,7 @@ class _Lacking(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionOutcome:
-    """How a section ended."""
+    """End of a section."""
 
     outcome: str
     """`done`, `not run: ` and what is lacking, or `FAILED: ` and how."""

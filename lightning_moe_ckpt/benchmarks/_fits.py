@@ -36,7 +36,7 @@ from typing_extensions import Self
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.storage import RecordEntry, RecordRows, SegmentLayout, TensorSpec, dtype_code
+from lightning_moe_ckpt.storage import SegmentLayout, TensorSpec
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._records import Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
@@ -46,7 +46,7 @@ from lightning_moe_ckpt.tiers import shared_directory
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What is trained; the defaults have 4.6 million parameters, nine in ten of them in experts."""
+    """Size of the model; the defaults have 4.6 million parameters, nine in ten of them in experts."""
 
     num_blocks: int = 4
     """Transformer blocks, each with one layer of experts."""
@@ -310,15 +310,3 @@ def made_up_layout(name: str, nbytes: int) -> SegmentLayout:
     shape = (nbytes // (4 * _NUM_RECORDS),)
     specs = [TensorSpec(f"{name}.{index}", torch.float32, shape) for index in range(_NUM_RECORDS)]
     return SegmentLayout(specs, metadata={})
-
-
-def made_up_rows(layout: SegmentLayout) -> RecordRows:
-    """Return a record per tensor, each an operator of its own."""
-    entries = [
-        RecordEntry(
-            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
-            global_shape=span.shape, global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
-        )
-        for name, span in layout.spans.items()
-    ]  # fmt: skip
-    return RecordRows(entries)

@@ -1,4 +1,4 @@
-"""Rates of copies on a device, absolute and beside the goals.
+"""Measure rates of copies on a device, absolute and beside the goals.
 
 Slices lie apart, because a plan joins neighbours: without gaps whole chunks would be measured, whatever a slice's size.
 Copies and the work beside them have streams of their own: on one stream each would wait for the other.
@@ -54,15 +54,15 @@ _NUM_DELAYS = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyScale:
-    """How much is measured."""
+    """Amount of measuring."""
 
     megabytes: int = 256
-    """Of one list of copies, in units of 2^20 bytes."""
+    """Size of one list of copies, in units of 2^20 bytes."""
     repeats: int = 7
     matrix: int = 8192
     """Rows and columns of what is multiplied beside copies."""
     loop_seconds: float = 0.5
-    """Of each loop of work that copies run beside."""
+    """Length of each loop of work that copies run beside."""
 
 
 class DeviceCopies:

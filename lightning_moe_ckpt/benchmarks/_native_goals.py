@@ -1,4 +1,4 @@
-"""Rows of `moe-ckpt bench native`, and what the CUDA engine is meant to reach.
+"""Judge rows of `moe-ckpt bench native` by the goals of the CUDA engine.
 
 Goals are relative to a baseline of the same run where there is one: absolute rates depend on the host.
 """
@@ -27,7 +27,7 @@ class NativeFigure:
     unit: str
     note: str = ""
     traceback: str = ""
-    """Of the error that left it without a value."""
+    """Traceback of the error that left it without a value."""
 
 
 GOALS = (

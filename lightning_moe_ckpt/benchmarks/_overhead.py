@@ -1,4 +1,4 @@
-"""What checkpoints cost in training speed: no checkpoints, dense ones at every step, sparse ones without and with a monitor.
+"""Measure what checkpoints cost in training speed: no checkpoints, dense ones at every step, sparse ones without and with a monitor.
 
 Four fits of the same model take turns, in another order in each round. Ratios are taken within a round, where the
 variants met the same machine, and their median is reported. The first turn of a fit has a warm-up in which generation
@@ -58,33 +58,31 @@ Variant = Literal["none", "sparse", "monitored", "dense"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """What steps cost, in those that are measured."""
+    """Costs of a step, over the steps that are measured."""
 
     mean_seconds: float
-    """Of a step."""
     median_seconds: float
-    """Of a step."""
     thread_seconds: float
-    """CPU time of the training thread in a step, mean."""
+    """CPU time of the training thread, mean."""
     process_seconds: float
-    """CPU time of all threads in a step, mean."""
+    """CPU time of all threads, mean."""
     stall_seconds: dict[str, float]
-    """Time the training thread waited in a step, mean, by cause; empty without checkpoints."""
+    """Time the training thread waited, mean, by cause; empty without checkpoints."""
     device_stall_seconds: float
-    """Time training's stream stood still on a CUDA device in a step, mean."""
+    """Time training's stream stood still on a CUDA device, mean."""
     overhead_seconds: float
-    """Time of the training thread in hooks of checkpoints in a step, mean, waits included."""
+    """Time of the training thread in hooks of checkpoints, mean, waits included."""
     generations_complete: int
     generations_committed: int
     """Storage is given the newest complete generation whenever it has finished one."""
 
 
 class Turn(NamedTuple):
-    """What one turn of a fit showed."""
+    """Measurements of one turn of a fit."""
 
     costs: StepCosts
     report: Report | None
-    """Of the checkpoint callback after the last step measured."""
+    """Report of the checkpoint callback after the last step measured."""
 
 
 def train(variant: Variant, url: str, options: SimpleNamespace, hand_over: HandOver[Turn]) -> None:
@@ -129,7 +127,7 @@ class _Clocks(NamedTuple):
 
 
 class _Turns(Callback):
-    """Measures the last steps of every turn. Goes before the checkpoint callback in the list."""
+    """Measure the last steps of every turn. It goes before the checkpoint callback in the list."""
 
     def __init__(
         self, options: SimpleNamespace, checkpoint: DenseCheckpoint | SparseCheckpoint | None, hand_over: HandOver[Turn]
@@ -172,7 +170,7 @@ def _costs(clocks: Sequence[_Clocks], before: Report | None, after: Report | Non
 
 
 def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict[str, Any]:
-    """Fields of `StepCosts` that two reports tell."""
+    """Return the fields of `StepCosts` that follow from two reports."""
     if before is None or after is None:
         nothing = ("device_stall_seconds", "overhead_seconds", "generations_complete", "generations_committed")
         return {"stall_seconds": {}, **dict.fromkeys(nothing, 0)}
@@ -205,9 +203,9 @@ class OverheadFigure(StepCosts):
     throughput: float
     """Steps per second relative to `none` in the same round."""
     throughput_range: tuple[float, float]
-    """Least and most of the rounds."""
+    """Least and greatest of the rounds."""
     by_median_step: float
-    """As `throughput`, from median instead of mean steps."""
+    """The same from median instead of mean steps."""
     window: int
     """Steps per generation; 0 without checkpoints."""
     nbytes_per_step: float
@@ -218,7 +216,7 @@ class OverheadFigure(StepCosts):
 
     @property
     def stall(self) -> float:
-        """Seconds per step, all causes."""
+        """Seconds per step, over all causes."""
         return sum(self.stall_seconds.values())
 
 

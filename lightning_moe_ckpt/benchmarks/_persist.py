@@ -1,4 +1,4 @@
-"""What it costs until a generation is durable, and what training notices of it.
+"""Measure what it costs until a generation is durable, and what training notices of it.
 
 A generation is digested, stored, marked and committed by the worker that does it in training; beside it the same bytes
 are written without any of that: to local disk by write and fsync, to object storage by `obstore.put` with its own
@@ -50,7 +50,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     at_level,
     bench_trainer,
     made_up_layout,
-    made_up_rows,
     one_thread,
     quiet_lightning,
     random_tokens,
@@ -60,6 +59,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.storage import RecordRows, Retention, RunStore, open_backend, wrapping_backends
 from lightning_moe_ckpt.storage._object_options import split_url, translate
 from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
+from lightning_moe_ckpt.testing._tier_capture import records_of
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile, SealedSegment
 from lightning_moe_ckpt.tiers._skips import SkipCounter
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker
@@ -91,15 +91,15 @@ class PersistFigure:
     value: float | None
     """Median over the rounds, for ratios of two times; of all steps together for p99."""
     range: tuple[float, float] | None
-    """Least and most of the rounds."""
+    """Least and greatest of the rounds."""
     baseline: str
-    """What `value` is relative to, in absolute terms."""
+    """Absolute figure that `value` is relative to."""
     ours: str
     outcome: str
 
 
 class Pair(NamedTuple):
-    """The same bytes stored twice."""
+    """Costs of the same bytes stored twice."""
 
     nbytes: int
     bare: Cost
@@ -110,9 +110,9 @@ class StepsMeanwhile(NamedTuple):
     """Seconds of the steps of one fit."""
 
     idle: list[float]
-    """While storage was held still."""
+    """Steps while storage was held still."""
     persisting: list[float]
-    """While a segment was written during any part of the step."""
+    """Steps during any part of which a segment was written."""
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[PersistFigure]:
@@ -174,15 +174,15 @@ def take_pairs(
 
 
 def _segment(number: int, nbytes: int) -> tuple[memoryview, RecordRows]:
-    """Random bytes in the layout of a segment, of parameters that no segment of another number has."""
+    """Return random bytes in the layout of a segment, of parameters that no segment of another number has."""
     layout = made_up_layout(f"record {number}", nbytes)
     memory = torch.randint(256, (layout.nbytes,), dtype=torch.uint8)
     layout.write_header(memory)
-    return memoryview(memory.numpy().data), made_up_rows(layout)
+    return memoryview(memory.numpy().data), records_of(layout)
 
 
 def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memoryview, RecordRows]], step: int) -> None:
-    """Until a generation is committed."""
+    """Store a generation and return when it is committed."""
     generation = store.name(step)
     worker.begin(Announced(generation=generation, plan_hash="bench", plan_json="{}", num_segments=len(segments)))
     for index, (view, rows) in enumerate(segments):
@@ -193,7 +193,7 @@ def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memory
 
 
 def _bare(url: str, storage_options: StorageOptions | None) -> _RawFiles | _BareObjects:
-    """What a generation is compared with: called, it makes bytes durable under names that begin alike."""
+    """Return what a generation is compared with: called, it makes bytes durable under names that begin alike."""
     if url.startswith("file://"):
         return _RawFiles(Path(url.removeprefix("file://")))
     return _BareObjects(url, storage_options)
@@ -258,8 +258,8 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
     Args:
         url: where checkpoints go.
         size: what is trained.
-        num_steps: measured.
-        warm_up: before these.
+        num_steps: steps that are measured.
+        warm_up: steps before these.
         accelerator: what is trained on.
     """
     held = _HeldWrites(warm_up, num_steps)
@@ -284,12 +284,12 @@ def time_steps(url: str, size: ModelSize, num_steps: int, warm_up: int, accelera
 
 
 def _is_idle(number: int) -> bool:
-    """Whether storage is held still during step `number`, counted from the first that is measured."""
+    """Return whether storage is held still during step `number`, counted from the first that is measured."""
     return number // _STRETCH % 2 == 1
 
 
 class _HeldWrites(Callback):
-    """Notes when steps were done and large objects written, which wait in every other stretch. Goes first in the list.
+    """Note when steps were done and large objects written, which wait in every other stretch. It goes first in the list.
 
     After the steps that are measured nothing is held: what ends a fit waits until the last step is stored.
     """
@@ -336,12 +336,11 @@ def _cpu(pairs: Sequence[Pair], unnamed: str) -> PersistFigure:
 
 
 def _medians(pairs: Sequence[tuple[float, float]], form: str) -> tuple[str, ...]:
-    """Of the baseline and of ours, as text; empty where nothing was measured."""
+    """Return medians of the baseline and of ours as text, empty where nothing was measured."""
     return tuple(form.format(statistics.median(each)) for each in zip(*pairs, strict=True)) or ("", "")
 
 
 def _p99(steps: StepsMeanwhile) -> PersistFigure:
-    """Needs enough of both kinds."""
     if min(len(steps.idle), len(steps.persisting)) < 2:
         reason = f"not run: {len(steps.persisting)} steps met a write and {len(steps.idle)} did not"
         return _figure(STEP, [], ("", ""), reason)

@@ -135,7 +135,7 @@ _STYLES = {
 }
 """Color and line; with `CapacityBoost` the line is dashed."""
 _LIMIT = 3.0
-"""Of the axis of differences, in margins."""
+"""Limit of the axis of differences, in margins."""
 _LABELS = ("validation loss, bits per byte", "difference to the fault-free run of the same seed, %")
 
 

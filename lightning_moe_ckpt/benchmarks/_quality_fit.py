@@ -51,13 +51,13 @@ Loss = Literal["nothing", "process", "node"]
 """A fault takes the process; with it, for `node`, the memory of its node, so that storage is all there is."""
 QualityCheckpoint = PartialExpertCheckpoint | SelectiveExpertCheckpoint | SparseCheckpoint
 _STATE_NBYTES = 12
-"""Per parameter: fp32 weights with both moments."""
+"""Bytes per parameter: fp32 weights with both moments."""
 _WINDOW = 6
-"""Of sparse checkpoints."""
+"""Window of sparse checkpoints."""
 _SNAPSHOT_K = 2
 """Experts per layer that partial generations take to memory, where storage gets one; or the bytes of so many."""
 _PLT_BUDGET = 0.05
-"""Of Dynamic-K, as PEC has it."""
+"""Budget of Dynamic-K, as PEC has it."""
 _NUDGE = 1e-6
 """Relative change of weights in the control."""
 _PATIENCE = 60.0
@@ -65,7 +65,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "encodings", "pydoc_data"
 _VALIDATION_SHARE = 10
 """One file in ten."""
 _LEARNING_RATE, _WARM_UP = 4e-3, 20
-"""As in the text example."""
+"""Those of the text example."""
 _VALIDATION_SEED = 10**6
 """Validation crops are the same in every run."""
 _VALIDATION_BATCH = 32
@@ -78,7 +78,7 @@ class Case:
     system: System
     loss: Loss = "nothing"
     boosted: bool = False
-    """With `CapacityBoost`."""
+    """Whether it has `CapacityBoost`."""
 
     @property
     def is_partial(self) -> bool:
@@ -110,7 +110,7 @@ _SIZE = ModelSize(
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much is trained, and how often it is killed."""
+    """Amount of training, and number of kills."""
 
     steps: int = 450
     faults: int = 4

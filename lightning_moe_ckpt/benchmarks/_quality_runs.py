@@ -62,7 +62,7 @@ class QualityRun:
     curve: list[tuple[int, float]]
     """Validation loss in bits per byte by step, of the attempt that went on from there."""
     resumed: list[tuple[int, float]]
-    """The same right after each recovery, by the step that was recovered; of the fault-free run where others have faults."""
+    """Loss right after each recovery, by the step that was recovered; of the fault-free run where others have faults."""
     killed_at: list[int]
     """Steps that were done when a fault struck."""
     identical: bool | None
@@ -80,11 +80,11 @@ class QualityRun:
     lost: int = 0
     """Tokens, each as often as it was routed."""
     processed: int = 0
-    """Likewise; 0 where nothing can be lost."""
+    """Tokens, each as often as it was routed; 0 where nothing can be lost."""
     captured: float = 0.0
     """Bytes per step to memory, in the last attempt, as part of a dense snapshot."""
     persisted: float = 0.0
-    """The same to storage."""
+    """Bytes per step to storage, likewise."""
     boosted_steps: int
     """Steps in which some expert was in debt, hence had more capacity, times how many were."""
     repaid: int
@@ -105,21 +105,21 @@ class QualityFigure:
     loss: Loss
     boosted: bool
     runs: list[QualityRun]
-    """By seed."""
+    """Runs by seed."""
     difference: list[float]
-    """By seed: final validation loss against that of the fault-free run, relative."""
+    """Relative difference of the final validation loss to that of the fault-free run, by seed."""
     margin: float
-    """That the median difference may have; 0 stands for equal bits."""
+    """Limit of the median difference; 0 stands for equal bits."""
     verdict: QualityVerdict
 
     @property
     def name(self) -> str:
-        """For tables and legends."""
+        """Name for tables and legends."""
         return _NAMES[self.system] + (" + CapacityBoost" if self.boosted else "")
 
     @property
     def median_difference(self) -> float:
-        """See `difference`."""
+        """Median of `difference`."""
         return statistics.median(self.difference)
 
 

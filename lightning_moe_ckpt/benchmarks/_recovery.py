@@ -45,7 +45,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     TurnTaker,
     bench_folders,
     made_up_layout,
-    made_up_rows,
 )
 from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem, read_times
 from lightning_moe_ckpt.errors import CheckpointError
@@ -53,6 +52,7 @@ from lightning_moe_ckpt.snapshot._layout import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, check_places, digest_of
 from lightning_moe_ckpt.testing import AttemptFailed, AttemptResult, Kill, run_lives
 from lightning_moe_ckpt.testing._attempts import attempt_path
+from lightning_moe_ckpt.testing._tier_capture import records_of
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedFile
 
@@ -62,7 +62,7 @@ CASES: tuple[tuple[RecoverySystem, RecoveryLoss], ...] = (
     ("dcp", "cluster"),
     ("lightning", "cluster"),
 )
-"""What others restore after any loss is on storage, so it is measured once."""
+"""Other systems restore from storage after any loss, so each is measured once."""
 _SYSTEMS = {
     "sparse": "SparseCheckpoint",
     "dense": "DenseCheckpoint",
@@ -92,25 +92,25 @@ class Recovery:
     killed_at: int
     """Steps that were done."""
     rollback_steps: float
-    """Of these, how many had to be taken again."""
+    """Steps of these that had to be taken again."""
     step_seconds: float
     """Mean step before the kill, checkpoints included."""
     hook_seconds: float
-    """Of that, what the training thread of the killed rank spent on checkpoints, waits included."""
+    """Part of it that the training thread of the killed rank spent on checkpoints, waits included."""
     saved_nbytes: float
     """Bytes that were saved per step before the kill, by all ranks together."""
     begin_seconds: float
-    """From the SIGKILL until a new process runs the user's code: noticing the death, ending the others, a fork."""
+    """Time from the SIGKILL until a new process runs the user's code: noticing the death, ending the others, a fork."""
     ready_seconds: float
-    """From the SIGKILL until the state was there; after the fork come process group, model, Trainer, and the restore."""
+    """Time from the SIGKILL until the state was there; after the fork come process group, model, Trainer, and the restore."""
     restore_seconds: float | None
-    """Of `ready_seconds`, what the checkpoint callback took; unknown of others."""
+    """Part of `ready_seconds` that the checkpoint callback took; unknown for other systems."""
     start_seconds: float
-    """From there to the first batch."""
+    """Time from there to the first batch."""
     rerun_seconds: float
-    """From the first batch until the step of the kill was done again."""
+    """Time from the first batch until the step of the kill was done again."""
     total_seconds: float
-    """From the SIGKILL to the end of the first new step."""
+    """Time from the SIGKILL to the end of the first new step."""
     restored_from: list[dict[str, int]]
     """Bytes of each rank, by where they were read: `host`, `peer` or `storage`; empty for others, who say nothing."""
 
@@ -126,7 +126,7 @@ class RecoveryFigure(Recovery):
     every: int
     """Steps between two checkpoints."""
     total_range: tuple[float, float]
-    """Least and most of the rounds."""
+    """Least and greatest of the rounds."""
     rounds: list[Recovery]
 
 
@@ -136,7 +136,7 @@ class HostRestoreFigure:
 
     nbytes: int
     seconds: list[float]
-    """From each SIGKILL to verified bytes in another process."""
+    """Time from each SIGKILL to verified bytes in another process."""
 
     @property
     def median(self) -> float:
@@ -337,7 +337,7 @@ def _capture(memory: Path, nbytes: int) -> SegmentRing:
     ring.seal(slot)
     ring.finish_window(_GENERATION)
     view = as_memoryview(slot.view)[: layout.nbytes]
-    file = SealedFile(generation=_GENERATION, rank=0, step=1, view=view, records=made_up_rows(layout))
+    file = SealedFile(generation=_GENERATION, rank=0, step=1, view=view, records=records_of(layout))
     markers = Markers(run_id=_RUN, rank=0, world_size=1)
     ring.publish(_GENERATION, markers.of(_GENERATION, [file.digested()], plan_hash="", plan_json="{}"))
     return ring

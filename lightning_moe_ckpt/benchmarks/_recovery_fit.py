@@ -38,7 +38,7 @@ from lightning_moe_ckpt.testing._records import JsonLines
 
 RecoverySystem = Literal["none", "sparse", "dense", "dcp", "lightning"]
 RecoveryLoss = Literal["process", "node", "cluster"]
-"""What dies: one process; with it the memory of its node; the memory of every node."""
+"""A loss is that of one process, with it of its node's memory, or of the memory of every node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class RecoveryFit:
     """Folder on a tmpfs with a folder per node, which is that node's shared memory."""
     accelerator: Accelerator = "cpu"
     deterministic: bool = False
-    """Of the Trainer, which warns of kernels that are not."""
+    """Argument of the Trainer, which warns of kernels that are not."""
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
         """Run an attempt; return the times of steps on this rank, and what the callback says about its restore."""

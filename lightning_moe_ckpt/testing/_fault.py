@@ -6,35 +6,13 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, get_args
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.testing._kill import TrainingPhase
 
 FaultKind = Literal[
-    "sigkill",
-    "sigstop",
-    "node_loss",
-    "rack_loss",
-    "slow_storage",
-    "storage_errors",
-    "full_disk",
-    "full_shared_memory",
-    "bit_flip",
-]
-FaultPhase = Literal[
-    "batch_start",
-    "forward",
-    "after_backward",
-    "before_optimizer_step",
-    "batch_end",
-    "after_batch_end",
-    "validation",
-    "epoch_start",
-    "epoch_end",
-    "capture",
-    "seal",
-    "persist",
-    "marker",
-    "commit",
-    "reclaim",
-]
+    "sigkill", "sigstop", "node_loss", "rack_loss",
+    "slow_storage", "storage_errors", "full_disk", "full_shared_memory", "bit_flip",
+]  # fmt: skip
+FaultPhase = Literal[TrainingPhase, "capture", "seal", "persist", "marker", "commit", "reclaim"]
 CopyAtRest = Literal["storage", "ring", "replica"]
 
 STORAGE_PHASES = frozenset({"persist", "marker", "commit", "reclaim"})

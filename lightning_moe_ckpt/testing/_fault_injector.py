@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import reduce
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.storage import wrapping_backends
-from lightning_moe_ckpt.testing._attempts import Seam
 from lightning_moe_ckpt.testing._backends import WatchedBackend
 from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
 from lightning_moe_ckpt.testing._fault_effects import Effects
@@ -34,8 +32,6 @@ from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import this_domain
 
 log = logging.getLogger(__name__)
-
-_CAPTURE = "lightning_moe_ckpt.session._capture"
 
 
 class FaultInjector(PhaseCallback):
@@ -138,12 +134,9 @@ class _Campaign:
         self._lines = read_lines(self._record.path)
         self._record.write("start", world_size=trainer.world_size)
         log.warning("faults are injected into this training; the record is %s", self._record.path)
+        rank, world_size = trainer.global_rank, trainer.world_size
         self._schedule = Schedule(
-            injector.faults,
-            injector.random,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            fired=fired(folder),
+            injector.faults, injector.random, rank=rank, world_size=world_size, fired=fired(folder)
         )
         checkpoints = [each for each in _callbacks(trainer) if isinstance(each, CheckpointCallback)]
         self._effects = Effects(self._record, checkpoints[0] if checkpoints else None)
@@ -154,20 +147,20 @@ class _Campaign:
         self._step = -1
         self._undo = ExitStack()
         self._undo.enter_context(wrapping_backends(lambda backend: WatchedBackend(backend, self._storage.around)))
-        self._wrap("CaptureSession.capture", lambda: None, lambda: self.reached("capture"))
-        self._wrap("CaptureSession.seal", lambda: self.reached("seal"), lambda: None)
+        self._wrap("capture", lambda: None, lambda: self.reached("capture"))
+        self._wrap("seal", lambda: self.reached("seal"), lambda: None)
 
-    def _wrap(self, attribute: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-        owner: Any = import_module(_CAPTURE)
-        original: Callable[..., Any] = reduce(getattr, attribute.split("."), owner)
+    def _wrap(self, name: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+        original: Callable[..., Any] = getattr(CaptureSession, name)
 
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             before()
             result = original(*args, **kwargs)
             after()
             return result
 
-        self._undo.callback(Seam(module=_CAPTURE, attribute=attribute, replacement=told).apply())
+        setattr(CaptureSession, name, wrapped)
+        self._undo.callback(setattr, CaptureSession, name, original)
 
     def join(self) -> None:
         """Record this process when the run is open, so that other ranks can end its node."""

@@ -41,10 +41,11 @@ class LastingFault:
     step: int
     """Step at which it began."""
     since: float
-    """When it began, seconds since 1970, so that it can outlast a process."""
+    """Time at which it began, seconds since 1970, so that it can outlast a process."""
     calls: int = 0
     """Calls of storage that it delayed or failed in this attempt."""
     memory: TakenMemory | None = None
+    """Shared memory that it fills."""
     draws: random.Random = field(init=False)
 
     def __post_init__(self) -> None:

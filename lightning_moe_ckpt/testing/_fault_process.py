@@ -1,4 +1,4 @@
-"""A process of its own for what a process cannot do to itself: wake up after a SIGSTOP, or die with its whole node.
+"""Do what a process cannot do to itself: wake up after a SIGSTOP, or die with its whole node.
 
 Run as a file, by `python -I -S`, so that it starts in milliseconds; it imports nothing of this package. It is in a session
 of its own: whoever ends the process group of a rank does not end it.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 _POLL_SECONDS = 0.001
 _STOP_SECONDS = 5.0
-"""How long a stopped process may take to stand still; one that waits for a disk cannot be stopped before."""
+"""Time that a stopped process may take to stand still; one that waits for a disk cannot be stopped before."""
 
 
 def main(argv: list[str]) -> None:
@@ -92,7 +92,7 @@ def _signal_all(processes: list[tuple[int, int]], number: signal.Signals) -> Non
 
 
 def _with_children(processes: list[list[int]]) -> list[tuple[int, int]]:
-    """Ids and file descriptors of processes and their descendants, this one left out; none that is another by now."""
+    """Return ids and file descriptors of processes and descendants, without this one and those whose id was reused."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
     family = [pid for pid, began in processes if start_time(pid) == began]
@@ -109,19 +109,19 @@ def _open(pid: int) -> int | None:
 
 
 def state_of(pid: int) -> str:
-    """The letter of `ps`, e.g. T for stopped; empty if there is no such process."""
+    """Return the letter of `ps`, e.g. T for stopped; empty if there is no such process."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in ticks since the machine did: with the id it names one process for ever; -1 if it is gone."""
+    """Return when a process began, in ticks since the machine did, -1 if it is gone. With the id it names one process for ever."""
     fields = _stat(pid)
     return int(fields[19]) if fields else -1
 
 
 def _stat(pid: int) -> list[str]:
-    """What `/proc/PID/stat` says after the name of the program, which may hold anything."""
+    """Return the fields of `/proc/PID/stat` after the name of the program, which may hold anything."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

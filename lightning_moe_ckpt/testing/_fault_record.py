@@ -107,11 +107,11 @@ class FaultTally:
     deaths: int
     """Starts of the job that they ended."""
     survived: int
-    """Of these, after how many training went on."""
+    """Number of these after which training went on."""
     steps_lost: int
     """Steps that had to be trained again."""
     seconds_lost: float
-    """From the last step before to the first step after."""
+    """Time from the last step before to the first step after."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,15 +14,7 @@ from typing import Literal, get_args
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.testing._fault import NODE_LOSSES, Fault, FaultPhase
-
-_HOOKS: tuple[FaultPhase, ...] = (
-    "batch_start",
-    "forward",
-    "after_backward",
-    "before_optimizer_step",
-    "batch_end",
-    "after_batch_end",
-)
+from lightning_moe_ckpt.testing._kill import StepPhase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +37,7 @@ class RandomFaults:
     unit: Literal["seconds", "steps"] = "seconds"
     seed: int = 0
     kinds: Sequence[Fault] = field(default_factory=lambda: [Fault()])
-    phases: Sequence[FaultPhase] = _HOOKS
+    phases: Sequence[FaultPhase] = get_args(StepPhase)
     most: int | None = None
 
     def __post_init__(self) -> None:

@@ -29,21 +29,12 @@ from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.testing._backends import StorageCall, WatchedBackend
 
 T = TypeVar("T")
-HookPhase = Literal[
-    "batch_start",
-    "forward",
-    "after_backward",
-    "before_optimizer_step",
-    "batch_end",
-    "after_batch_end",
-    "validation",
-    "sanity_check",
-    "epoch_start",
-    "epoch_end",
-]
+StepPhase = Literal["batch_start", "forward", "after_backward", "before_optimizer_step", "batch_end", "after_batch_end"]
+TrainingPhase = Literal[StepPhase, "validation", "epoch_start", "epoch_end"]
+HookPhase = Literal[TrainingPhase, "sanity_check"]
 """`forward`: between forward and backward; `batch_end` and `after_batch_end`: before and after other callbacks'
 `on_train_batch_end`; `validation`: at the start of a batch of it."""
-Phase = HookPhase | Literal["random_time", "storage", "ckpt_file"]
+Phase = Literal[HookPhase, "random_time", "storage", "ckpt_file"]
 Strike = Callable[[], None]
 """Sends the signal; does not return if it is SIGKILL."""
 
@@ -196,7 +187,7 @@ def settle(trainer: Trainer, seconds: float) -> None:
 
 
 class Killer(PhaseCallback):
-    """Dies in the hooks that run before those of the other callbacks; its `late` dies after them."""
+    """Die in the hooks that run before those of the other callbacks; `LatePhase(killer)` dies after them."""
 
     def __init__(self, kill: Kill, strike: Strike) -> None:
         super().__init__()
@@ -247,7 +238,7 @@ class Killer(PhaseCallback):
 
 
 class StorageKiller:
-    """Counts the operations of every backend opened in this process and dies at the scripted one."""
+    """Count the operations of every backend opened in this process and die at the scripted one."""
 
     def __init__(self, kill: Kill, strike: Strike) -> None:
         self._kill = kill

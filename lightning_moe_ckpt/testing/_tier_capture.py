@@ -29,6 +29,7 @@ from lightning_moe_ckpt.storage import (
     SegmentLayout,
     TensorSpec,
     digest_of,
+    dtype_code,
     segment_key,
 )
 from lightning_moe_ckpt.tiers import Holding, SegmentRing, Tier
@@ -284,30 +285,21 @@ class TierCapture:
 def _segment(name: GenerationId, step: int, view: memoryview, copy: HeldCopy | None) -> SealedSegment:
     parts = [view[index * _LAYOUT.nbytes : (index + 1) * _LAYOUT.nbytes] for index in range(len(AUDIENCES))]
     files = [
-        SealedFile(generation=name, rank=0, step=step, view=part, records=_records(), ticket=copy, audience=audience)
+        SealedFile(
+            generation=name, rank=0, step=step, view=part, records=records_of(_LAYOUT), ticket=copy, audience=audience
+        )
         for part, audience in zip(parts, AUDIENCES, strict=True)
     ]
     return SealedSegment(files=files, view=view)
 
 
-def _records() -> RecordRows:
-    dtypes = {"w": "F32", "b": "BF16"}
-    return RecordRows(
-        [
-            RecordEntry(
-                name=name,
-                operator="op",
-                kind="full",
-                fqn=name,
-                state_key="param",
-                dtype=dtypes[name],
-                global_shape=span.shape,
-                global_start=0,
-                numel=span.shape[0],
-                offset=span.offset,
-                nbytes=span.nbytes,
-                digest="",
-            )
-            for name, span in _LAYOUT.spans.items()
-        ]
-    )
+def records_of(layout: SegmentLayout) -> RecordRows:
+    """Return one record per tensor of a layout, each an operator of its own, without digests."""
+    entries = [
+        RecordEntry(
+            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
+            global_shape=span.shape, global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
+        )
+        for name, span in layout.spans.items()
+    ]  # fmt: skip
+    return RecordRows(entries)
