@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import ast
 import re
+import statistics
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from test_layering import PACKAGE, ROOT, _name, _package_files, _part
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import Self
 
-from lightning_moe_ckpt.callbacks import SparseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, PartialExpertCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
 
 MAX_LINES, MAX_MODULES = 52_000, 333
@@ -31,6 +33,8 @@ MAX_HOMONYMS = 8
 MAX_OLD_WORDS = 5
 MAX_DOWN, MAX_UP = (25, 14), (27, 15)
 """Functions and modules that a record passes."""
+MAX_STEP = {"sparse2": (395, 2_510), "sparse4": (330, 2_320), "dense": (370, 2_410), "partial": (530, 3_670)}
+"""Functions of a step on the training thread, and their calls."""
 OLD_WORDS = re.compile(r"lossy|flavour|\bfamily\b", re.IGNORECASE)
 FOREIGN_FAMILIES = {"testing._fault_process", "parallel._door", "native._gradient"}
 """Of processes and of sockets; what is lossy there is a compression."""
@@ -174,10 +178,40 @@ def _codes(frame: FrameType | None) -> Iterator[CodeType]:
         frame = frame.f_back
 
 
-def _fit(url: Path, walk: Walk, steps: int) -> None:
+class StepCalls(Callback):
+    """Counts the calls of our functions on the training thread, by step; those of the model under test are not counted.
+
+    Args:
+        first: step with which it begins, when what is done once is done.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._folders = str(ROOT / PACKAGE), str(ROOT / "callbacks")
+        self._model = str(ROOT / PACKAGE / "moe")
+        self.steps: list[Counter[CodeType]] = []
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        sys.setprofile(None)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step >= self._first:
+            self.steps.append(Counter())
+
+    def _see(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and self.steps and code.co_filename.startswith(self._folders):
+            self.steps[-1][code] += not code.co_filename.startswith(self._model)
+
+
+def _fit(url: Path, walk: Callback, steps: int, policy: Callback | None = None) -> None:
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(200, 8)), batch_size=4)
-    callbacks: list[Callback] = [SparseCheckpoint(str(url), window=2), walk]
+    callbacks: list[Callback] = [policy or SparseCheckpoint(str(url), window=2), walk]
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     Trainer(max_steps=steps, callbacks=callbacks, accelerator="cpu", default_root_dir=url.parent, **quiet).fit(
         Net(), data
@@ -206,3 +240,25 @@ def test_a_record_walks_up_in_few_steps(tmp_path: Path) -> None:
     assert walk.ways.keys() == ends.keys()
     print(f"up: {functions} functions in {modules} modules")
     assert (functions <= MAX_UP[0], modules <= MAX_UP[1]) == (True, True), (functions, modules)
+
+
+@pytest.mark.parametrize("kind", MAX_STEP)
+def test_a_step_costs_the_training_thread_few_calls(kind: str, tmp_path: Path) -> None:
+    """From one batch to the next, comprehensions included. In half of the steps: what tiers have done by then varies.
+
+    With a window of 2 that is a step which opens a window, with one of 4 a step inside.
+    """
+    url = str(tmp_path / "run")
+    policies: dict[str, Callback] = {
+        "sparse2": SparseCheckpoint(url, window=2),
+        "sparse4": SparseCheckpoint(url, window=4),
+        "dense": DenseCheckpoint(url, every_n_steps=1),
+        "partial": PartialExpertCheckpoint(url),
+    }
+    with StepCalls(first=8) as counted:
+        _fit(tmp_path / "run", counted, 25, policies[kind])
+    steps = [{code: calls for code, calls in step.items() if calls} for step in counted.steps[:-1]]
+    functions, calls = [len(step) for step in steps], [sum(step.values()) for step in steps]
+    print(f"{kind}: {functions} functions, {calls} calls")
+    found = statistics.median_high(functions), statistics.median_high(calls)
+    assert (found[0] <= MAX_STEP[kind][0], found[1] <= MAX_STEP[kind][1]) == (True, True), found
