@@ -33,7 +33,7 @@ MAX_HOMONYMS = 8
 MAX_OLD_WORDS = 5
 MAX_DOWN, MAX_UP = (25, 14), (27, 15)
 """Functions and modules that a record passes."""
-MAX_STEP = {"sparse2": (395, 2_510), "sparse4": (330, 2_320), "dense": (370, 2_410), "partial": (530, 3_670)}
+MAX_STEP = {"sparse2": (380, 950), "sparse4": (330, 850), "dense": (360, 880), "partial": (520, 1_850)}
 """Functions of a step on the training thread, and their calls."""
 OLD_WORDS = re.compile(r"lossy|flavour|\bfamily\b", re.IGNORECASE)
 FOREIGN_FAMILIES = {"testing._fault_process", "parallel._door", "native._gradient"}

@@ -78,6 +78,8 @@ class BoundaryRecorder:
         self._parts, self._trained = parts, trained
         self._trainer, self._module = trainer, module
         self._skip = skip_callbacks
+        self._random: RngState | None = None
+        """The newest that was taken."""
         self._epoch: RngState | None = None
         self._iter: RngState | None = None
         self._first_fetch: RngState | None = None
@@ -265,7 +267,9 @@ class BoundaryRecorder:
             self._start["trained"] = copied(original["trained"])  # replay has frozen parameters here
 
     def _take_random(self) -> RngState:
-        return capture_rng(_lightning_data.loader_generators(self._trainer), self._held.now())
+        generators = _lightning_data.loader_generators(self._trainer)
+        self._random = capture_rng(generators, self._held.now(), last=self._random)
+        return self._random
 
     def _restore_random(self, state: RngState | None) -> None:
         if state is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.journal._codec import Unread
+from lightning_moe_ckpt.journal._codec import Constant, Unread
 
 _cuda: Any = torch.cuda
 """Events and streams are partly untyped in torch."""
@@ -81,6 +81,8 @@ def held(value: Any, tensors: list[Tensor]) -> Any:
     """A copy of dicts, lists, tuples and sets within each other, with the same leaves; appends those that are tensors."""
     if isinstance(value, Tensor | Unread):
         tensors.append(value if isinstance(value, Tensor) else value.tensor)
+        return value
+    if type(value) is Constant:
         return value
     if type(value) in {list, tuple}:
         return type(value)(held(each, tensors) for each in value)

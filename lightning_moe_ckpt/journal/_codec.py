@@ -29,6 +29,7 @@ Invariant: one value has one encoding, and `decode` encodes what it read once mo
 keys, other spellings of a number, sets in another order and spare bytes therefore all fail in the same place.
 
 The encoder writes text as it goes: lists for a tree would, at every step, count towards the next garbage collection.
+Plain leaves are written where they are met, since calls are what a journal costs.
 
 Not kept: identity of objects, the memory layout of arrays, the device of a tensor (it returns on CPU).
 """
@@ -49,12 +50,15 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CodecError, Corrupt
 from lightning_moe_ckpt.journal._codec_leaves import (
     FACTORIES,
     LEAF_READERS,
     LEAF_WRITERS,
+    LEAST_INT,
+    MOST_INT,
     NUMPY_DTYPES,
     TORCH_DTYPES,
     TORCH_NAMES,
@@ -67,6 +71,8 @@ from lightning_moe_ckpt.journal._codec_leaves import (
 _VERSION = 1
 _LENGTHS = struct.Struct("<QQ")
 _MAX_DEPTH = 64
+_CUT = "\0"
+"""Stands in the text of a `Constant` where that of an array's place goes; JSON has no such character."""
 _SHARED_NBYTES = 512
 """Bytes of the smallest array that is stored once if it repeats."""
 _REPEATED_NBYTES, _REPEATED_FACTOR = 16 * 2**20, 16
@@ -141,8 +147,18 @@ class Unread:
     tensor: Tensor
 
 
+class Constant(dict[str, Any]):
+    """Dict of plain values and tensors on the CPU that nobody changes any more: it is encoded once, wherever it appears."""
+
+    __slots__ = ("arrays", "texts")
+
+    texts: list[str]
+    """Text of its node, cut where the ends of the nodes of its arrays go."""
+    arrays: list[bytes]
+
+
 class _Encoder:
-    """Build the tree and gather the arrays of one value.
+    """Build the text and gather the arrays of one value.
 
     Args:
         collect: note refusals and go on, instead of raising the first.
@@ -162,69 +178,103 @@ class _Encoder:
         self._devices = iter(devices) if devices is not None else None
         self._arrays: list[memoryview | bytes] = []
         self._stored: dict[bytes, int] = {}
-        self._repeats = _Repeats()
+        self._allowance = _REPEATED_NBYTES
+        """Bytes of arrays that may still be repeated; the decoder counts alike."""
         self._place: list[tuple[str, object]] = []
         self._open: list[int] = []
 
     def encode(self, value: object) -> bytes:
         text = f"[{_VERSION},{self.node(value)}]".encode("ascii")
-        lengths = _LENGTHS.pack(len(text), sum(len(array) for array in self._arrays))
-        return b"".join([lengths, text, *self._arrays])
+        return b"".join([_LENGTHS.pack(len(text), sum(map(len, self._arrays))), text, *self._arrays])
 
     def node(self, value: Any) -> str:
         kind = type(value)
-        leaf = _LEAF_TEXTS.get(kind)
+        tag = _TAGS.get(kind)
+        if tag is not None:
+            return self.container(tag, value)
+        leaf = LEAF_WRITERS.get(kind)
         if leaf is not None:
             return leaf(value)
         writer = _WRITERS.get(kind)
         if writer is not None:
-            return self._enter(writer, value)
+            return writer(self, value)
         if isinstance(value, Enum):
             return self._enum(value)
         if isinstance(value, np.generic):
             return self._numpy_scalar(value)
         return self.refuse(f"{kind.__module__}.{kind.__qualname__} is not a type that can be stored exactly")
 
-    def items(self, tag: str, values: Iterable[Any]) -> str:
-        return _tagged(tag, [self._part("[{}]", index, item) for index, item in enumerate(values)])
+    def container(self, tag: str, value: Any) -> str:
+        """Return the node of a container. One call for each: a journal has a hundred, and its leaves need none."""
+        if id(value) in self._open:
+            return self.refuse("contains itself")
+        if len(self._open) >= _MAX_DEPTH:
+            return self.refuse(f"nested more than {_MAX_DEPTH} deep")
+        self._open.append(id(value))
+        keyed = isinstance(value, dict)
+        texts: list[str] = [_text_of_factory(self, value)] if tag == "x" else []
+        if tag in {"e", "z"}:
+            texts, value = sorted([self.key(item) for item in value]), ()
+        for key, item in value.items() if keyed else enumerate(value):
+            name = "" if not keyed else _quoted(key) if type(key) is str and key.isascii() else self.key(key)
+            kind = type(item)
+            if kind is str and item.isascii():
+                text = _quoted(item)
+            elif kind is int and LEAST_INT <= item <= MOST_INT:
+                text = str(item)
+            elif kind is float and item == item:  # noqa: PLR0124  # no NaN
+                text = f'["f","{item.hex()}"]'
+            elif item is None or kind is bool:
+                text = _WORDS[item]
+            else:
+                self._place.append(("[{!r:.80}]" if keyed else "[{}]", key))  # turned into text only for a refusal
+                inner = _TAGS.get(kind)
+                text = self.node(item) if inner is None else self.container(inner, item)
+                self._place.pop()
+            texts.append(f"[{name},{text}]" if keyed else text)
+        self._open.pop()
+        return _tagged(tag, texts)
 
-    def pairs(self, tag: str, mapping: Mapping[Any, Any]) -> str:
-        return _tagged(
-            tag, [f"[{self.key(key)},{self._part('[{!r:.80}]', key, item)}]" for key, item in mapping.items()]
-        )
+    def constant(self, value: Constant) -> str:
+        if self._collect:
+            return self.container("d", value)
+        if not hasattr(value, "texts"):
+            once = _Outline()
+            value.texts, value.arrays = once.container("d", value).split(_CUT), once.arrays
+        texts = value.texts[:1]
+        for content, text in zip(value.arrays, value.texts[1:], strict=True):
+            texts += self.array(content), text
+        return "".join(texts)
 
     def key(self, value: Any) -> str:
         """Return the node of a dict key or set element. Tensors are refused, since they are hashed by identity."""
-        if type(value) is str:
-            return _text_of_str(value)
         if _is_key(value):
             return self._part("[key {!r:.80}]", value, value)
         return self.refuse(f"{type(value).__qualname__} cannot be a key or the element of a set")
 
     def array(self, content: memoryview | bytes) -> str:
         """Store bytes and return the end of their node."""
-        if len(content) >= _SHARED_NBYTES:
+        nbytes = len(content)
+        if nbytes >= _SHARED_NBYTES:
             position = self._stored.setdefault(bytes(content), len(self._arrays))
-            if position < len(self._arrays) and self._repeats.allow(len(content)):
+            if position < len(self._arrays) and nbytes <= self._allowance:
+                self._allowance -= nbytes
                 return f",{position}]"
         self._arrays.append(content)
-        self._repeats.stored(len(content))
+        self._allowance += _REPEATED_FACTOR * nbytes
         return "]"
 
-    def content(self, tensor: Tensor) -> str:
-        """Store the elements of a tensor and return the end of its node."""
+    def tensor(self, value: Tensor) -> str:
+        reason = tensor_refusal(value)
+        if reason is not None:
+            return self.refuse(reason)
+        device = str(value.device) if self._devices is None else next(self._devices)
         # When only refusals are collected, tensors are not read, which would wait for the device.
-        return "]" if self._collect else self.array(tensor_content(self.read(tensor)))
+        end = "]" if self._collect else self.array(tensor_content(self._read(value)))
+        return f'["T","{TORCH_NAMES[value.dtype]}",{_text_of_shape(value.shape)},{_quoted(device)}{end}'
 
     def number(self, value: Unread) -> str:
-        return "null" if self._collect else self.node(self.read(value.tensor).item())
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or its copy on the host."""
-        return self._on_host.get(id(tensor), tensor)
-
-    def device(self, tensor: Tensor) -> str:
-        return str(tensor.device) if self._devices is None else next(self._devices)
+        return "null" if self._collect else self.node(self._read(value.tensor).item())
 
     def refuse(self, reason: str) -> str:
         place = "".join(template.format(key) for template, key in self._place)
@@ -234,20 +284,14 @@ class _Encoder:
         self.refused.append(line)
         return "null"
 
+    def _read(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, or its copy on the host."""
+        return self._on_host.get(id(tensor), tensor)
+
     def _part(self, template: str, key: object, value: Any) -> str:
-        self._place.append((template, key))  # turned into text only for a refusal
+        self._place.append((template, key))
         node = self.node(value)
         self._place.pop()
-        return node
-
-    def _enter(self, writer: Callable[[_Encoder, Any], str], value: Any) -> str:
-        if id(value) in self._open:
-            return self.refuse("contains itself")
-        if len(self._open) >= _MAX_DEPTH:
-            return self.refuse(f"nested more than {_MAX_DEPTH} deep")
-        self._open.append(id(value))
-        node = writer(self, value)
-        self._open.pop()
         return node
 
     def _enum(self, member: Enum) -> str:
@@ -262,6 +306,19 @@ class _Encoder:
         return _tagged("N", [_quoted(value.dtype.str), _quoted(value.tobytes().hex())])
 
 
+class _Outline(_Encoder):
+    """Encode a part of values to come: where its arrays will lie is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrays: list[bytes] = []
+
+    @override
+    def array(self, content: memoryview | bytes) -> str:
+        self.arrays.append(bytes(content))
+        return _CUT
+
+
 class _Decoder:
     """Rebuild one value; may raise any error on bytes that `encode` did not write."""
 
@@ -270,7 +327,7 @@ class _Decoder:
         self._view = view
         self._arrays = view[:0]
         self._taken: list[memoryview] = []
-        self._repeats = _Repeats()
+        self._allowance = _REPEATED_NBYTES
 
     def decode(self) -> Any:
         text_nbytes, arrays_nbytes = _LENGTHS.unpack_from(self._view)
@@ -303,37 +360,16 @@ class _Decoder:
             taken = self._taken[position]
             if len(taken) != nbytes:
                 raise ValueError("an array refers to bytes of another length")
-            if not self._repeats.allow(nbytes):
+            if nbytes > self._allowance:
                 raise ValueError("arrays are repeated until they take more than its size allows")
+            self._allowance -= nbytes
             return taken
         if not 0 <= nbytes <= len(self._arrays):
             raise ValueError("an array is larger than the bytes that are there")
         taken, self._arrays = self._arrays[:nbytes], self._arrays[nbytes:]
         self._taken.append(taken)
-        self._repeats.stored(nbytes)
-        return taken
-
-
-class _Repeats:
-    """Count the memory of repeated arrays; encoder and decoder count alike."""
-
-    def __init__(self) -> None:
-        self._allowance = _REPEATED_NBYTES
-
-    def stored(self, nbytes: int) -> None:
-        """Count a stored array."""
         self._allowance += _REPEATED_FACTOR * nbytes
-
-    def allow(self, nbytes: int) -> bool:
-        """Return whether one more array may be a repetition, and count it then."""
-        if nbytes > self._allowance:
-            return False
-        self._allowance -= nbytes
-        return True
-
-
-def _dumps(tree: Leaf) -> str:
-    return json.dumps(tree, separators=(",", ":"), allow_nan=False)
+        return taken
 
 
 def _loads(text: str) -> Leaf:
@@ -361,59 +397,27 @@ def _tagged(tag: str, texts: Sequence[str]) -> str:
     return f'["{tag}",{",".join(texts)}]' if texts else f'["{tag}"]'
 
 
-def _text_of_int(value: int) -> str:
-    return str(value) if -(2**63) <= value < 2**63 else _dumps(LEAF_WRITERS[int](value))
+def _text_of_shape(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
 
 
-def _text_of_str(value: str) -> str:
-    return _quoted(value) if value.isascii() else _dumps(LEAF_WRITERS[str](value))
-
-
-def _text_of_leaf(writer: Callable[[Any], Leaf]) -> Callable[[Any], str]:
-    return lambda value: _dumps(writer(value))
-
-
-_LEAF_TEXTS: dict[type, Callable[[Any], str]] = {
-    **{kind: _text_of_leaf(writer) for kind, writer in LEAF_WRITERS.items()},
-    type(None): lambda value: "null",  # noqa: ARG005  # the value is None
-    bool: lambda value: "true" if value else "false",
-    int: _text_of_int,
-    str: _text_of_str,
-}
-"""Writers of the most frequent leaves, without `json`."""
-
-
-def _write_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> str:
-    return _tagged("e" if type(value) is set else "z", sorted(encoder.key(item) for item in value))
-
-
-def _write_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> str:
+def _text_of_factory(encoder: _Encoder, value: defaultdict[Any, Any]) -> str:
     name = getattr(value.default_factory, "__name__", None)
     if FACTORIES.get(name, encoder) is not value.default_factory:
         return encoder.refuse(f"defaultdict of {value.default_factory!r:.80}, which is not a builtin type")
-    pairs = encoder.pairs("x", value).removeprefix('["x"')
-    return f'["x",{_dumps(name)}{pairs}'
+    return encoder.node(name)
 
 
 def _write_torch_dtype(encoder: _Encoder, value: torch.dtype) -> str:
     if value not in TORCH_NAMES:
         return encoder.refuse(f"{value} is not a supported dtype")
-    return _tagged("dt", [_quoted(TORCH_NAMES[value])])
-
-
-def _write_tensor(encoder: _Encoder, value: Tensor) -> str:
-    reason = tensor_refusal(value)
-    if reason is not None:
-        return encoder.refuse(reason)
-    end = encoder.content(value)
-    return f'["T","{TORCH_NAMES[value.dtype]}",{_dumps(list(value.shape))},{_quoted(encoder.device(value))}{end}'
+    return f'["dt","{TORCH_NAMES[value]}"]'
 
 
 def _write_array(encoder: _Encoder, value: np.ndarray[Any, Any]) -> str:
     if not is_plain(value.dtype):
         return encoder.refuse(f"numpy array of {value.dtype}, which is not a plain number")
-    end = encoder.array(value.tobytes())
-    return f'["A",{_quoted(value.dtype.str)},{_dumps(list(value.shape))}{end}'
+    return f'["A","{value.dtype.str}",{_text_of_shape(value.shape)}{encoder.array(value.tobytes())}'
 
 
 def _read_tensor(decoder: _Decoder, args: list[Leaf]) -> Tensor:
@@ -442,20 +446,24 @@ def _read_enum(decoder: _Decoder, args: list[Leaf]) -> Enum:
     return _ENUMS[name](decoder.value(node))
 
 
+_TAGS: dict[type, str] = {
+    list: "l",
+    tuple: "t",
+    set: "e",
+    frozenset: "z",
+    dict: "d",
+    OrderedDict: "o",
+    Counter: "c",
+    defaultdict: "x",
+}
+_WORDS = {None: "null", True: "true", False: "false"}
 _WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
-    list: lambda encoder, value: encoder.items("l", value),
-    tuple: lambda encoder, value: encoder.items("t", value),
-    set: _write_set,
-    frozenset: _write_set,
-    dict: lambda encoder, value: encoder.pairs("d", value),
-    OrderedDict: lambda encoder, value: encoder.pairs("o", value),
-    Counter: lambda encoder, value: encoder.pairs("c", value),
-    defaultdict: _write_defaultdict,
-    _NATIVE_PATH: lambda encoder, value: _tagged("p", [encoder.node(str(value))]),
-    torch.dtype: _write_torch_dtype,
-    Tensor: _write_tensor,
+    Constant: _Encoder.constant,
+    Tensor: _Encoder.tensor,
+    Unread: _Encoder.number,
     np.ndarray: _write_array,
-    Unread: lambda encoder, value: encoder.number(value),
+    torch.dtype: _write_torch_dtype,
+    _NATIVE_PATH: lambda encoder, value: _tagged("p", [encoder.node(str(value))]),
 }
 _READERS: dict[str, Callable[[_Decoder, list[Leaf]], Any]] = {
     "l": lambda decoder, args: list(decoder.values(args)),

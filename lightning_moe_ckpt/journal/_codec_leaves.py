@@ -1,6 +1,6 @@
 """Encode and decode values without parts for the journal's codec: every bit is kept, with one spelling each.
 
-`LEAF_WRITERS` gives the node of a value by its exact type, `LEAF_READERS` the value of a node by its tag.
+`LEAF_WRITERS` gives the text of a value's node by its exact type, `LEAF_READERS` the value of a node by its tag.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Callable
 from datetime import timedelta
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,9 @@ from torch import Tensor
 
 Leaf: TypeAlias = Any
 """JSON value of the codec: None, bool, int, str or a list of nodes."""
+
+LEAST_INT, MOST_INT = -(2**63), 2**63 - 1
+"""Range of integers that are stored as JSON numbers."""
 
 TORCH_DTYPES = {
     name: getattr(torch, name)
@@ -60,21 +64,17 @@ def tensor_content(value: Tensor) -> memoryview:
     return memoryview(host.view(torch.uint8).numpy().data)
 
 
-def _write_int(value: int) -> Leaf:
-    return value if -(2**63) <= value < 2**63 else ["i", hex(value)]
-
-
-def _write_float(value: float) -> Leaf:
+def _text_of_float(value: float) -> str:
     # `float.hex` says "nan" for every NaN; its sign and payload are bits too.
-    return ["n", struct.pack(">d", value).hex()] if math.isnan(value) else ["f", value.hex()]
+    return f'["n","{struct.pack(">d", value).hex()}"]' if math.isnan(value) else f'["f","{value.hex()}"]'
 
 
-def _write_str(value: str) -> Leaf:
+def _text_of_str(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON would join two lone surrogates into one character
-        return ["s", value.encode("utf-8", "surrogatepass").hex()]
-    return value
+        return f'["s","{value.encode("utf-8", "surrogatepass").hex()}"]'
+    return _quoted(value)
 
 
 def _read_numpy_scalar(args: list[Leaf]) -> np.generic:
@@ -83,16 +83,16 @@ def _read_numpy_scalar(args: list[Leaf]) -> np.generic:
     return scalar
 
 
-LEAF_WRITERS: dict[type, Callable[[Any], Leaf]] = {
-    type(None): lambda value: value,
-    bool: lambda value: value,
-    int: _write_int,
-    float: _write_float,
-    str: _write_str,
-    bytes: lambda value: ["b", value.hex()],
-    timedelta: lambda value: ["td", value.days, value.seconds, value.microseconds],
-    torch.device: lambda value: ["dv", str(value)],
-    torch.Size: lambda value: ["sz", *value],
+LEAF_WRITERS: dict[type, Callable[[Any], str]] = {
+    type(None): lambda value: "null",  # noqa: ARG005  # the value is None
+    bool: lambda value: "true" if value else "false",
+    int: lambda value: str(value) if LEAST_INT <= value <= MOST_INT else f'["i","{value:#x}"]',
+    float: _text_of_float,
+    str: _text_of_str,
+    bytes: lambda value: f'["b","{value.hex()}"]',
+    timedelta: lambda value: f'["td",{value.days},{value.seconds},{value.microseconds}]',
+    torch.device: lambda value: f'["dv",{_quoted(str(value))}]',
+    torch.Size: lambda value: f'["sz"{"".join(f",{each}" for each in value)}]',
 }
 LEAF_READERS: dict[str, Callable[[list[Leaf]], Any]] = {
     "i": lambda args: int(args[0], 16),

@@ -89,4 +89,4 @@ def decode_journal(record_U8: Tensor) -> Journal:
 
 def differs(stored: object, found: object) -> bool:
     """Return whether a value differs in any bit from one that a journal has stored."""
-    return bool(refusals(found)) or encode(stored) != encode(found)
+    return stored is not found and (bool(refusals(found)) or encode(stored) != encode(found))

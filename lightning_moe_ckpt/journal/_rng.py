@@ -19,32 +19,53 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import IdentityMismatch
+from lightning_moe_ckpt.journal._codec import Constant
 
 RngState: TypeAlias = dict[str, Any]
 HeldGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 def capture_rng(
-    generators: Mapping[str, torch.Generator] | None = None, held: Mapping[str, HeldGenerator] | None = None
+    generators: Mapping[str, torch.Generator] | None = None,
+    held: Mapping[str, HeldGenerator] | None = None,
+    last: RngState | None = None,
 ) -> RngState:
     """Return copies of the state of all generators of this process.
 
     Args:
         generators: generators of loaders, by a name that is the same in every process of the run.
         held: generators of other objects, by such a name.
+        last: an earlier result; it is returned again if nothing was drawn since.
     """
-    state: RngState = {
-        "torch": torch.get_rng_state(),
-        "python": _python_state(*random.getstate()),
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  # the global state is what user code draws from
-        "generators": {name: generator.get_state() for name, generator in (generators or {}).items()},
-        "held": {name: _held_state(generator) for name, generator in (held or {}).items()},
-    }
+    state: RngState = Constant(
+        torch=torch.get_rng_state(),
+        python=_python_state(*random.getstate()),
+        numpy=_numpy_state(),
+        generators={name: generator.get_state() for name, generator in generators.items()} if generators else {},
+        held={name: _held_state(generator) for name, generator in held.items()} if held else {},
+    )
     # A process that has not touched CUDA has drawn nothing there; asking would create contexts on every device.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
         state["cuda_current"] = torch.cuda.current_device()
-    return state
+    return last if last is not None and _is_same(last, state) else state
+
+
+def _is_same(last: RngState, state: RngState) -> bool:
+    """Return whether two states are equal in every bit; those of other objects' generators are not compared."""
+    return (
+        last.keys() == state.keys()
+        and not (last["held"] or state["held"])
+        and last["generators"].keys() == state["generators"].keys()
+        and last.get("cuda_current") == state.get("cuda_current")
+        and last["python"] is state["python"]
+        and last["numpy"] is state["numpy"]
+        and all(map(torch.equal, _tensors(last), _tensors(state)))
+    )
+
+
+def _tensors(state: RngState) -> list[Tensor]:
+    return [state["torch"], *state["generators"].values(), *state.get("cuda", ())]
 
 
 def _held_state(generator: HeldGenerator) -> Any:
@@ -66,6 +87,21 @@ def _python_state(version: int, words: tuple[int, ...], gauss: float | None) -> 
     array = np.array(words, dtype=np.uint32)
     array.flags.writeable = False
     return (version, array, gauss)
+
+
+def _numpy_state() -> dict[str, Any]:
+    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002  # the global state is what user code draws from
+    if state["bit_generator"] != "MT19937":
+        return state  # type: ignore[no-any-return]
+    words = state["state"]
+    return _mersenne_state(words["key"].tobytes(), words["pos"], state["has_gauss"], state["gauss"].hex())
+
+
+@lru_cache(maxsize=4)
+def _mersenne_state(key: bytes, pos: int, has_gauss: int, gauss: str) -> dict[str, Any]:
+    """Return numpy's state; like Python's, it is the same object while nothing is drawn. Do not write to it."""
+    words = {"key": np.frombuffer(key, np.uint32), "pos": pos}
+    return {"bit_generator": "MT19937", "state": words, "has_gauss": has_gauss, "gauss": float.fromhex(gauss)}
 
 
 def restore_rng(

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, Corrupt
-from lightning_moe_ckpt.journal._codec import decode, encode, refusals, register_enum
+from lightning_moe_ckpt.journal._codec import Constant, decode, encode, refusals, register_enum
 from lightning_moe_ckpt.journal._codec_leaves import FACTORIES, NUMPY_DTYPES, TORCH_DTYPES
 
 
@@ -434,3 +434,19 @@ def test_a_reference_to_other_bytes_is_corrupt(spoil: bytes) -> None:
     text = text.removesuffix(b",0]]]") + spoil + b"]"
     with pytest.raises(Corrupt):
         decode(struct.pack("<QQ", len(text), len(arrays)) + text + arrays)
+
+
+def test_a_constant_is_encoded_as_the_dict_that_it_is() -> None:
+    """Wherever it appears, and beside arrays that it repeats or that repeat its own."""
+    state = {"words": np.arange(600), "more": [torch.arange(3), {"gauss": -0.0, "none": None}], "none": {}}
+    constant = Constant(state)
+    for value in ({"a": 1, "b": constant}, [constant, constant], [np.arange(600), {"c": (constant,)}, torch.ones(200)]):
+        assert encode(value) == encode(plain(value))
+    assert refusals(Constant(a=len)) == refusals({"a": len}) != []
+
+
+def plain(value: Any) -> Any:
+    """The value with dicts for constants."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return type(value)(map(plain, value)) if type(value) in {list, tuple} else value

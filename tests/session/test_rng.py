@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -104,3 +105,23 @@ def test_held_generators_continue_with_the_same_draws() -> None:
     changed: dict[str, HeldGenerator] = {**others, "pcg": others["philox"]}
     del changed["legacy"]
     assert sorted(restore_rng(decode(data), held=changed)) == ["legacy", "pcg"]
+
+
+def test_state_is_the_same_object_while_nothing_is_drawn() -> None:
+    """So it is encoded once; a draw from any generator makes another, whose bytes are those of a state without a history."""
+    own = torch.Generator().manual_seed(3)
+    last = capture_rng({"noise": own})
+    assert capture_rng({"noise": own}, last=last) is last
+    draw: Callable[[], object]
+    for draw in (
+        lambda: torch.rand(()),
+        random.random,
+        np.random.random,  # the global state is under test
+        lambda: torch.rand((), generator=own),
+    ):
+        draw()
+        state = capture_rng({"noise": own}, last=last)
+        assert encode(state) == encode(dict(capture_rng({"noise": own}))) != encode(last)
+        last = state
+    held = {"own": random.Random(1)}
+    assert capture_rng(held=held, last=capture_rng()) is not last
