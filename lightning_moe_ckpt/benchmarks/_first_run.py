@@ -34,8 +34,7 @@ from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Machine, Progress, accelerator_for, write_document
 from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders, one_thread
 from lightning_moe_ckpt.benchmarks._native import Kernels
-from lightning_moe_ckpt.benchmarks._native_copies import CopyScale, DeviceCopies
-from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure, judge
+from lightning_moe_ckpt.benchmarks._native_device import CopyScale, DeviceCopies, NativeFigure, judge
 from lightning_moe_ckpt.benchmarks._recovery_fit import RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
@@ -361,25 +360,17 @@ def _other_losses(peace: AttemptResult, other: AttemptResult) -> list[str]:
     return [f"loss of step {step}: {found[step]}, not {wanted[step]}" for step in found if found[step] != wanted[step]]
 
 
-def _copies(accelerator: Accelerator, keep: Keep) -> None:
-    _measured(DeviceCopies(_device(), CopyScale()), keep)
-
-
-def _kernels(accelerator: Accelerator, keep: Keep) -> None:
-    _measured(Kernels(_device(), 10**9, CopyScale().repeats), keep)
-
-
-def _device() -> torch.device:
-    _cuda_part()
-    return torch.device("cuda", 0)
-
-
-def _measured(measured: DeviceCopies | Kernels, keep: Keep) -> None:
-    found = judge(measured.goals(), "measured in another section")
-    keep(found)
-    for figure in measured.rates():
-        found.append(figure)
+def _measured(make: Callable[[torch.device], DeviceCopies | Kernels]) -> SectionWork:
+    def work(accelerator: Accelerator, keep: Keep) -> None:
+        _cuda_part()
+        measured = make(torch.device("cuda", 0))
+        found = judge(measured.goals(), "measured in another section")
         keep(found)
+        for figure in measured.rates():
+            found.append(figure)
+            keep(found)
+
+    return work
 
 
 def _trained(accelerator: Accelerator, keep: Keep) -> None:
@@ -410,8 +401,8 @@ SECTIONS = {
     "check": Section(_check, _seconds(60)),
     "tests": Section(_tests, _seconds(150)),
     "resume": Section(_resume, _seconds(120), needs_device=False),
-    "copies": Section(_copies, _seconds(120)),
-    "kernels": Section(_kernels, _seconds(60)),
+    "copies": Section(_measured(lambda device: DeviceCopies(device, CopyScale())), _seconds(120)),
+    "kernels": Section(_measured(lambda device: Kernels(device, 10**9, CopyScale().repeats)), _seconds(60)),
     "overhead": Section(_trained, _seconds(120), needs_device=False),
     "memcheck": Section(_sanitized("memcheck"), _seconds(100)),
     "racecheck": Section(_sanitized("racecheck"), _seconds(60)),

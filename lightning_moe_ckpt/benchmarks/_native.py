@@ -22,9 +22,11 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, Progress, table_of, write_document
-from lightning_moe_ckpt.benchmarks._native_copies import MIB, CopyScale, DeviceCopies
-from lightning_moe_ckpt.benchmarks._native_goals import (
+from lightning_moe_ckpt.benchmarks._native_device import (
+    MIB,
     Action,
+    CopyScale,
+    DeviceCopies,
     GoalMeasurement,
     NativeFigure,
     attempt,

@@ -14,13 +14,14 @@ little, but they do not see waiting.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -46,6 +47,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
     bench_folders,
     bench_trainer,
     one_thread,
+    own_memory,
     quiet_lightning,
     random_tokens,
 )
@@ -85,15 +87,17 @@ class Turn(NamedTuple):
     """Report of the checkpoint callback after the last step measured."""
 
 
-def train(variant: Variant, url: str, options: SimpleNamespace, hand_over: HandOver[Turn]) -> None:
+def train(variant: Variant, url: str, memory: Path, options: SimpleNamespace, hand_over: HandOver[Turn]) -> None:
     """Train from scratch; the same model and data whatever the variant.
 
     Args:
         variant: which checkpoints to take; `dense` ones at every step.
         url: where they go; a new run is started beside an earlier one there.
+        memory: folder on a tmpfs that is the shared memory of the process.
         options: of the command line.
         hand_over: called at the end of every turn.
     """
+    own_memory(memory, lost=False)
     checkpoint = _checkpoint(variant, url, options)
     measured = _Turns(options, checkpoint, hand_over)
     beside = [ExpertLoadMonitor(every_n_steps=10)] if variant == "monitored" else []
@@ -226,7 +230,10 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure
     # Fits end in mid-step, as by an exception: what is newest stays in memory for a next start that never comes.
     with bench_folders() as (folder, memory), ExitStack() as stack:
         base = folder.as_uri() if options.url is None else options.url.rstrip("/")
-        takers = {v: stack.enter_context(_taker(v, f"{base}/{v}", str(memory), options)) for v in VARIANTS}
+        takers = {
+            each: stack.enter_context(TurnTaker[Turn](partial(train, each, f"{base}/{each}", memory, options)))
+            for each in VARIANTS
+        }
         for index, (_, variant) in enumerate(rounds_of(options.rounds, VARIANTS)):
             progress(f"training, checkpoints: {variant}", index, options.rounds * len(VARIANTS))
             turns[variant].append(takers[variant].take())
@@ -249,14 +256,6 @@ def _size(options: SimpleNamespace) -> ModelSize:
     return ModelSize(
         num_blocks=options.blocks, model_dim=dim, num_experts=experts, expert_dim=2 * dim, batch_size=options.batch_size
     )
-
-
-def _taker(variant: Variant, url: str, memory: str, options: SimpleNamespace) -> TurnTaker[Turn]:
-    def work(hand_over: HandOver[Turn]) -> None:
-        os.environ["MOE_CKPT_SHARED_MEMORY"] = memory
-        train(variant, url, options, hand_over)
-
-    return TurnTaker(work)
 
 
 def _figure(variant: Variant, options: SimpleNamespace, turns: Mapping[Variant, Sequence[Turn]]) -> OverheadFigure:

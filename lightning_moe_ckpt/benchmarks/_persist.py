@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,11 +243,8 @@ class _BareObjects:
 def _steps(options: SimpleNamespace, url: str) -> StepsMeanwhile:
     dim, accelerator = options.persist_dim, accelerator_for(options.accelerator)
     size = ModelSize(model_dim=dim, expert_dim=2 * dim, num_blocks=max(1, dim // 32))
-
-    def work(hand_over: HandOver[StepsMeanwhile]) -> None:
-        hand_over(time_steps(url, size, options.persist_steps, _WARM_UP, accelerator))
-
-    with TurnTaker(work, timedelta(hours=1)) as taker:
+    measured = partial(time_steps, url, size, options.persist_steps, _WARM_UP, accelerator)
+    with TurnTaker[StepsMeanwhile](lambda hand_over: hand_over(measured()), timedelta(hours=1)) as taker:
         return taker.take()
 
 

@@ -14,12 +14,12 @@ from lightning_moe_ckpt.testing._attempts import run_lives as run_lives
 from lightning_moe_ckpt.testing._backends import Crashed as Crashed
 from lightning_moe_ckpt.testing._backends import CrashingBackend as CrashingBackend
 from lightning_moe_ckpt.testing._fault import Fault as Fault
+from lightning_moe_ckpt.testing._fault import RandomFaults as RandomFaults
 from lightning_moe_ckpt.testing._fault import fail_at as fail_at
 from lightning_moe_ckpt.testing._fault_injector import FaultInjector as FaultInjector
 from lightning_moe_ckpt.testing._fault_record import FaultSummary as FaultSummary
 from lightning_moe_ckpt.testing._fault_record import FaultTally as FaultTally
 from lightning_moe_ckpt.testing._fault_record import summarize_faults as summarize_faults
-from lightning_moe_ckpt.testing._fault_schedule import RandomFaults as RandomFaults
 from lightning_moe_ckpt.testing._kill import Kill as Kill
 from lightning_moe_ckpt.testing._proxy import FaultyProxy as FaultyProxy
 from lightning_moe_ckpt.testing._proxy import Weather as Weather

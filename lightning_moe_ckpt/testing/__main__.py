@@ -1,4 +1,4 @@
-"""`python -m lightning_moe_ckpt.testing FOLDER`: what a campaign of injected faults came to."""
+"""Sum up a campaign of injected faults: `python -m lightning_moe_ckpt.testing FOLDER`."""
 
 from __future__ import annotations
 

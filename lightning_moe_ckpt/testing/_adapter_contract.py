@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -257,11 +256,8 @@ _TRIES = 3
 """Numbers of other weights tried per expert: a unit that is off before and after would hide a token."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    rng_state: Tensor
+_Call = tuple[tuple[Any, ...], Mapping[str, Any], Tensor]
+"""Arguments, keywords and random state."""
 
 
 class BlockCalls:
@@ -307,13 +303,14 @@ class BlockCalls:
         return found
 
     def _record(self, calls: list[_Call], _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(_Call(_cloned(args), _cloned(kwargs), torch.get_rng_state()))
+        calls.append((_cloned(args), _cloned(kwargs), torch.get_rng_state()))
 
     def _rows(self, layer: MoELayerSpec, call: _Call) -> Tensor:
+        args, kwargs, rng_state = call
         # Routers draw noise, and some change their input in place.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(call.rng_state)
-            out = self._model.get_submodule(layer.fqn)(*_cloned(call.args), **_cloned(call.kwargs))
+            torch.set_rng_state(rng_state)
+            out = self._model.get_submodule(layer.fqn)(*_cloned(args), **_cloned(kwargs))
         rows = out[0] if isinstance(out, tuple | list) else out
         return cast("Tensor", rows).flatten(0, -2)
 

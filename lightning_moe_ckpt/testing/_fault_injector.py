@@ -22,11 +22,10 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.testing._backends import WatchedBackend
-from lightning_moe_ckpt.testing._fault import Fault, FaultPhase
+from lightning_moe_ckpt.testing._fault import Fault, FaultPhase, RandomFaults, Schedule, ScheduledFault
 from lightning_moe_ckpt.testing._fault_effects import Effects
 from lightning_moe_ckpt.testing._fault_media import StorageFaults
 from lightning_moe_ckpt.testing._fault_record import FaultRecord, fired, record_folder, uptime
-from lightning_moe_ckpt.testing._fault_schedule import RandomFaults, Schedule, ScheduledFault
 from lightning_moe_ckpt.testing._kill import HookPhase, LatePhase, PhaseCallback, settle
 from lightning_moe_ckpt.testing._records import read_lines
 from lightning_moe_ckpt.tiers import this_domain

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks import _native, _overhead, _recovery
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, accelerator_for, rounds_of
-from lightning_moe_ckpt.benchmarks._native_goals import NativeFigure
+from lightning_moe_ckpt.benchmarks._native_device import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure
 from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure

@@ -11,8 +11,16 @@ import torch
 from lightning_moe_ckpt.benchmarks import _native
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
 from lightning_moe_ckpt.benchmarks._native import Kernels, write_figures
-from lightning_moe_ckpt.benchmarks._native_copies import CHUNKS_MIB, DEPTHS, MIB, CopyScale, DeviceCopies
-from lightning_moe_ckpt.benchmarks._native_goals import GOALS, NativeFigure, judge
+from lightning_moe_ckpt.benchmarks._native_device import (
+    CHUNKS_MIB,
+    DEPTHS,
+    GOALS,
+    MIB,
+    CopyScale,
+    DeviceCopies,
+    NativeFigure,
+    judge,
+)
 from lightning_moe_ckpt.native import CompiledCpuEngine, _library
 
 

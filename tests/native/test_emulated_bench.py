@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_moe_ckpt.benchmarks._native_copies import CopyScale, DeviceCopies
-from lightning_moe_ckpt.benchmarks._native_goals import judge
+from lightning_moe_ckpt.benchmarks._native_device import CopyScale, DeviceCopies, judge
 from native.emulator.device import Emulator
 
 
