@@ -31,7 +31,7 @@ MAX_LINES, MAX_MODULES = 52_000, 333
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 12, 15
 MAX_HOMONYMS = 8
 MAX_OLD_WORDS = 5
-MAX_DOWN, MAX_UP = (25, 14), (27, 15)
+MAX_DOWN, MAX_UP = (25, 14), (24, 13)
 """Functions and modules that a record passes."""
 MAX_STEP = {"sparse2": (380, 950), "sparse4": (330, 850), "dense": (360, 880), "partial": (520, 1_850)}
 """Functions of a step on the training thread, and their calls."""

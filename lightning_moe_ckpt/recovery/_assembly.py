@@ -17,12 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.recovery._inventory import Replica
+from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Replica, Request
 from lightning_moe_ckpt.storage import SegmentEntry, digest_of
-
-UNREADABLE = (CheckpointError, OSError)
-"""What reading a copy may raise; another copy, or an older version, may still be good."""
 
 MAX_STREAMS = 4
 """Peers that send parts of one run at once; more do not fill a link better."""
@@ -35,25 +31,6 @@ _FILLER_NBYTES = 64
 
 class Exhausted(Exception):
     """Some bytes are bad, or gone, in every copy; never leaves the package."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Bytes of a segment to be read from a copy by a rank."""
-
-    copy: Replica
-    reader: int
-    entry: SegmentEntry
-    """The segment, as far as where it is goes."""
-    offset: int
-    nbytes: int
-    start: int
-    """Where in the receiver's buffer they go."""
-
-    @property
-    def end(self) -> int:
-        """Where in the buffer they end."""
-        return self.start + self.nbytes
 
 
 Read = Callable[[Request, memoryview], None]
@@ -173,11 +150,6 @@ class Assembly:
         self._may_be_lost = may_be_lost
         self._is_first = True
 
-    @property
-    def done(self) -> bool:
-        """Whether all of it is good, or it was given up."""
-        return not self._left
-
     def requests(self) -> list[Request]:
         """What to read in the next round; nothing if it is done.
 
@@ -199,7 +171,7 @@ class Assembly:
         """A copy could not be read: the bytes asked of it are rubbish."""
         if copy not in self._gone:
             self._gone[copy] = reason
-            self.complaints.append(f"{described(copy)}: {reason}")
+            self.complaints.append(f"{copy}: {reason}")
 
     @property
     def unverified(self) -> Sequence[Wanted]:
@@ -214,7 +186,7 @@ class Assembly:
                 (copy,) = record.suppliers
                 record.bad_in.add(copy)
                 if copy not in self._gone and record.asked is not None:
-                    where = f"{described(copy)}: {record.asked.entry.key}"
+                    where = f"{copy}: {record.asked.entry.key}"
                     self.complaints.append(f"{where}: {record.name} is not what was written")
 
     def fill(self, read: Read) -> bool:
@@ -240,10 +212,7 @@ class Assembly:
         for place in record.places:
             if place.copy not in self._gone and place.copy not in record.bad_in:
                 return place
-        tried = [
-            f"{described(p.copy)}: {p.entry.key} ({self._gone.get(p.copy, 'its digest differs')})"
-            for p in record.places
-        ]
+        tried = [f"{p.copy}: {p.entry.key} ({self._gone.get(p.copy, 'its digest differs')})" for p in record.places]
         raise Exhausted(f"{self.what}: {record.name} is nowhere as it was written: {', '.join(tried) or 'no copy'}")
 
     def _runs(self) -> list[_Run]:
@@ -261,13 +230,6 @@ class Assembly:
         for request in requests:
             self.supplied[request.copy] += request.nbytes
             yield request
-
-
-def described(copy: Replica) -> str:
-    """A copy in words."""
-    if copy.source != "peer":
-        return copy.source
-    return f"peer (rank{'s' if len(copy.readers) > 1 else ''} {', '.join(map(str, sorted(copy.readers)))})"
 
 
 def _streams(copies: Sequence[Replica]) -> list[tuple[Replica, int]]:

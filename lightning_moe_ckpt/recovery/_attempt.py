@@ -1,9 +1,7 @@
-"""One attempt at one generation: bringing every rank its part, from the cheapest copies that turn out to be good.
+"""Bring every rank its part of one generation, from the cheapest copies that turn out to be good.
 
-In rounds, which all ranks take together: each says what it lacks and which rank should send it; local copies are read
-meanwhile; what arrived is verified; what was bad is asked of the next copy. Every record has one writer, so no byte is read
-twice, by whatever rank: what ranks share is read by its writer and broadcast when it is loaded. A generation is given up by all
-as soon as one rank has to, and nobody ever waits for a rank that has gone on.
+All ranks take rounds together, see `_transfer`. Every record has one writer, so no byte is read twice, by whatever rank: what
+ranks share is read by its writer and broadcast when it is loaded. A generation is given up by all as soon as one rank has to.
 
 An exact generation has every record itself, of its own steps. A partial one holds some experts only. Every other expert comes
 from the newest older generation that ranks can put it together from, whatever tiers and nodes that takes. Ranks agree on it
@@ -14,8 +12,8 @@ For that, markers are read as far back as needed: those of every generation in m
 commit, which says where older files hold what it lacks, and a second copy of it; then those of older commits, at last
 of those that are only there for what others reference.
 
-Sources: Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ
-from that in agreeing per expert, on what every rank verified.
+Sources: Gemini (2023) for several peers at once; PEC/MoC (2024), Sec. 3.2 (two-level recovery). We differ from the latter
+in agreeing per expert, on what every rank verified.
 """
 
 from __future__ import annotations
@@ -24,20 +22,16 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from typing import Literal
 
 import torch
 
-from lightning_moe_ckpt.recovery._assembly import UNREADABLE, Assembly, Place, Wanted
-from lightning_moe_ckpt.recovery._carriage import Transfer, read_local
+from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
 from lightning_moe_ckpt.recovery._index import PARAM, RecordIndex, Replicas, newest_whole
-from lightning_moe_ckpt.recovery._inventory import Inventory, Replica, Version, is_partial, plain_versions, version_of
-from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which
-from lightning_moe_ckpt.recovery._reader import Reader
-from lightning_moe_ckpt.recovery._rounds import Rounds, Transport
-from lightning_moe_ckpt.recovery._schedule import CHUNK_NBYTES
+from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
+from lightning_moe_ckpt.recovery._markers import MarkerSearch, Which, is_partial
+from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, Rounds, Transfer, Transport
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName
 
@@ -51,15 +45,15 @@ LEVELS: Mapping[LedgerLevel, Collection[TierName]] = {
     "memory": [HOST, PEER],
     "storage": [STORAGE],
 }
-"""Where all of a copy may be; memory is that of the own node and of others together."""
+"""Tiers in which all of a copy is; memory is that of the own node and of others together."""
 
 _NAMED = 16
-"""Experts without a copy of which a message says where the last ones were."""
+"""Experts without a good copy that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """A piece of one parameter of an expert, and the rank that brings it."""
+    """A shard of one parameter of an expert, and the rank that brings it."""
 
     fqn: str
     global_start: int
@@ -73,8 +67,8 @@ class RestorePlan:
 
     generations: Mapping[str, GenerationId]
     """From which generation each expert comes."""
-    tiles: Mapping[str, Sequence[ShardSource]]
-    """Pieces of each expert over all ranks, in the order of ranks."""
+    shards: Mapping[str, Sequence[ShardSource]]
+    """Shards of each expert over all ranks, in the order of ranks."""
     levels: Mapping[str, frozenset[LedgerLevel]]
     """Levels that hold all of that copy."""
     bad: Mapping[str, Mapping[GenerationId, bool]] = field(default_factory=dict)
@@ -113,7 +107,7 @@ class RestoreAttempt:
         alive: versions that the run's log allows; experts of a partial generation may come from those.
         digests: what manifests say of this rank's markers, by version in storage.
         allow_missing: go on without the experts of which there is no good copy.
-        chunk_nbytes: most bytes per message.
+        message_nbytes: most bytes per message.
     """
 
     def __init__(
@@ -126,7 +120,7 @@ class RestoreAttempt:
         *,
         digests: Mapping[Version, str],
         allow_missing: bool = False,
-        chunk_nbytes: int = CHUNK_NBYTES,
+        message_nbytes: int = MESSAGE_NBYTES,
     ) -> None:
         self._transport, self._reader, self._inventory, self.version = transport, reader, inventory, version
         self._digests, self._allow_missing = digests, allow_missing
@@ -135,7 +129,7 @@ class RestoreAttempt:
         self._bad: dict[str, dict[GenerationId, bool]] = {}
         self._reasons: dict[str, list[str]] = {}
         self._rounds = Rounds(transport)
-        self._carriage = Transfer(self._rounds, reader, str(version), chunk_nbytes)
+        self._transfer = Transfer(self._rounds, reader, str(version), message_nbytes)
         self.is_partial = False
         """Whether it holds some experts only; known once there is a marker."""
         self._reachable = sorted((each for each in alive if each.generation <= version.generation), reverse=True)
@@ -155,10 +149,10 @@ class RestoreAttempt:
     def marker(self) -> RankMarker | None:
         """This rank's marker of the generation; `None`, on all ranks, if one of them has none."""
         which = (self.version, None)
-        if not self._read_markers([which], required=[which]):
+        if not self._read_markers([which], required=which):
             return None
         marker = self._markers[which]
-        self.is_partial = is_partial(marker.policy)
+        self.is_partial = is_partial(marker)
         if self.is_partial:  # memory and storage may hold different files
             del self._markers[which]
             in_memory = [each for each in self._reachable if each in self._inventory.in_memory]
@@ -178,8 +172,8 @@ class RestoreAttempt:
         Args:
             marker: what `marker` returned.
             experts: elements of every expert operator that this rank holds; those of a partial generation may be older.
-            lay_out: where this rank wants its records of each step: by their names in markers, for tiles of experts that
-                it brings.
+            lay_out: where this rank wants its records of each step: by their names in markers, for the shards of
+                experts that it brings.
         """
         sizes = experts if self.is_partial else {}
         while (sources := self._agree(sizes)) is not None:
@@ -187,18 +181,18 @@ class RestoreAttempt:
             layouts = list(lay_out(chosen))
             buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in layouts]
             own = {expert: sources[expert] for expert in sizes if expert in sources}
-            parts, broken = self._assemblies(marker.steps, layouts, buffers, own)
-            if not self._carriage.carry([*parts.values()], broken):
+            assemblies, broken = self._assemblies(marker.steps, layouts, buffers, own)
+            if not self._transfer.fill([*assemblies.values()], broken):
                 return None
-            if not self._exclude_lost(parts, sources):
-                nbytes = dict(sum((part.supplied for part in parts.values()), Counter[Replica]()))
+            if not self._exclude_lost(assemblies, sources):
+                nbytes = dict(sum((each.supplied for each in assemblies.values()), Counter[Replica]()))
                 return Restored(marker=marker, segments=buffers, layouts=layouts, nbytes=nbytes, chosen=chosen)
         return None
 
-    def tell(
+    def read_common(
         self, generations: Collection[GenerationId], name: str, extract: Callable[[memoryview], object]
     ) -> dict[GenerationId, object]:
-        """What generations say in a record that every rank has of its own, and that says the same on all.
+        """Read what generations say in a record that every rank has of its own, and that says the same on all.
 
         Args:
             generations: that were chosen; the same on all ranks.
@@ -208,47 +202,48 @@ class RestoreAttempt:
         Returns:
             By generation, from the first rank that can read its record; nothing of those that nobody can.
         """
-        missing, told = sorted(generations), dict[GenerationId, object]()
+        wanted, found, rank = sorted(generations), dict[int, object](), self._transport.rank
         self._add_markers([each for each in self._reachable if each.generation in generations])
-        given_up: set[GenerationId] = set()
+        local = {i: replicas for i, each in enumerate(wanted) if (replicas := self._index.local(each, name))}
         while True:
-            able = [each for each in missing if each not in given_up and self._local(each, name)]
-            rows = self._transport.gather_values([missing.index(each) for each in able])
-            readers = {missing[i]: rank for rank, row in reversed(list(enumerate(rows))) for i in _integers(row)}
-            if not readers:
-                return told
-            own = [each for each, rank in readers.items() if rank == self._transport.rank]
-            values = {each: self._extracted(each, name, extract) for each in own}
-            given_up.update(each for each, value in values.items() if value is None)
-            said = self._transport.gather_values([[missing.index(each), value] for each, value in values.items()])
-            found = {missing[i]: value for row in said for i, value in _pairs(row) if value is not None}
-            told |= found
-            given_up |= found.keys()
+            rows = self._transport.gather_values([i for i in local if i not in found])
+            first = {i: reader for reader, row in reversed([*enumerate(rows)]) for i in row}
+            if not first:
+                return {wanted[i]: value for i, value in found.items()}
+            own = [i for i, reader in first.items() if reader == rank]
+            values = [[i, self._extracted(wanted[i], local.pop(i), extract)] for i in own]
+            for row in self._transport.gather_values(values):
+                found |= {i: value for i, value in row if value is not None}
+
+    def _extracted(
+        self, generation: GenerationId, replicas: Replicas, extract: Callable[[memoryview], object]
+    ) -> object:
+        record = replicas.record
+        what, buffer = f"{record.name} of {generation}", torch.empty(record.nbytes, dtype=torch.uint8)
+        wanted = Wanted(record.name, 0, record.nbytes, record.digest, replicas.places)
+        assembly = Assembly(what, buffer, [wanted], may_be_lost=False)
+        try:
+            assembly.fill(self._reader.read)
+            return extract(assembly.view)
+        except (*UNREADABLE, Exhausted) as error:
+            log.error("%s: %s; another rank's is read", what, error)
+            return None
 
     # -- markers
 
-    def _read_markers(self, wanted: Iterable[Which], *, required: Sequence[Which] = ()) -> bool:
-        rank = self._transport.rank
-        copies = {
-            (version, source): [c for c in self._inventory.copies(version, rank) if source in (None, c.source)]
-            for version, source in wanted
-            if (version, source) not in self._markers
-        }
-        found = MarkerSearch(self._rounds, self._reader, copies, self._digests).run(required=required)
-        if found is None:
-            return False
-        self._markers |= found
-        return True
+    def _read_markers(self, wanted: Iterable[Which], *, required: Which | None = None) -> bool:
+        copies = {which: self._copies(which) for which in wanted if which not in self._markers}
+        found = MarkerSearch(self._rounds, self._reader, copies, self._digests).run(required)
+        self._markers |= found or {}
+        return found is not None
 
-    def _read_deeper(self) -> bool:
-        """The markers of one more commit; whether there was one."""
-        if not self._deeper:
-            return False
-        self._add_markers([self._deeper.pop(0)])
-        return True
+    def _copies(self, which: Which) -> list[Replica]:
+        version, source = which
+        copies = self._inventory.copies(version, self._transport.rank)
+        return [each for each in copies if source in (None, each.source)]
 
-    def _add_markers(self, versions: Sequence[Version]) -> None:
-        """Of commits that were not needed before."""
+    def _add_markers(self, versions: Iterable[Version]) -> None:
+        """Read markers of commits that were not needed before, and index what they name."""
         new: list[Which] = [(each, STORAGE) for each in versions if (each, STORAGE) not in self._markers]
         self._read_markers(new)
         for which in new:
@@ -256,17 +251,15 @@ class RestoreAttempt:
                 self._add_to_index(which)
 
     def _add_to_index(self, which: Which) -> None:
-        """Add what a marker of this rank says is there."""
-        marker, rank, (version, source) = self._markers[which], self._transport.rank, which
+        marker, version = self._markers[which], which[0]
         # Records of a window of several steps are no states of one step, which other generations could make use of.
         if len(marker.steps) == 1 or version == self.version:
-            copies = [each for each in self._inventory.copies(version, rank) if source in (None, each.source)]
             for entry in marker.segments:
-                self._index.add(version, entry, copies)
-        lent = {each.generation: each for each in self._inventory.in_storage}
+                self._index.add(version, entry, self._copies(which))
+        in_storage = {each.generation: each for each in self._inventory.in_storage}
         for referenced in (*marker.referenced, *marker.spares):
-            owner = lent.get(referenced.generation, Version(referenced.generation, ""))
-            self._index.add(owner, referenced.segment, [Replica(STORAGE, "", STORAGE, (rank,), owner)])
+            owner = in_storage.get(referenced.generation, Version(referenced.generation, ""))
+            self._index.add(owner, referenced.segment, [stored(owner, self._transport.rank)])
 
     # -- agreement
 
@@ -277,27 +270,27 @@ class RestoreAttempt:
             chosen, missing = newest_whole(offered, sizes)
             if not missing:
                 return chosen
-            if self._read_deeper():
+            if self._deeper:
+                self._add_markers([self._deeper.pop(0)])
                 continue
             self.missing = {name: ", ".join(self._reasons.get(name, ["nothing has one"])) for name in missing}
             if self._allow_missing:
                 return chosen
-            told = "; ".join(f"{name} ({why})" for name, why in list(self.missing.items())[:_NAMED])
+            named = "; ".join(f"{name} ({why})" for name, why in list(self.missing.items())[:_NAMED])
             more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts: {told}{more}")
+            self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts: {named}{more}")
             return None
 
     def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Version]], dict[str, int]]:
-        """Elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
+        """Return the elements that all ranks together have of each expert, by generation, and the size of each; in one order."""
         own = self._index.offered(experts)
         sources = sorted({source for rows in own.values() for source, _ in rows})
-        table = plain_versions(sources)
+        table = [each.plain() for each in sources]
         rows = [[name, size, [[sources.index(o), n] for o, n in own[name]]] for name, size in experts.items()]
         offered: dict[str, Counter[Version]] = {}
         sizes: dict[str, int] = {}
         for said in self._transport.gather_values([table, rows]):
-            assert isinstance(said, list)
-            theirs = [version_of(each) for each in said[0]]
+            theirs = [Version.from_plain(each) for each in said[0]]
             for name, size, pairs in said[1]:
                 sizes[name] = size
                 counts = offered.setdefault(name, Counter())
@@ -306,52 +299,29 @@ class RestoreAttempt:
         return offered, dict(sorted(sizes.items()))
 
     def _describe(self, sources: Mapping[str, Version], experts: Collection[str]) -> RestorePlan:
-        """What all ranks have of the copies that were chosen."""
+        """Return what all ranks have of the copies that were chosen."""
         own: list[object] = []
         for name in (each for each in experts if each in sources):
             records = self._index.operator(name, sources[name])
-            tiles = [held.record for held in records.values() if held.record.state_key == PARAM]
-            rows = [[each.fqn, each.global_start, each.numel] for each in tiles]
+            params = [held.record for held in records.values() if held.record.state_key == PARAM]
+            rows = [[each.fqn, each.global_start, each.numel] for each in params]
             own.append([name, rows, [int(self._all_at(records.values(), level)) for level in LEVELS]])
-        tiles_of: dict[str, list[ShardSource]] = {name: [] for name in sources}
+        shards: dict[str, list[ShardSource]] = {name: [] for name in sources}
         levels = {name: set(LEVELS) for name in sources}
         for writer, said in enumerate(self._transport.gather_values(own)):
-            assert isinstance(said, list)
             for name, rows, there in said:
-                tiles_of[name] += [ShardSource(fqn, start, numel, writer) for fqn, start, numel in rows]
+                shards[name] += [ShardSource(fqn, start, numel, writer) for fqn, start, numel in rows]
                 levels[name] -= {level for level, held in zip(LEVELS, there, strict=True) if not held}
         generations = {name: source.generation for name, source in sources.items()}
         held = {name: frozenset(each) for name, each in levels.items()}
         bad = {name: dict(each) for name, each in self._bad.items()}
-        return RestorePlan(generations=generations, tiles=tiles_of, levels=held, bad=bad, missing=dict(self.missing))
+        return RestorePlan(generations=generations, shards=shards, levels=held, bad=bad, missing=dict(self.missing))
 
     def _all_at(self, records: Collection[Replicas], level: LedgerLevel) -> bool:
         sources = LEVELS[level]
         return all(any(place.copy.source in sources for place in each.places) for each in records)
 
     # -- bytes
-
-    def _local(self, generation: GenerationId, name: str) -> tuple[Replicas, Place] | None:
-        """A record of this rank's part of a generation, but for experts, and a copy that it reads itself."""
-        for held in self._index.named(generation, name):
-            for place in held.places:
-                if place.copy.source != "peer":
-                    return held, place
-        return None
-
-    def _extracted(self, generation: GenerationId, name: str, extract: Callable[[memoryview], object]) -> object:
-        found = self._local(generation, name)
-        assert found is not None
-        held, place = found
-        buffer = torch.empty(held.record.nbytes, dtype=torch.uint8)
-        wanted = Wanted(name, 0, held.record.nbytes, held.record.digest, [place])
-        part = Assembly(f"{name} of {generation}", buffer, [wanted], may_be_lost=True)
-        try:
-            whole = part.fill(partial(read_local, self._reader, self._transport.rank))
-            return extract(part.view) if whole else None
-        except UNREADABLE as error:
-            log.error("%s of %s: %s; another rank's is read", name, generation, error)
-            return None
 
     def _assemblies(
         self,
@@ -360,11 +330,11 @@ class RestoreAttempt:
         buffers: Sequence[torch.Tensor],
         sources: Mapping[str, Version],
     ) -> tuple[dict[str, Assembly], str]:
-        """What is to be brought: each expert by itself, and everything else by step; and why it cannot fit, if it cannot."""
+        """Return what is to be brought: each expert by itself, and everything else by step; and why it cannot fit, if so."""
         base, generation = self.version, self.version.generation
         experts = {expert: self._index.operator(expert, source) for expert, source in sources.items()}
         expert_of = {name: expert for expert, records in experts.items() for name in records}
-        parts: dict[str, Assembly] = {}
+        assemblies: dict[str, Assembly] = {}
         for step, layout, buffer in zip(steps, layouts, buffers, strict=True):
             layout.write_header(buffer)
             held = {
@@ -378,15 +348,15 @@ class RestoreAttempt:
                 record = Wanted(name, span.offset, span.nbytes, replicas.record.digest, replicas.places)
                 wanted[expert_of.get(name, "")].append(record)
             what = f"the dense part of {generation}" if experts else f"records of step {step}"
-            parts[f"step {step}"] = Assembly(what, buffer, wanted.pop(""), may_be_lost=False)
+            assemblies[f"step {step}"] = Assembly(what, buffer, wanted.pop(""), may_be_lost=False)
             for expert, records in wanted.items():
                 said = f"{expert} of {sources[expert].generation}"
-                parts[expert] = Assembly(said, buffer, records, may_be_lost=True)
-        return parts, "" if parts else "it has no segments"
+                assemblies[expert] = Assembly(said, buffer, records, may_be_lost=True)
+        return assemblies, "" if assemblies else "it has no segments"
 
-    def _exclude_lost(self, parts: Mapping[str, Assembly], sources: Mapping[str, Version]) -> bool:
-        """Note what turned out bad; whether anything did on any rank."""
-        lost = {expert: part.lost for expert, part in parts.items() if part.lost}
+    def _exclude_lost(self, assemblies: Mapping[str, Assembly], sources: Mapping[str, Version]) -> bool:
+        """Note what turned out bad; return whether anything did on any rank."""
+        lost = {expert: each.lost for expert, each in assemblies.items() if each.lost}
         for expert, reason in lost.items():
             self._index.exclude(expert, sources[expert])
             log.error("%s; an older copy of the expert is used", reason)
@@ -394,13 +364,13 @@ class RestoreAttempt:
             [e, reason, self._all_at(self._index.operator(e, sources[e]).values(), STORAGE)]
             for e, reason in lost.items()
         ]
-        told = self._transport.gather_values(own)
-        for rank, rows in enumerate(told):
-            for expert, reason, stored in _losses(rows):
+        said = self._transport.gather_values(own)
+        for rank, rows in enumerate(said):
+            for expert, reason, is_stored in rows:
                 self._reasons.setdefault(expert, []).append(f"rank {rank}: {reason}")
                 bad, generation = self._bad.setdefault(expert, {}), sources[expert].generation
-                bad[generation] = stored or bad.get(generation, False)  # ranks know of different copies
-        return any(told)
+                bad[generation] = is_stored or bad.get(generation, False)  # ranks know of different copies
+        return any(said)
 
 
 def _doubt(which: Which) -> int:
@@ -411,18 +381,3 @@ def _doubt(which: Which) -> int:
 def _fits(replicas: Replicas, span: Span) -> bool:
     record = replicas.record
     return (dtype_of(record.dtype), record.nbytes) == (span.dtype, span.nbytes)
-
-
-def _losses(rows: object) -> list[tuple[str, str, bool]]:
-    assert isinstance(rows, list)
-    return [(expert, reason, stored) for expert, reason, stored in rows]
-
-
-def _integers(row: object) -> list[int]:
-    assert isinstance(row, list)
-    return row
-
-
-def _pairs(row: object) -> list[tuple[int, object]]:
-    assert isinstance(row, list)
-    return [(index, value) for index, value in row]

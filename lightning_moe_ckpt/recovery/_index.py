@@ -7,13 +7,13 @@ alike: a generation supplies an operator if the pieces that all ranks have of it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_moe_ckpt.recovery._assembly import Place
-from lightning_moe_ckpt.recovery._inventory import Replica, Version
+from lightning_moe_ckpt.recovery._inventory import Replica, Version, stored
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry
-from lightning_moe_ckpt.tiers import CHEAPEST, STORAGE
+from lightning_moe_ckpt.tiers import CHEAPEST
 
 FULL, PARAM = "full", "param"
 """Kind and state key in markers: of whole states, and of the parameter itself."""
@@ -78,11 +78,14 @@ class RecordIndex:
         tables = [self._others.get(source, {}), *(each for (_, of), each in self._full.items() if of == source)]
         return {name: replicas for table in tables for name, replicas in table.get(step, {}).items()}
 
-    def named(self, generation: GenerationId, name: str) -> Iterator[Replicas]:
-        """A record of that name, of no operator, in whatever there is of a generation."""
+    def local(self, generation: GenerationId, name: str) -> Replicas | None:
+        """Return a record of that name, of no operator, in whatever there is of a generation, where it need not be fetched."""
         for source in sorted(each for each in self._others if each.generation == generation):
             if (replicas := self._others[source].get(generation.step, {}).get(name)) is not None:
-                yield replicas
+                places = [each for each in replicas.places if each.copy.source != "peer"]
+                if places:
+                    return Replicas(replicas.record, places)
+        return None
 
     def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Version, int]]]:
         """Versions that have something of operators, each with its number of elements."""
@@ -107,7 +110,7 @@ def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = N
     files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
     for generation, entry in files:
         version = Version(generation, "")
-        index.add(version, entry, [Replica("storage", "", STORAGE, (marker.rank,), version)])
+        index.add(version, entry, [stored(version, marker.rank)])
     return index
 
 

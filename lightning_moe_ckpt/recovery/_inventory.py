@@ -1,25 +1,31 @@
-"""Who holds which rank's part of which generation: what every process finds in memory it can reach, and the commits.
+"""Who holds which rank's part of which generation, and reading what this process reaches itself.
 
-Processes of one node find the same copies. A copy counts once, however many of them could read it: it is lost, or bad,
-for all of them at once.
+Every process lists the copies in memory that it can reach, the coordinator the commits. Processes of one node find the same
+copies. A copy counts once, however many of them could read it: it is lost, or bad, for all of them at once.
 
 Source: TierCheck (2025), Fig. 5, for what ranks resume from.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import STORAGE, TierName
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.tiers import STORAGE, Holding, Tier, TierName
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+UNREADABLE = (CheckpointError, OSError)
+"""What reading a copy may raise; another copy, or an older version, may still be good."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -34,15 +40,28 @@ class Version:
     def __str__(self) -> str:
         return f"{self.generation}, plan {self.plan_hash[:8]}"
 
+    def plain(self) -> list[object]:
+        """Return plain values, for an exchange."""
+        generation = self.generation
+        return [generation.step, generation.incarnation, generation.nonce, self.plan_hash]
+
+    @classmethod
+    def from_plain(cls, row: Sequence[object]) -> Version:
+        """Invert `plain`."""
+        step, incarnation, nonce, plan_hash = row
+        assert isinstance(step, int)
+        assert isinstance(incarnation, int)
+        return cls(GenerationId(step=step, incarnation=incarnation, nonce=str(nonce)), str(plan_hash))
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One rank's part of a version in a tier."""
+    """One rank's part of a version, as one process finds it."""
 
     version: Version
     owner: int
-    tier: str
-    """Name of the tier among those of the process that lists it."""
+    file: str
+    """Name of the file in memory; empty for storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +75,19 @@ class Stock:
     """The newest commit that was known when a version was taken."""
 
     def plain(self) -> list[object]:
-        """As plain values, for an exchange."""
-        rows = [
-            [
-                *plain_version(each.version),
-                *(each.owner, each.tier),
-                [] if each.version not in self.seen else plain_version(Version(self.seen[each.version], "")),
-            ]
-            for each in self.items
-        ]
+        """Return plain values, for an exchange."""
+        commits = {version: Version(commit, "").plain() for version, commit in self.seen.items()}
+        rows = [[*each.version.plain(), each.owner, each.file, commits.get(each.version, [])] for each in self.items]
         return [self.memory, *rows]
 
     @classmethod
     def from_plain(cls, value: object) -> Stock:
-        """The inverse of `plain`."""
+        """Invert `plain`."""
         assert isinstance(value, list)
-        items = tuple(Item(version_of(row[:4]), row[4], row[5]) for row in value[1:])
-        seen = {version_of(row[:4]): version_of(row[6]).generation for row in value[1:] if row[6]}
-        return cls(value[0], items, seen)
+        memory, *rows = value
+        items = tuple(Item(Version.from_plain(row[:4]), row[4], row[5]) for row in rows)
+        seen = {Version.from_plain(row[:4]): Version.from_plain(row[6]).generation for row in rows if row[6]}
+        return cls(memory, items, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +97,36 @@ class Replica:
     source: TierName
     memory: str
     """Whose memory, as in `Stock`; empty for storage."""
-    tier: str
-    """Name of the tier among those of its readers."""
+    file: str
+    """Name of the file in that memory; empty for storage."""
     readers: tuple[int, ...]
     """Ranks that can read it: the owner itself, or ranks on the peer's node."""
     version: Version
     """What it is a copy of."""
+
+    def __str__(self) -> str:
+        if self.source != "peer":
+            return self.source
+        return f"peer (rank{'s' if len(self.readers) > 1 else ''} {', '.join(map(str, sorted(self.readers)))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Bytes of a file to be read from a copy by a rank."""
+
+    copy: Replica
+    reader: int
+    entry: SegmentEntry
+    offset: int
+    """First byte in the file."""
+    nbytes: int
+    start: int
+    """Where in the receiver's buffer they go."""
+
+    @property
+    def end(self) -> int:
+        """Where in the buffer they end."""
+        return self.start + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +138,12 @@ class Inventory:
     committed: frozenset[Version]
     """Whole in storage, for every rank."""
     sources: frozenset[Version] = frozenset()
-    """In storage only for what others refer to them: their own files are there, what they referenced may not be."""
+    """In storage only because others reference their files; files that they reference themselves may be gone."""
 
     @classmethod
-    def of(
-        cls,
-        stocks: Iterable[object],
-        committed: Iterable[Version],
-        sources: Iterable[Version] = (),
-    ) -> Inventory:
-        """From what every rank said of its memory in plain values, and the commits."""
+    def of(cls, stocks: Iterable[object], committed: Iterable[Version], sources: Iterable[Version] = ()) -> Inventory:
+        """Return the inventory from what every rank said of its memory in plain values, and the commits."""
         return cls(tuple(Stock.from_plain(stock) for stock in stocks), frozenset(committed), frozenset(sources))
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that take part."""
-        return len(self.stocks)
 
     @property
     def seen(self) -> dict[Version, GenerationId]:
@@ -128,26 +156,21 @@ class Inventory:
 
     @property
     def in_memory(self) -> frozenset[Version]:
-        """What some rank has a part of in memory, whether or not others have theirs."""
+        """Versions of which some rank has a part in memory, whether or not others have theirs."""
         return frozenset(item.version for stock in self.stocks for item in stock.items)
 
     @property
-    def all_versions(self) -> frozenset[Version]:
-        """What there is, of whatever rank, wherever."""
-        return self.in_storage | self.in_memory
-
-    @property
     def in_storage(self) -> frozenset[Version]:
-        """What storage has files of."""
+        """Versions of which storage has files."""
         return self.committed | self.sources
 
-    def versions(self, owner: int) -> frozenset[Version]:
-        """What of one rank is somewhere."""
-        held = (item.version for stock in self.stocks for item in stock.items if item.owner == owner)
-        return self.committed.union(held)
+    @property
+    def all_versions(self) -> frozenset[Version]:
+        """Versions of which there is a part of some rank anywhere."""
+        return self.in_storage | self.in_memory
 
     def usable(self, alive: Collection[Version]) -> list[Version]:
-        """Versions that every rank can be given its part of, newest first.
+        """Return the versions that every rank can be given its part of, newest first.
 
         The smallest of the newest that each rank has would not do: it may be one that another rank lacks. Two incarnations
         can hold the same step with different bits, so versions name theirs, and the plan.
@@ -155,34 +178,107 @@ class Inventory:
         Args:
             alive: versions that the run's log allows.
         """
-        everywhere = frozenset.intersection(*(self.versions(owner) for owner in range(self.world_size)))
-        return sorted(everywhere.intersection(alive), reverse=True)
+        items = [item for stock in self.stocks for item in stock.items]
+        owned = [{item.version for item in items if item.owner == rank} for rank in range(len(self.stocks))]
+        return sorted(self.committed.union(set.intersection(*owned)).intersection(alive), reverse=True)
 
     def copies(self, version: Version, owner: int) -> list[Replica]:
-        """Copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""
-        found = self._in_memory(version, owner)
-        own = self.stocks[owner].memory
-        host = [Replica("host", own, tier, (owner,), version) for memory, tier in found if memory == own]
-        peers = [
-            Replica("peer", memory, tier, tuple(_rotated(ranks, owner)), version)
-            for (memory, tier), ranks in found.items()
-            if memory != own
-        ]
-        storage = [Replica("storage", "", STORAGE, (owner,), version)] if version in self.in_storage else []
-        return [*host, *_rotated(peers, owner), *storage]
-
-    def _in_memory(self, version: Version, owner: int) -> dict[tuple[str, str], list[int]]:
-        """Readers by memory and tier, ascending."""
-        found: dict[tuple[str, str], list[int]] = {}
+        """Return copies of one rank's part of a version, cheapest first; peers in an order of the owner's own."""
+        readers: dict[tuple[str, str], list[int]] = {}
         for rank, stock in enumerate(self.stocks):
             for item in stock.items:
                 if (item.version, item.owner) == (version, owner):
-                    found.setdefault((stock.memory, item.tier), []).append(rank)
-        return found
+                    readers.setdefault((stock.memory, item.file), []).append(rank)
+        own = self.stocks[owner].memory
+        host = [Replica("host", own, file, (owner,), version) for memory, file in readers if memory == own]
+        peers = [
+            Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version)
+            for (memory, file), ranks in readers.items()
+            if memory != own
+        ]
+        return [*host, *_rotated(peers, owner), *([stored(version, owner)] if version in self.in_storage else [])]
+
+
+class Reader:
+    """Reads copies in memory and in storage, as they were when it was made.
+
+    Args:
+        run_id: copies of other runs are refused.
+        memory: of this node.
+        storage: the tier of commits.
+    """
+
+    def __init__(self, run_id: str, memory: Tier, storage: Tier) -> None:
+        self._run_id, self._memory, self._storage = run_id, memory, storage
+        self._holdings = {
+            Item(Version(each.generation, each.plan_hash), each.owner, each.file): each
+            for tier in (memory, storage)
+            for each in _holdings(tier)
+        }
+        self._markers: dict[Item, RankMarker] = {}
+        self._lock = threading.Lock()
+
+    def stock(self, memory: str) -> Stock:
+        """Return what there is in memory, which `memory` names."""
+        items = tuple(item for item in self._holdings if item.file)
+        seen: dict[Version, GenerationId] = {}
+        for item in items:
+            if (commit := self._holdings[item].seen) is not None:
+                seen[item.version] = max(commit, seen.get(item.version, commit))
+        return Stock(memory, items, seen)
+
+    def marker(self, item: Item) -> RankMarker:
+        """Return the marker of a copy.
+
+        Raises:
+            Corrupt: it is not what was written, or says that it is of something else.
+            KeyMissing: the copy is not here.
+        """
+        with self._lock:
+            if item in self._markers:
+                return self._markers[item]
+            if item not in self._holdings:
+                raise KeyMissing(f"{item}: not here.")
+            marker = (self._memory if item.file else self._storage).read_marker(self._holdings[item])
+            found = (marker.run_id, marker.generation, marker.plan_hash, marker.rank)
+            if found != (self._run_id, item.version.generation, item.version.plan_hash, item.owner):
+                raise Corrupt(f"{item}: its marker is of rank {found[3]}, {found[1]} of run {found[0]}. It is skipped.")
+            self._markers[item] = marker
+            return marker
+
+    def read(self, request: Request, out: memoryview) -> None:
+        """Fill `out` with what this rank wants of a copy of its own part, unverified. Raises what is in `UNREADABLE`."""
+        copy, entry = request.copy, request.entry
+        if copy.file:
+            self.read_into(Item(copy.version, request.reader, copy.file), entry.key, request.offset, out)
+            return
+        # Its key says where a file in storage is, also one that a marker of another generation references.
+        version = copy.version
+        holding = Holding(
+            generation=version.generation, plan_hash=version.plan_hash, owner=request.reader, nbytes=entry.nbytes
+        )
+        self._storage.read_into(holding, entry, request.offset, out)
+
+    def read_into(self, item: Item, key: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes of the file `key` of a copy in memory, unverified.
+
+        Raises:
+            Corrupt: the marker is bad, or the copy is of another size.
+            StorageError: it cannot be read, or is gone.
+        """
+        entry = next((entry for entry in self.marker(item).segments if entry.key == key), None)
+        if entry is None or offset + out.nbytes > entry.nbytes:
+            raise Corrupt(f"{item}: has no {out.nbytes} bytes at {offset} of {key}. Another copy may be good.")
+        self._memory.read_into(self._holdings[item], entry, offset, out)
+
+
+def stored(version: Version, owner: int) -> Replica:
+    """Return the copy of a rank's part in storage."""
+    return Replica(STORAGE, "", "", (owner,), version)
 
 
 def memory_of(directory: Path) -> str:
-    """A name for the memory behind a directory, equal for all processes that find the same files there.
+    """Return a name for the memory behind a directory, equal for all processes that find the same files there.
 
     Containers on one machine may each mount a tmpfs of their own under the same path, so the path does not decide.
     """
@@ -191,35 +287,12 @@ def memory_of(directory: Path) -> str:
     return f"{boot}:{place.st_dev}:{place.st_ino}"
 
 
-def is_partial(policy: Mapping[str, object]) -> bool:
-    """Whether a generation holds some experts only, by what its markers say of the policy."""
-    plan = _record(policy).get("plan")
-    return isinstance(plan, dict) and plan.get("partial") is True
-
-
-def _record(policy: Mapping[str, object]) -> dict[str, object]:
-    text = policy.get("plan")
-    record = json.loads(text) if isinstance(text, str) else None
-    return record if isinstance(record, dict) else {}
-
-
-def plain_versions(versions: Iterable[Version]) -> list[object]:
-    """Versions as plain values, for an exchange."""
-    return [plain_version(version) for version in versions]
-
-
-def version_of(row: Sequence[object]) -> Version:
-    """One of `plain_versions`."""
-    step, incarnation, nonce, plan_hash = row
-    assert isinstance(step, int)
-    assert isinstance(incarnation, int)
-    return Version(GenerationId(step=step, incarnation=incarnation, nonce=str(nonce)), str(plan_hash))
-
-
-def plain_version(version: Version) -> list[object]:
-    """A version as plain values."""
-    generation = version.generation
-    return [generation.step, generation.incarnation, generation.nonce, version.plan_hash]
+def _holdings(tier: Tier) -> list[Holding]:
+    try:
+        return tier.holdings()
+    except UNREADABLE as error:
+        log.error("the %s tier cannot be read and is left out: %s", tier.name, error)
+        return []
 
 
 def _rotated(items: Sequence[T], by: int) -> list[T]:

@@ -1,26 +1,33 @@
-"""Putting what was found into the live model: everything at once, or the first slot of a sparse window.
+"""Put what was found into the live model: everything at once, or the first step of a sparse window.
 
 Of a partial generation, ranks put their parts together from wherever they are into one segment that looks as if it had been
-taken at once, with the pieces of each expert as the generation that it comes from had cut them. So it is loaded like any
+taken at once, with the shards of each expert as the generation that it comes from had cut them. So it is loaded like any
 other: each record is read by its writer and broadcast to the others that hold it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
 
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import IdentityMismatch
-from lightning_moe_ckpt.journal import Journal
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
+from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import CopyEngine
-from lightning_moe_ckpt.operators import Operator, ParamSlice, RecordKind
+from lightning_moe_ckpt.operators import Operator, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.recovery._attempt import RestorePlan, ShardSource
-from lightning_moe_ckpt.recovery._found import RestoreSource, understood
+from lightning_moe_ckpt.recovery._attempt import Restored, RestorePlan, ShardSource
 from lightning_moe_ckpt.recovery._replay import Replay
-from lightning_moe_ckpt.recovery._token_loss import note_recovery
+from lightning_moe_ckpt.recovery._token_loss import TokensByGeneration, note_recovery
 from lightning_moe_ckpt.snapshot import (
+    JOURNAL,
     REGIONS,
+    SEGMENT_METADATA,
     FileLayout,
     PlanRecord,
     Shard,
@@ -29,6 +36,153 @@ from lightning_moe_ckpt.snapshot import (
     WindowLayout,
     lay_out,
 )
+from lightning_moe_ckpt.storage import (
+    GenerationId,
+    RankMarker,
+    SegmentEntry,
+    SegmentLayout,
+    TensorSpec,
+    dtype_of,
+    lacking_memory,
+)
+
+_MOST_PER_ELEMENT = 64
+"""Bytes per parameter in a segment, of state and averages, at most: several times what optimizers have."""
+_ROOM_NBYTES = 64 * 2**20
+"""For a header and alignment."""
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Raise `Corrupt` where values of a stored document, which may hold anything, are not what is expected."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Corrupt(
+            f"{what} is not one that this release reads ({error!r}). Resume with the release that wrote it."
+        ) from error
+
+
+def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
+    """Return layouts of the records that a marker says are there, by step, in their order in the files.
+
+    Raises:
+        Corrupt: no segment has such records.
+    """
+    by_step: dict[int, list[SegmentEntry]] = {}
+    for entry in marker.segments:
+        by_step.setdefault(entry.step, []).append(entry)
+    return [_stored_layout(by_step[step]) for step in sorted(by_step)]
+
+
+def _stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
+    records = [record for each in files for record in sorted(each.records, key=lambda record: record.offset)]
+    # Buffers are stored whole, of anything else there is a flat piece.
+    shapes = [record.global_shape if record.kind == "buffer" else (record.numel,) for record in records]
+    where = ", ".join(each.key for each in files)
+    try:
+        specs = [
+            TensorSpec(each.name, dtype_of(each.dtype), shape) for each, shape in zip(records, shapes, strict=True)
+        ]
+        layout = SegmentLayout(specs, metadata=SEGMENT_METADATA)
+    except ValueError as error:
+        raise Corrupt(f"{where}: its marker describes no segment ({error}). Another copy may be good.") from error
+    if layout.nbytes > sum(each.nbytes for each in files):
+        raise Corrupt(f"{where}: its marker has records that overlap. Another copy may be good.")
+    return layout
+
+
+def journal_capacity(marker: RankMarker) -> int:
+    """Return the bytes that a marker says were kept for each journal."""
+    return next(record.nbytes for record in marker.segments[0].records if record.name == JOURNAL)
+
+
+def misfit(marker: RankMarker, view: StateView) -> str | None:
+    """Return why segments are none, or larger than any that this rank would write, found out before they are read."""
+    try:
+        stored_layouts(marker)
+    except Corrupt as error:
+        return str(error)
+    numel = sum(tensor.numel() for tensor in view.params.values())
+    buffers = sum(b.nbytes for name in view.buffer_names if (b := view.buffer(name)) is not None)
+    most = _ROOM_NBYTES + _MOST_PER_ELEMENT * numel + 2 * buffers
+    for segment in {each.step: each for each in reversed(marker.segments)}.values():  # the durable files
+        journals = [record.nbytes for record in segment.records if record.name == JOURNAL]
+        if len(journals) != 1:
+            return f"{segment.key}: has {len(journals)} journals, 1 was expected"
+        if segment.nbytes - journals[0] > most:
+            return f"{segment.key}: has {segment.nbytes} bytes, a segment of this model at most {most} and its journal"
+    lack = lacking_memory(sum(segment.nbytes for segment in marker.segments))
+    return None if lack is None else f"{', '.join(segment.key for segment in marker.segments)}: {lack}"
+
+
+@dataclass(kw_only=True)
+class RestoreSource:
+    """A generation that every rank could read, with this rank's bytes."""
+
+    generation: GenerationId
+    policy: Mapping[str, Any]
+    steps: Sequence[int]
+    segments: list[Tensor]
+    """One uint8 tensor per step, laid out as `layouts` says."""
+    layouts: list[SegmentLayout]
+    restored_from: dict[str, int]
+    """Bytes of this rank, by the tier from which they were read."""
+    committed: bool
+    """Whether it is in storage; if not, it is in memory only."""
+    chosen: RestorePlan
+    """Where experts are from that are of other generations."""
+    tokens: TokensByGeneration
+
+    @classmethod
+    def of(cls, part: Restored, tokens: TokensByGeneration, *, committed: bool) -> RestoreSource:
+        """Return what a rank has of a generation after its attempt."""
+        restored_from = Counter[str]()
+        for copy, count in part.nbytes.items():
+            restored_from[copy.source] += count
+        return cls(
+            generation=part.marker.generation,
+            policy=part.marker.policy,
+            steps=sorted(set(part.marker.steps)),
+            segments=part.segments,
+            layouts=part.layouts,
+            restored_from=dict(restored_from),
+            committed=committed,
+            chosen=part.chosen,
+            tokens=tokens,
+        )
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Its step, by the tiers that are known to hold this rank's part of it."""
+        return dict.fromkeys([*self.restored_from, *(["storage"] if self.committed else [])], self.generation.step)
+
+    @property
+    def first_step(self) -> int:
+        """The boundary of the window's first step."""
+        return self.steps[0]
+
+    @property
+    def journal_nbytes(self) -> int:
+        """Capacity of the journal record."""
+        return self.layouts[0].spans[JOURNAL].nbytes
+
+    @property
+    def start(self) -> Journal:
+        """What the run was at the first boundary when the next batch began."""
+        start: Journal = decode_journal(self.layouts[0].view(self.segments[0], JOURNAL))["start"]
+        return start
+
+    def check_headers(self, expected: Sequence[SegmentLayout]) -> None:
+        """Raise `IdentityMismatch` if the bytes do not lie where this model, plan and world put them."""
+        for step, found, wanted in zip(self.steps, self.layouts, expected, strict=True):
+            if found.header != wanted.header:
+                raise IdentityMismatch(
+                    f"{self.generation}, segment of step {step}: its records are not those this model, optimizer and "
+                    "world give. Resume with the code that wrote it, or start anew with resume='never'."
+                )
 
 
 def load_found(
@@ -41,7 +195,7 @@ def load_found(
     may_skip: bool,
     as_user: Callable[[Journal], None],
 ) -> tuple[WindowLayout, Replay]:
-    """Load the first slot, and buffers. Collective.
+    """Load the first step, and buffers. Collective.
 
     Args:
         found: a verified generation.
@@ -61,7 +215,8 @@ def load_found(
     """
     as_user(found.start)  # first: what records hold depends on the groups of the optimizer
     with understood(f"{found.generation}: its plan"):
-        layout = restored_window(found.plan, found.chosen, view, groups, found.journal_nbytes)
+        record = PlanRecord.from_json(found.policy["plan"])
+        layout = restored_window(record, found.chosen, view, groups, found.journal_nbytes)
     with exchange.raise_together(IdentityMismatch):  # each rank has records of its own
         found.check_headers([step.durable.segment for step in layout.steps])
     replay = Replay(
@@ -77,14 +232,14 @@ def load_found(
     )
     replay.load(found.first_step)
     replay.load_buffers()
-    note_recovery(found, replay.journals[0]["outcome"], view.operators)
+    note_recovery(found.generation, found.chosen, found.tokens, replay.journals[0]["outcome"], view.operators)
     return layout, replay
 
 
 def restored_window(
     record: PlanRecord, chosen: RestorePlan, view: StateView, groups: ParallelGroups, journal_nbytes: int
 ) -> WindowLayout:
-    """The layout of a restored state: that of its generation; where experts are from others, with all of them, cut as there.
+    """Return the layout of a restored state: that of its generation, with experts from others cut as they are there.
 
     Raises:
         IdentityMismatch: the plan is for other experts.
@@ -92,37 +247,28 @@ def restored_window(
     window = lay_out(record, view, groups, journal_nbytes)
     if not chosen.is_partial:
         return window
-    parts = {
+    shards = {
         region: [
-            part for part in window.steps[0].durable.parts[region] if view.operators[part.operator].kind != "expert"
+            each for each in window.steps[0].durable.parts[region] if view.operators[each.operator].kind != "expert"
         ]
         for region in REGIONS
     }
-    for name, tiles in chosen.tiles.items():
+    for name, sources in chosen.shards.items():
         if name in view.operators:  # else it is on other ranks
             operator = view.operators[name]
-            parts[operator.holders] += [_part(operator, tile) for tile in tiles]
-    return WindowLayout(record=record, steps=[StepLayout(FileLayout(parts, view, groups, journal_nbytes))])
+            shards[operator.holders] += [_shard(operator, each) for each in sources]
+    return WindowLayout(record=record, steps=[StepLayout(FileLayout(shards, view, groups, journal_nbytes))])
 
 
-def _part(operator: Operator, tile: ShardSource) -> Shard:
-    whole = next((each for each in operator.slices if _covers(each, tile)), None)
-    if whole is None:
-        raise IdentityMismatch(
-            f"`{tile.fqn}`: elements from {tile.global_start} on are not of {operator.name}, as the run has it. "
-            "Resume with the code that wrote it, or start anew with resume='never'."
-        )
-    start = whole.start + tile.global_start - whole.global_start
-    piece = ParamSlice(
-        fqn=tile.fqn,
-        start=start,
-        stop=start + tile.numel,
-        global_shape=whole.global_shape,
-        global_start=tile.global_start,
+def _shard(operator: Operator, source: ShardSource) -> Shard:
+    stop = source.global_start + source.numel
+    for whole in operator.slices:
+        first = whole.global_start
+        if whole.fqn == source.fqn and first <= source.global_start and stop <= first + whole.numel:
+            start = whole.start + source.global_start - first
+            piece = replace(whole, start=start, stop=start + source.numel, global_start=source.global_start)
+            return Shard(operator=operator.name, kind=RecordKind.FULL, piece=piece, writer=source.writer)
+    raise IdentityMismatch(
+        f"`{source.fqn}`: elements from {source.global_start} on are not of {operator.name}, as the run has it. "
+        "Resume with the code that wrote it, or start anew with resume='never'."
     )
-    return Shard(operator=operator.name, kind=RecordKind.FULL, piece=piece, writer=tile.writer)
-
-
-def _covers(whole: ParamSlice, tile: ShardSource) -> bool:
-    stop = whole.global_start + whole.numel
-    return whole.fqn == tile.fqn and whole.global_start <= tile.global_start and tile.global_start + tile.numel <= stop

@@ -1,29 +1,77 @@
 """Open a run: find what to resume from, whole and verified, and begin an incarnation, which fences earlier ones.
 
-The search for it is in `_search.py`. If the log moved between the search and the opening of the incarnation, another process
-has started meanwhile or an earlier one still commits, and the search begins again.
+The coordinator lists commits, every rank what it finds in memory. Ranks agree on the newest version that each can be given
+its part of, bring it, and go on with the next older one if a part is bad in every copy. A version that another model,
+optimizer or world wrote stops the search: it is the user's to say what should become of it.
+
+If the log moved between the search and the opening of the incarnation, another process has started meanwhile or an earlier
+one still commits, and the search begins again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_moe_ckpt.coordination import Exchange, warn_of_other_versions
-from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
+from lightning_moe_ckpt.errors import ConfigurationError, IdentityMismatch, NoUsableGeneration
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.recovery._found import RestoreSource
-from lightning_moe_ckpt.recovery._search import ResumeRequest, Search
-from lightning_moe_ckpt.storage import Backend, GenerationId, Resume, RunStore, open_backend
-from lightning_moe_ckpt.tiers import HostTier, MemoryClaim
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
+from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, memory_of
+from lightning_moe_ckpt.recovery._loading import (
+    RestoreSource,
+    journal_capacity,
+    misfit,
+    restored_window,
+    stored_layouts,
+    understood,
+)
+from lightning_moe_ckpt.recovery._token_loss import tokens_behind
+from lightning_moe_ckpt.snapshot import (
+    Facts,
+    Identity,
+    PlanRecord,
+    StateView,
+    live_facts,
+    live_optimizer,
+    model_differences,
+    stored_facts,
+)
+from lightning_moe_ckpt.storage import (
+    Backend,
+    Commit,
+    GenerationId,
+    RankMarker,
+    Resume,
+    RunStore,
+    SegmentLayout,
+    open_backend,
+)
+from lightning_moe_ckpt.tiers import HostTier, MemoryClaim, ObjectTier, Tier, shared_directory
 
 log = logging.getLogger(__name__)
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """In which launchers say how often they have started a job before."""
+
+StoredFacts = tuple[Facts, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest:
+    """What is to be resumed, as far as a run must have been written by the same."""
+
+    identity: Identity
+    view: StateView
+    groups: ParallelGroups
+    may_lack_experts: bool = False
+    """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
 
 
 class RunOpener:
@@ -62,7 +110,7 @@ class RunOpener:
         return self.store.run_id
 
     def name(self, step: int) -> GenerationId:
-        """A generation of this incarnation, once it is open."""
+        """Return the name of a generation of this incarnation, once it is open."""
         return GenerationId(step=step, incarnation=self._incarnation, nonce=self._nonce)
 
     def open(self, *, resume: Resume, job: ResumeRequest) -> RestoreSource | None:
@@ -76,12 +124,12 @@ class RunOpener:
         any_memory = resume == "memory"
         with closing(HostTier(self._tag)) as memory:
             while True:
-                search = Search(self.store, self._exchange, [memory], job, any_memory=any_memory)
+                search = Search(self.store, self._exchange, memory, job, any_memory=any_memory)
                 found = search.run()
                 if found is None and (search.reasons or resume == "must"):
                     raise NoUsableGeneration(self._no_generation(resume, search))
                 resumed = None if found is None else found.generation
-                if self._open_incarnation(resumed, search.volatile, foreign=any_memory):
+                if self._open_incarnation(resumed, search, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
                         tag=self._tag,
@@ -103,23 +151,21 @@ class RunOpener:
     # -- private
 
     def _open_store(self, resume: Resume) -> None:
-        told = self._exchange.run_on_coordinator(lambda: self._open_as_coordinator(resume))
-        assert isinstance(told, list)
-        run_id, self._tag = told
+        def open_run() -> object:
+            self.store = RunStore.open(self._backend, resume=resume)
+            return [self.store.run_id, self.store.memory_tag]
+
+        opened = self._exchange.run_on_coordinator(open_run)
+        assert isinstance(opened, list)
+        run_id, self._tag = opened
         if not self._exchange.is_coordinator:
             self.store = RunStore.join(self._backend, run_id=run_id)
 
-    def _open_as_coordinator(self, resume: Resume) -> object:
-        self.store = RunStore.open(self._backend, resume=resume)
-        return [self.store.run_id, self.store.memory_tag]
-
-    def _open_incarnation(
-        self, resumed: GenerationId | None, volatile: Collection[GenerationId], *, foreign: bool
-    ) -> bool:
-        """Whether the incarnation was opened; if not, the log moved meanwhile and the pick has to be made again."""
+    def _open_incarnation(self, resumed: GenerationId | None, search: Search, *, foreign: bool) -> bool:
+        """Return whether it was opened; if not, the log moved meanwhile and the search has to be made again."""
 
         def open_incarnation() -> object:
-            incarnation = self.store.open_incarnation(resumed, volatile=volatile, foreign=foreign)
+            incarnation = self.store.open_incarnation(resumed, volatile=search.volatile, foreign=foreign)
             return [incarnation, self.store.nonce, self.store.memory_tag]
 
         opened = self._exchange.run_on_coordinator(open_incarnation)
@@ -146,6 +192,219 @@ class RunOpener:
             "Put back what is missing (`moe-ckpt repair URL` rebuilds a lost log), begin anew beside what is there with "
             f"resume='never', or give another URL.{instead}"
         )
+
+
+class Search:
+    """One look at all that is there; every method is collective.
+
+    Args:
+        store: of the run; on rank 0 the coordinator's.
+        exchange: control exchange between ranks.
+        memory: of this rank's node.
+        job: what is to be resumed.
+        any_memory: whether what is in memory may be taken whatever the log says of it.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        exchange: Exchange,
+        memory: Tier,
+        job: ResumeRequest,
+        *,
+        any_memory: bool = False,
+    ) -> None:
+        self._store, self._exchange, self._memory, self._job = store, exchange, memory, job
+        self._any_memory = any_memory
+        self.reasons: list[str] = []
+        """What was there and could not be restored, and why; the same on all ranks after `run`."""
+        self.volatile: frozenset[GenerationId] = frozenset()
+        """Generations of which some rank has something in memory."""
+        self.committed: frozenset[Version] = frozenset()
+        """What storage has."""
+        self.missing: Mapping[str, str] = {}
+        """Experts without which the newest generation could be restored, and why it has no good copy of them."""
+        self.foreign: frozenset[GenerationId] = frozenset()
+        """Generations in memory that are of another past than storage as it stands, and are not taken."""
+        self._partial: list[Version] = []
+        """Versions with some experts only, which were given up."""
+
+    def run(self) -> RestoreSource | None:
+        """Return the newest generation that all ranks have now, with this rank's part of it.
+
+        Raises:
+            IdentityMismatch: the run was written by another model, optimizer or world.
+        """
+        listed = self._exchange.run_on_coordinator(self._list)
+        assert isinstance(listed, list)
+        *stored, self.reasons = listed
+        rows = [[Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored]
+        self._commits, sources = ({Version(c.generation, c.plan_hash): c for c in row} for row in rows)
+        self._in_storage = {**self._commits, **sources}
+        self._reader = Reader(
+            self._store.run_id, self._memory, ObjectTier(self._store, list(self._in_storage.values()))
+        )
+        stocks = self._exchange.gather_values(self._reader.stock(memory_of(shared_directory())).plain())
+        self._inventory = Inventory.of(stocks, self._commits, sources)
+        self.committed = self._inventory.committed
+        self.volatile = frozenset(version.generation for version in self._inventory.in_memory)
+        self._judge()
+        usable = self._inventory.usable(self._alive)
+        found = self._first_of(usable, may_lack=False)
+        if found is None and self.missing and self._job.may_lack_experts:
+            found = self._first_of(self._partial, may_lack=True)
+        if found is not None and found.generation < usable[0].generation and self._exchange.is_coordinator:
+            newest, taken = usable[0].generation, found.generation
+            log.warning(
+                "%s is resumed from, an older generation, since newer ones cannot be restored; the newest, %s, is %d steps "
+                "ahead, which are trained again. Why: %s",
+                *(taken, newest, newest.step - taken.step, "; ".join(self.reasons)),
+            )
+        return found
+
+    # -- what there is
+
+    def _list(self) -> object:
+        self._store.promote()
+        commits = [commit.to_bytes() for commit in self._store.candidates()]
+        sources = [commit.to_bytes() for commit in self._store.sources]
+        return [commits, sources, [f"{where}: {why}" for where, why in self._store.unreadable]]
+
+    def _judge(self) -> None:
+        """Learn which versions may be restored from; the coordinator knows what the log allows."""
+        judged = self._exchange.run_on_coordinator(self._judged)
+        assert isinstance(judged, list)
+        rows, foreign, reasons = judged
+        self._alive = [Version.from_plain(row) for row in rows]
+        self.foreign = frozenset(Version.from_plain(row).generation for row in foreign)
+        self.reasons = [*self.reasons, *reasons]
+
+    def _judged(self) -> object:
+        """Return what may be restored from, what of memory is of another past, and what that means if nothing else is there."""
+        inventory, store = self._inventory, self._store
+        seen = inventory.seen
+        whys = {v: store.why_foreign(v.generation, seen.get(v)) for v in inventory.in_memory if not self._any_memory}
+        foreign = {version: why for version, why in whys.items() if why is not None}
+        may = inventory.in_memory if self._any_memory else frozenset[Version]()
+        alive = [
+            v for v in inventory.all_versions if v in may or (v not in foreign and store.why_dead(v.generation) is None)
+        ]
+        plain = [version.plain() for version in alive]
+        newest = max(alive, default=None)
+        if not foreign or (newest is not None and newest > max(foreign)):
+            return [plain, [], []]
+        offer = max(foreign)
+        said = (
+            f"memory has {offer.generation}, but it is of another past than {store.url} as it stands: {foreign[offer]}. "
+            f"The newest there is {newest.generation if newest else 'nothing'}, and that is followed. To go on from memory "
+            "instead, stop this job and start it with resume='memory'; until its next start or its end what memory has "
+            "stays, as long as there is room"
+        )
+        if newest is not None:
+            log.warning("%s", said)
+        return [plain, [version.plain() for version in foreign], [] if newest is not None else [said]]
+
+    # -- bringing it
+
+    def _first_of(self, versions: Sequence[Version], *, may_lack: bool) -> RestoreSource | None:
+        for version in versions:
+            if version in self._commits:
+                self._check_identity(self._commits[version])
+            found = self._bring(version, may_lack=may_lack)
+            if found is not None:
+                return found
+        return None
+
+    def _bring(self, version: Version, *, may_lack: bool) -> RestoreSource | None:
+        digests = {version: commit.markers[self._exchange.rank] for version, commit in self._in_storage.items()}
+        attempt = RestoreAttempt(
+            *(self._exchange, self._reader, self._inventory, version, self._alive),
+            digests=digests,
+            allow_missing=may_lack,
+        )
+        marker = attempt.marker()
+        if marker is not None and version not in self._commits:
+            self._check_identity(marker)
+        misfits = [] if marker is None else self._misfits(marker)
+        part = None
+        if marker is not None and not misfits:
+            experts = {op.name: op.numel for op in self._job.view.operators if op.kind == "expert"}
+            part = attempt.bring(marker, experts, partial(self._lay_out, marker))
+        if part is None:
+            self.missing = self.missing or attempt.missing
+            self._partial += [version] if attempt.is_partial and not may_lack else []
+            for reason in (*attempt.reasons, *misfits):
+                log.error("cannot resume from %s, %s; trying an older generation", version.generation, reason)
+                self.reasons.append(f"{version.generation}, {reason}")
+            return None
+        self._log_sources(str(version), part.nbytes)
+        return RestoreSource.of(part, tokens_behind(attempt, part.chosen), committed=version in self._commits)
+
+    def _lay_out(self, marker: RankMarker, chosen: RestorePlan) -> list[SegmentLayout]:
+        """Return where this rank wants its records: as they lie in files, unless experts are of other generations."""
+        if not chosen.is_partial:
+            return stored_layouts(marker)  # see `misfit`
+        journal_nbytes = journal_capacity(marker)
+        with self._exchange.raise_together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
+            plan = PlanRecord.from_json(str(marker.policy["plan"]))
+            window = restored_window(plan, chosen, self._job.view, self._job.groups, journal_nbytes)
+        return [step.durable.segment for step in window.steps]
+
+    def _misfits(self, marker: RankMarker) -> list[str]:
+        """Return what some rank would have to make room for and cannot be of this job; equal on all ranks. Collective."""
+        said = self._exchange.gather_values(misfit(marker, self._job.view))
+        return [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None]
+
+    def _log_sources(self, what: str, read: Mapping[Replica, int]) -> None:
+        """Each rank says where its bytes came from; the coordinator says it of all."""
+        places = Counter[str]()
+        for copy, nbytes in read.items():
+            places[str(copy)] += nbytes
+        own = ", ".join(f"{nbytes / 2**20:.1f} MiB from {place}" for place, nbytes in places.items())
+        ranks: dict[object, list[int]] = {}
+        for rank, text in enumerate(self._exchange.gather_values(own)):
+            ranks.setdefault(text, []).append(rank)
+        shown = ranks if self._exchange.is_coordinator else {own: [self._exchange.rank]}
+        for text, of in shown.items():
+            log.info("%s: rank%s %s: %s", what, "s" if len(of) > 1 else "", ", ".join(map(str, of)), text)
+
+    # -- whether the run is this job's
+
+    def _check_identity(self, stored: Commit | RankMarker) -> None:
+        if self._exchange.all_agree(self._job.identity == Identity.of_stored(stored)):
+            return
+        live: Facts = {}
+        for each in self._exchange.gather_values(live_facts(self._job.view.operators)):
+            assert isinstance(each, dict)
+            live |= each  # ranks may hold different experts
+        was = self._stored_facts(stored)
+        differences = self._exchange.run_on_coordinator(lambda: self._differences(stored, was, live))
+        raise IdentityMismatch(
+            f"{self._store.url} was written by a run that differs from this one: {differences}. Resume with what "
+            "wrote it, give another URL, or start anew with resume='never'. Weights alone are carried over by "
+            "`moe-ckpt export`. Nothing stored was lost."
+        )
+
+    def _stored_facts(self, stored: Commit | RankMarker) -> Callable[[], StoredFacts]:
+        """What the run's ranks wrote: read by the coordinator from storage, or said by each rank of its own marker."""
+        if isinstance(stored, Commit):
+            return lambda: stored_facts([self._store.read_marker(stored, rank) for rank in range(stored.world_size)])
+        facts: Facts = {}
+        said = self._exchange.gather_values(list(stored_facts([stored])))
+        for each in said:
+            assert isinstance(each, list)
+            facts |= each[0]
+        assert isinstance(said[0], list)
+        optimizer = said[0][1]  # rank 0 knows it for all
+        return lambda: (facts, optimizer)
+
+    def _differences(self, stored: Commit | RankMarker, was: Callable[[], StoredFacts], live: Facts) -> str:
+        identity = Identity.of_stored(stored)
+        lines = list(self._job.identity.job_differences(identity))
+        if self._job.identity.fingerprint != identity.fingerprint:
+            optimizer = live_optimizer(self._job.view.operators, self._job.view.schema, self._job.view.params)
+            lines += model_differences(was(), (live, optimizer))
+        return "; ".join(lines) or "the order of parameters, or settings of the optimizer's state"
 
 
 def _warn_of_a_restart(url: str) -> None:

@@ -60,6 +60,8 @@ class Holding:
     """Bytes of all its segments together."""
     exact: bool = True
     """Whether these are the owner's bytes, and not rebuilt from rounded gradients."""
+    file: str = ""
+    """For copies in memory: name of the file, which tells several copies of one part apart."""
     seen: GenerationId | None = field(default=None, compare=False)
     """For copies in memory: the newest commit that was known when the copy was taken."""
 

@@ -64,7 +64,7 @@ class HostTier:
     def __init__(self, tag: str, directory: Path | None = None) -> None:
         self._tag = tag
         self._directory = directory if directory is not None else shared_directory()
-        self._places: dict[Holding, list[_Place]] = {}
+        self._places: dict[Holding, _Place] = {}
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
 
@@ -110,20 +110,17 @@ class HostTier:
                 continue  # incomplete, of an earlier ring, or gone meanwhile
             starts = _starts(marker, header)
             place = _Place(memory=path, header=header, marker=file, status=status, starts=starts)
-            self._places.setdefault(holding, []).append(place)
+            self._places[holding] = place
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
-        """Return the result of `look` at the first location of a copy whose marker is still valid; all have the same bytes."""
-        failed: Exception = KeyMissing(f"{self._directory}: no memory of {holding}.")
-        for place in self._places.get(holding, []):
-            try:
-                return look(place)
-            except FileNotFoundError as error:  # noqa: PERF203  # places are few
-                failed = KeyMissing(f"{place.marker}: is gone, the memory was filled anew.")
-                failed.__cause__ = error
-            except Corrupt as error:
-                failed = error
-        raise failed
+        """Return the result of `look` at the location of a copy."""
+        place = self._places.get(holding)
+        if place is None:
+            raise KeyMissing(f"{self._directory}: no memory of {holding}.")
+        try:
+            return look(place)
+        except FileNotFoundError as error:
+            raise KeyMissing(f"{place.marker}: is gone, the memory was filled anew.") from error
 
     def _header(self, path: Path) -> RingHeader:
         descriptor = self._open(path)
@@ -175,6 +172,7 @@ def _holding(file: MemoryMarker, name: MemoryName) -> Holding:
         owner=marker.rank,
         nbytes=sum(segment.nbytes for segment in marker.segments),
         exact=not marker.rounded,
+        file=str(name),
         seen=file.seen,
     )
 

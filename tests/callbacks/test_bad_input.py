@@ -26,7 +26,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fence
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.parallel import run_world
-from lightning_moe_ckpt.recovery._found import RestoreSource
+from lightning_moe_ckpt.recovery._loading import RestoreSource
 from lightning_moe_ckpt.storage import Retention, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.tiers import _shm

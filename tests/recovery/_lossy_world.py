@@ -14,16 +14,9 @@ from typing import Literal
 
 import torch
 
-from lightning_moe_ckpt.recovery import (
-    Inventory,
-    Reader,
-    RestoreAttempt,
-    Restored,
-    RestorePlan,
-    Transport,
-    Version,
-    memory_of,
-)
+from lightning_moe_ckpt.recovery import Transport, Version
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
+from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, memory_of
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -170,11 +163,11 @@ class LossyWorld(World):
         )
         return entry, data
 
-    def remember(self, steps: Sequence[int], rank: int, node: Path) -> None:
-        """Memory of `node` has these generations of a rank."""
-        parts = [self.lossy_part(step, rank, "memory") for step in steps]
-        kind: Literal["ring", "replica"] = "ring" if node == self.nodes[rank] else "replica"
-        name = shared_name(self.store.run_id, rank, kind)
+    def remember(self, steps: Sequence[int], rank: int, node: Path, *, level: Level = "memory") -> None:
+        """Memory of `node` has these generations of a rank; as storage would have them, in a replica."""
+        parts = [self.lossy_part(step, rank, level) for step in steps]
+        is_own = node == self.nodes[rank] and level == "memory"
+        name = shared_name(self.store.run_id, rank, "ring" if is_own else "replica")
         ring = SegmentRing.create(name, max(len(data) for _, data in parts), len(parts), node)
         for marker, data in parts:
             ring.begin_window(marker.generation)
@@ -244,17 +237,17 @@ class LossyWorld(World):
         """What storage has of a rank's journal."""
         return content(step, rank, "journal", BASE["journal"]).numpy().tobytes()
 
-    def told(self, newest: int, steps: Sequence[int]) -> list[dict[GenerationId, bytes]]:
+    def told(self, newest: int, steps: Sequence[int]) -> list[dict[GenerationId, object]]:
         """What every rank of a restart from `newest` is told of the journals of other generations."""
         run_id, commits = self.offered()
         generations = [self.store.name(step) for step in steps]
 
-        def ask(rank: int) -> dict[GenerationId, bytes]:
+        def ask(rank: int) -> dict[GenerationId, object]:
             transport = ThreadTransport(self.wire, rank)
             for attempt in self._attempts(transport, run_id, commits, ()):
                 assert attempt.version.generation.step == newest
                 assert _attempt(attempt, rank) is not None
-                return {each: bytes(value) for each, value in attempt.tell(generations, "journal", bytes).items()}  # type: ignore[call-overload]
+                return attempt.read_common(generations, "journal", bytes)
             raise AssertionError("there is nothing to restore")
 
         told = in_threads(self.world_size, ask)
@@ -285,7 +278,7 @@ class LossyWorld(World):
     ) -> Iterator[RestoreAttempt]:
         node = self.nodes[transport.rank]
         joined = RunStore.join(self.backend, run_id=run_id)
-        reader = Reader(run_id, [self.tiers[node]], ObjectTier(joined, [*commits, *self.sources()]))
+        reader = Reader(run_id, self.tiers[node], ObjectTier(joined, [*commits, *self.sources()]))
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
         sources = self.sources()
         by_version = {Version(c.generation, c.plan_hash): c for c in (*commits, *sources)}
@@ -302,7 +295,7 @@ class LossyWorld(World):
                 alive,
                 digests=digests,
                 allow_missing=self.allow_missing,
-                chunk_nbytes=300,
+                message_nbytes=300,
             )
 
 
@@ -314,7 +307,7 @@ def _attempt(attempt: RestoreAttempt, rank: int) -> Restored | None:
         if not chosen.is_partial:
             names = {each.name: each.numel for each in marker.segments[0].records}
             return [SegmentLayout(specs(names), metadata={})]
-        tiles = [(expert, t) for expert, row in chosen.tiles.items() for t in row if t.writer == rank]
+        tiles = [(expert, t) for expert, row in chosen.shards.items() for t in row if t.writer == rank]
         names = {record_name(expert, t.global_start, t.numel): t.numel for expert, t in tiles}
         return [SegmentLayout(specs({**BASE, **names}), metadata={})]
 
@@ -338,7 +331,7 @@ def experts_found(world: LossyWorld, found: Sequence[Found | None]) -> tuple[int
         assert (generation, part.chosen) == (first[0], first[1].chosen)
         for name, numel in BASE.items():
             assert torch.equal(part.layouts[0].view(part.segments[0], name), content(step, rank, name, numel))
-        for expert, tiles in part.chosen.tiles.items():
+        for expert, tiles in part.chosen.shards.items():
             for t in (t for t in tiles if t.writer == rank):
                 name = record_name(expert, t.global_start, t.numel)
                 values = part.layouts[0].view(part.segments[0], name)

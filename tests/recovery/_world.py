@@ -15,16 +15,10 @@ from typing import Literal, TypeVar
 import torch
 from stored._segments import LAYOUT, entry_of, segment_bytes
 
-from lightning_moe_ckpt.recovery import (
-    Inventory,
-    Reader,
-    RestoreAttempt,
-    Restored,
-    Transport,
-    Version,
-    memory_of,
-)
-from lightning_moe_ckpt.recovery._rounds import Parcel
+from lightning_moe_ckpt.recovery import Transport, Version
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored
+from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, memory_of
+from lightning_moe_ckpt.recovery._transfer import Message
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -67,7 +61,7 @@ class ThreadTransport:
         self._wire.barrier.wait()
         return values
 
-    def transfer(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Callable[[], None]:
+    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
         for to, view in sends:
             self._wire.queues[self.rank, to].put(bytes(view))
             self._wire.nbytes[self.rank, to] += view.nbytes
@@ -195,13 +189,13 @@ class World:
     def file_in_storage(self, entry: SegmentEntry) -> Path:
         return Path(self.backend.url.removeprefix("file://")) / entry.key
 
-    def restore(self, chunk_nbytes: int = 5000) -> list[Found | None]:
+    def restore(self, message_nbytes: int = 5000) -> list[Found | None]:
         """What a restart gives every rank: the newest version that turns out good, with nothing in between restarted."""
         run_id, commits = self.offered()
         self.reasons = [[] for _ in self.nodes]
 
         def live(rank: int) -> Found | None:
-            found, self.reasons[rank] = self.life(ThreadTransport(self.wire, rank), run_id, commits, chunk_nbytes)
+            found, self.reasons[rank] = self.life(ThreadTransport(self.wire, rank), run_id, commits, message_nbytes)
             return found
 
         found = in_threads(self.world_size, live)
@@ -215,19 +209,19 @@ class World:
         return store.run_id, store.candidates()
 
     def life(
-        self, transport: Transport, run_id: str, commits: Sequence[Commit], chunk_nbytes: int = 5000
+        self, transport: Transport, run_id: str, commits: Sequence[Commit], message_nbytes: int = 5000
     ) -> tuple[Found | None, list[str]]:
         """What one rank of a restart gets, and why newer versions were given up."""
         node, reasons = self.nodes[transport.rank], []
-        reader = Reader(run_id, [self.tiers[node]], ObjectTier(RunStore.join(self.backend, run_id=run_id), commits))
+        reader = Reader(run_id, self.tiers[node], ObjectTier(RunStore.join(self.backend, run_id=run_id), commits))
         stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
-        inventory = Inventory.of(stocks, reader.committed)
+        inventory = Inventory.of(stocks, [Version(c.generation, c.plan_hash) for c in commits])
         digests = {Version(c.generation, c.plan_hash): c.markers[transport.rank] for c in commits}
         for version in inventory.usable(inventory.all_versions):
             attempt = RestoreAttempt(
                 *(transport, reader, inventory, version, inventory.all_versions),
                 digests=digests,
-                chunk_nbytes=chunk_nbytes,
+                message_nbytes=message_nbytes,
             )
             marker = attempt.marker()
             # What is cut among ranks and could be taken from another generation is not asked for: the generation is exact.

@@ -7,8 +7,8 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.recovery import Inventory, Stock, Version
-from lightning_moe_ckpt.recovery._inventory import Item
+from lightning_moe_ckpt.recovery import Version
+from lightning_moe_ckpt.recovery._inventory import Inventory, Item, Stock
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.storage._log import History
 
@@ -106,7 +106,7 @@ def test_agreement_is_what_trying_every_version_gives(world: Inventory, history:
     expected = [
         each
         for each in (version(s, e, p) for s, e, p in product(range(5), range(1, 4), "ab"))
-        if all(somewhere(each, owner) for owner in range(world.world_size))
+        if all(somewhere(each, owner) for owner in range(len(world.stocks)))
         and history.why_dead(each.generation) is None
     ]
     found = usable(world, history)
@@ -114,7 +114,7 @@ def test_agreement_is_what_trying_every_version_gives(world: Inventory, history:
         found
         == sorted(expected, key=lambda each: (each.generation.step, each.generation.incarnation, each.plan_hash))[::-1]
     )
-    for each, owner in product(found, range(world.world_size)):
+    for each, owner in product(found, range(len(world.stocks))):
         copies = world.copies(each, owner)
         order = [("host", "peer", "storage").index(copy.source) for copy in copies]
         assert copies

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import KeyMissing
-from lightning_moe_ckpt.recovery import Assembly, Replica, Replicas, Request, Version, Wanted, stored_index
+from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.recovery._assembly import MAX_STREAMS, Exhausted, Place
 from lightning_moe_ckpt.recovery._index import RecordIndex, newest_whole
+from lightning_moe_ckpt.recovery._inventory import Replica
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry, digest_of
 from lightning_moe_ckpt.tiers import TierName
 
@@ -119,7 +120,7 @@ def test_every_state_of_the_copies_gives_what_trying_each_gives(
     assert assembly.fill(store.read) == all(map(somewhere, NAMES))
     if not assembly.lost:
         require(buffer, starts)
-        assert assembly.done
+        assert not assembly.unverified
         assert sum(assembly.supplied.values()) == sum(each.nbytes for each in store.requests)
     else:
         name = assembly.lost.removeprefix("it: ")[0]
@@ -190,7 +191,7 @@ def test_what_must_not_be_lost_raises_where_it_was_tried() -> None:
 def test_nothing_wanted_is_done_at_once() -> None:
     """Nor does a record without bytes have to be read."""
     empty = Wanted("none", 0, 0, digest_of(b""), [])
-    assert Assembly("it", torch.empty(0, dtype=torch.uint8), [empty], may_be_lost=False).done
+    assert not Assembly("it", torch.empty(0, dtype=torch.uint8), [empty], may_be_lost=False).unverified
 
 
 # -- the index
@@ -266,6 +267,8 @@ def test_a_record_of_no_operator_is_found_by_name() -> None:
     """In whatever there is of a generation."""
     index, (entry, _) = RecordIndex(), file_of("a", "file", kind="journal")
     index.add(version(1), entry, [COPIES[0]])
-    assert [places(each) for each in index.named(version(1).generation, "a")] == [[("host", "file")]]
-    assert list(index.named(version(2).generation, "a")) == []
+    found = index.local(version(1).generation, "a")
+    assert found is not None
+    assert places(found) == [("host", "file")]
+    assert index.local(version(2).generation, "a") is None
     assert Place(COPIES[0], entry, 4096) in index.step(version(1), 1)["a"].places

@@ -11,7 +11,7 @@ from stored._segments import LAYOUT
 from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, SegmentEntry, Span
 from lightning_moe_ckpt.tiers import Holding
-from lightning_moe_ckpt.tiers._shm import marker_paths
+from lightning_moe_ckpt.tiers._shm import MemoryKind, marker_paths, shared_name
 from recovery._world import Node, World, require, sources
 from recovery.conftest import MakeWorld
 
@@ -93,6 +93,19 @@ def test_a_flipped_bit_in_storage_is_mended_from_memory(world: World, position: 
     require(world, NEW, [{"peer", "storage"}, {"host"}])
 
 
+@pytest.mark.parametrize("bad", ["ring", "replica"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_of_two_copies_on_one_node_either_may_be_bad(world: World, bad: MemoryKind, node: int) -> None:
+    """On the owner's node, and on that of another rank."""
+    world.keep(NEW, 1, world.nodes[1])
+    tier = world.tiers[world.nodes[node]]
+    kinds: tuple[MemoryKind, MemoryKind] = ("ring", "replica")
+    for kind in kinds:
+        tier.keep(*world.part(NEW, 0), kind)
+    flip(tier.directory / shared_name(tier.run_id, 0, bad), W.offset)
+    require(world, NEW, [{"peer" if node else "host"}, {"host"}])
+
+
 def test_only_the_bad_record_is_read_again(full: World) -> None:
     """The bytes that come from elsewhere are those of one record, not the segment."""
     flip(in_memory(full, 0, 0), W.offset)
@@ -157,7 +170,7 @@ def test_a_copy_that_goes_away_during_the_restore_is_replaced(full: World, after
         for rank in range(2):
             full.tiers[full.nodes[1]].lose(rank)
     full.tiers[node] = Vanishing(full.tiers[node], after=after)
-    for rank, found in enumerate(full.restore(chunk_nbytes=9000)):
+    for rank, found in enumerate(full.restore(message_nbytes=9000)):
         assert found is not None
         version, part = found
         assert version.generation.step == NEW
@@ -242,12 +255,12 @@ def test_a_stripe_with_a_flipped_bit_is_mended_from_another_peer(make_world: Mak
     require(world, NEW, [{"peer"}, {"host"}, {"host"}])
 
 
-@pytest.mark.parametrize("chunk_nbytes", [1000, 4096, 10**6])
-def test_nodes_that_swapped_ranks_send_both_ways_at_once(world: World, chunk_nbytes: int) -> None:
+@pytest.mark.parametrize("message_nbytes", [1000, 4096, 10**6])
+def test_nodes_that_swapped_ranks_send_both_ways_at_once(world: World, message_nbytes: int) -> None:
     """Whatever the chunk, two ranks that send to each other do not wait in a circle."""
     for rank in range(2):
         world.keep(NEW, rank, world.nodes[1 - rank])
-    require(world, NEW, [{"peer"}, {"peer"}], chunk_nbytes=chunk_nbytes)
+    require(world, NEW, [{"peer"}, {"peer"}], message_nbytes=message_nbytes)
 
 
 def test_every_segment_is_read_once_by_one_rank(world: World) -> None:

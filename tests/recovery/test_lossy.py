@@ -32,6 +32,16 @@ def restored(world: LossyWorld, dead: Sequence[int] = ()) -> tuple[int, list[int
     return step, [sources[expert] for expert in EXPERTS]
 
 
+def test_a_smaller_copy_on_the_same_node_is_tried_too(make_lossy: MakeLossy) -> None:
+    """The ring has the files of memory too, the replica those of every tier: what is bad in one comes from the other."""
+    world = make_lossy("a", "b")
+    committed(world, 0)
+    kept(world, [3, 4])
+    flip_in_memory(world, 0, 4, "dense")
+    world.remember([3, 4], 0, world.nodes[0], level="storage")
+    assert restored(world) == (4, [3, 3, 4, 4])
+
+
 def test_memory_gives_every_expert_from_its_newest_turn(make_lossy: MakeLossy) -> None:
     """Storage has nothing but the start, and is not needed."""
     world = make_lossy("a", "b", "c")

@@ -18,8 +18,14 @@ from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
 from lightning_moe_ckpt.planning._planning import Planner
-from lightning_moe_ckpt.policies import MAX_GENERATIONS, DynamicK, PartialPolicy, Selection, SelectivePolicy
-from lightning_moe_ckpt.recovery._token_loss import expert_names
+from lightning_moe_ckpt.policies import (
+    MAX_GENERATIONS,
+    DynamicK,
+    PartialPolicy,
+    Selection,
+    SelectivePolicy,
+    expert_names,
+)
 from lightning_moe_ckpt.snapshot._layout import StateView, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing
@@ -248,7 +254,7 @@ def test_an_expert_of_which_another_rank_found_a_bad_copy_is_stored_again_and_no
     step = int(tokens_of(here).ledger.saved["storage"].step[place])
     run.found = [place + 1, step, 1, -1, 1]
     run.window([10] * (2 * NUM_EXPERTS))
-    name = expert_names(here._view.operators)[place]
+    name = [name for layer in here._view.operators.layers for name in expert_names(layer)][place]
     assert here.bad_copies == {name: {GenerationId(step=step, incarnation=1)}}
     seen = len(run.stored)
     for _ in range(ep_size):

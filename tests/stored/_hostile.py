@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
-from lightning_moe_ckpt.recovery import Inventory, Version
-from lightning_moe_ckpt.recovery._inventory import Item
-from lightning_moe_ckpt.recovery._reader import Reader
+from lightning_moe_ckpt.recovery import Version
+from lightning_moe_ckpt.recovery._inventory import Inventory, Item, Reader
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -139,7 +138,7 @@ class World:
         """What is newest of the past of a place, with the past that it spells; what is of another; all in memory."""
         tier = HostTier(store.memory_tag, self._shared)
         with contextlib.closing(tier):
-            reader = Reader(store.run_id, [tier], ObjectTier(store, list(commits.values())))
+            reader = Reader(store.run_id, tier, ObjectTier(store, list(commits.values())))
             inventory = Inventory.of([reader.stock("node").plain()], commits)
             seen = inventory.seen
             foreign = [v for v in inventory.in_memory if store.why_foreign(v.generation, seen.get(v)) is not None]
@@ -150,7 +149,7 @@ class World:
                 return None, "", [each.generation for each in foreign], volatile
             version = usable[0]
             (copy, *_) = inventory.copies(version, 0)
-            item = Item(version, 0, copy.tier)
+            item = Item(version, 0, copy.file)
             (entry,) = reader.marker(item).segments
             out = bytearray(entry.nbytes)
             reader.read_into(item, entry.key, 0, memoryview(out))

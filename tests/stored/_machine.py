@@ -21,8 +21,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.recovery import Inventory, Version
-from lightning_moe_ckpt.recovery._inventory import Item, Stock
+from lightning_moe_ckpt.recovery import Version
+from lightning_moe_ckpt.recovery._inventory import Inventory, Item, Stock
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,

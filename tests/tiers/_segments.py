@@ -108,13 +108,13 @@ def check_whole(tier: HostTier, holding: Holding) -> RankMarker:
 
 
 def readable(directory: Path, run_id: str = RUN) -> list[tuple[int, int]]:
-    """Owner and step of every copy in the host tier, newest first; each is read and checked."""
+    """Owner and step of everything in the host tier, newest first; each copy is read and checked."""
     tier = HostTier(run_id, directory)
     try:
         holdings = tier.holdings()
         for holding in holdings:
             check(tier, holding)
-        return [(holding.owner, holding.generation.step) for holding in holdings]
+        return [*dict.fromkeys((holding.owner, holding.generation.step) for holding in holdings)]
     finally:
         tier.close()
 

@@ -1,0 +1,287 @@
+"""Bring records in rounds: each rank reads copies that it reaches itself, and fetches the rest from other ranks.
+
+In each round a rank says what it fetches from others, or that something is bad in every copy. It reads local copies
+meanwhile, sends what it was asked for, receives, and verifies. Nobody ever waits for a rank that has gone on.
+
+Every rank works out from the same requests which bytes travel in which order. Requests are cut into messages, and each pair
+of ranks works off a queue of its own. Step `n` of a rank is the `n`-th message of each of its queues: it receives and sends
+them at once. A step waits only for steps with smaller numbers elsewhere, so no cycle can form, and memory is one message per
+queue and step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, Protocol
+
+from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
+from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Item, Reader, Request, Version
+
+log = logging.getLogger(__name__)
+
+MESSAGE_NBYTES = 8 * 2**20
+
+_NUM_READERS = 4
+"""Threads that read and verify."""
+
+_VERIFIED_NBYTES = 4 * 2**20
+"""Bytes of records that a thread verifies before it takes the next ones, at least."""
+
+Message = tuple[int, memoryview]
+"""Another rank, and bytes for or from it; never empty."""
+
+
+class Transport(Protocol):
+    """A world of ranks that call the same methods in the same order; a lost rank is an error, not a wait for ever."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def gather_values(self, value: object) -> list[Any]:
+        """Return every rank's plain value, by rank. Collective."""
+
+    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Begin to send and to receive; between two ranks messages arrive in the order in which they were sent.
+
+        Not collective: a rank with nothing to send or receive need not call it. What is sent must have exactly the
+        size of what is received.
+
+        Returns:
+            Waits for all of it; until then the views stay untouched.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """Bytes, or the marker, that one rank wants of a copy of its part that another rank can read."""
+
+    receiver: int
+    reader: int
+    version: Version
+    file: str
+    """Name of the copy in the reader's memory."""
+    number: int
+    """Tells the receiver's requests of one round apart; equal in all messages of one."""
+    key: str = ""
+    """Key of the file whose bytes are wanted; empty for the marker."""
+    offset: int = 0
+    nbytes: int = 0
+
+    @property
+    def item(self) -> Item:
+        """The copy, as the reader finds it."""
+        return Item(self.version, self.receiver, self.file)
+
+    def plain(self) -> list[object]:
+        """Return plain values, without the receiver, who says it."""
+        return [*self.version.plain(), self.reader, self.file, self.number, self.key, self.offset, self.nbytes]
+
+    @classmethod
+    def from_plain(cls, receiver: int, row: Sequence[Any]) -> FetchRequest:
+        """Invert `plain`."""
+        return cls(receiver, row[4], Version.from_plain(row[:4]), *row[5:])
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStep:
+    """What a rank receives and sends at once, at most one message per other rank and direction."""
+
+    receives: tuple[FetchRequest, ...]
+    sends: tuple[FetchRequest, ...]
+
+
+def transfer_steps(fetches: Sequence[FetchRequest], rank: int, message_nbytes: int) -> list[TransferStep]:
+    """Return the steps of one rank.
+
+    Args:
+        fetches: of all ranks, in an order that is the same on all.
+        rank: whose steps.
+        message_nbytes: most bytes per message.
+    """
+    incoming: dict[int, list[FetchRequest]] = {}
+    outgoing: dict[int, list[FetchRequest]] = {}
+    for fetch in fetches:
+        if fetch.receiver == rank:
+            incoming.setdefault(fetch.reader, []).extend(_messages(fetch, message_nbytes))
+        elif fetch.reader == rank:
+            outgoing.setdefault(fetch.receiver, []).extend(_messages(fetch, message_nbytes))
+    rows = zip_longest(_heads(incoming), _heads(outgoing), fillvalue=())
+    return [TransferStep(receives, sends) for receives, sends in rows]
+
+
+def _messages(fetch: FetchRequest, nbytes: int) -> Iterator[FetchRequest]:
+    end = fetch.offset + fetch.nbytes
+    for start in range(fetch.offset, end, nbytes):
+        yield replace(fetch, offset=start, nbytes=min(nbytes, end - start))
+
+
+def _heads(queues: dict[int, list[FetchRequest]]) -> list[tuple[FetchRequest, ...]]:
+    """Return the first messages of all queues, then the second ones, and so on."""
+    return [tuple(each for each in row if each is not None) for row in zip_longest(*queues.values())]
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Rounds of one attempt at one version. Every method is collective."""
+
+    transport: Transport
+    reasons: list[str] = field(default_factory=list)
+    """Why the version is given up, the same on all ranks; empty while it is not."""
+
+    def begin(self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str) -> list[FetchRequest] | None:
+        """Tell the others what this rank wants of them in the next round.
+
+        Args:
+            fetches: of this rank.
+            busy: whether this rank lacks anything, from others or from copies that it reads itself.
+            lost: why this rank cannot be given what it lacks; empty while it may.
+
+        Returns:
+            The requests of all ranks, in one order; `None` if there is no round any more, because nobody lacks anything or
+            somebody lost something.
+        """
+        rows = self.transport.gather_values([busy, lost, [each.plain() for each in fetches]])
+        self._lose([row[1] for row in rows])
+        if self.reasons or not any(row[0] for row in rows):
+            return None
+        return [FetchRequest.from_plain(rank, plain) for rank, row in enumerate(rows) for plain in row[2]]
+
+    def all_equal(self, value: str, reason: str) -> bool:
+        """Return whether all ranks have the same value; if not, the version is lost for this reason."""
+        values = self.transport.gather_values(value)
+        self._lose([reason if each != values[0] else "" for each in values])
+        return not self.reasons
+
+    def _lose(self, reasons: Sequence[str]) -> None:
+        self.reasons += [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+
+
+_Requests = list[tuple[Assembly, Request]]
+
+
+class Transfer:
+    """Brings assemblies their bytes; every method is collective.
+
+    Args:
+        rounds: of this attempt.
+        reader: of what this rank reaches.
+        what: is being brought, for the log.
+        message_nbytes: most bytes per message.
+    """
+
+    def __init__(self, rounds: Rounds, reader: Reader, what: str, message_nbytes: int) -> None:
+        self._rounds, self._reader, self._what, self._message_nbytes = rounds, reader, what, message_nbytes
+        self._rank = rounds.transport.rank
+
+    def fill(self, assemblies: Sequence[Assembly], broken: str) -> bool:
+        """Fill all of them. Return whether every rank could; the reasons are those of the rounds.
+
+        Args:
+            assemblies: of this rank.
+            broken: why there is nothing to be had for this rank; empty if there is.
+        """
+        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="moe-ckpt-restore") as pool:
+            while self._round(assemblies, broken, pool):
+                pass
+        return not self._rounds.reasons
+
+    def _round(self, assemblies: Sequence[Assembly], broken: str, pool: ThreadPoolExecutor) -> bool:
+        """Read, send, receive and verify once. Return whether there was anything to do, on any rank."""
+        wanted: _Requests = []
+        try:
+            if not broken:
+                wanted = [(assembly, request) for assembly in assemblies for request in assembly.requests()]
+        except Exhausted as error:
+            broken = str(error)
+        self._log_complaints(assemblies)
+        remote = [self._fetch(i, request) for i, (_, request) in enumerate(wanted) if request.reader != self._rank]
+        fetches = self._rounds.begin(remote, busy=bool(wanted), lost=broken)
+        if fetches is None:
+            return False
+        local = [(assembly, request) for assembly, request in wanted if request.reader == self._rank]
+        reading = [pool.submit(assembly.read, request, self._reader.read) for assembly, request in local]
+        if fetches:
+            self._exchange(fetches, wanted)
+        for each in reading:
+            each.result()
+        list(pool.map(_verify, _portions(assemblies)))
+        for assembly in assemblies:
+            assembly.finish_round()
+        self._log_complaints(assemblies)
+        return True
+
+    def _fetch(self, number: int, request: Request) -> FetchRequest:
+        copy = request.copy
+        wanted = (request.entry.key, request.offset, request.nbytes)
+        return FetchRequest(self._rank, request.reader, copy.version, copy.file, number, *wanted)
+
+    def _log_complaints(self, assemblies: Sequence[Assembly]) -> None:
+        for assembly in assemblies:
+            for complaint in assembly.complaints:
+                log.error("%s: %s; another copy is tried", self._what, complaint)
+            assembly.complaints.clear()
+
+    def _exchange(self, fetches: Sequence[FetchRequest], wanted: _Requests) -> None:
+        """Send and receive what all ranks requested; learn which of it could not be read. Collective."""
+        transport = self._rounds.transport
+        failures: dict[tuple[int, int], str] = {}
+        wait: Callable[[], None] | None = None
+        for step in transfer_steps(fetches, self._rank, self._message_nbytes):
+            sends = [(each.receiver, memoryview(self._bytes_for(each, failures))) for each in step.sends]
+            if wait is not None:
+                wait()  # while it was under way, the next messages were read
+            wait = transport.transfer(sends, _destinations(step, wanted))
+        if wait is not None:
+            wait()
+        rows = [[receiver, number, why] for (receiver, number), why in failures.items()]
+        for reader, said in enumerate(transport.gather_values(rows)):
+            for number, why in [(number, why) for receiver, number, why in said if receiver == self._rank]:
+                assembly, request = wanted[number]
+                assembly.gone(request.copy, f"{why} (on rank {reader})")
+
+    def _bytes_for(self, fetch: FetchRequest, failures: dict[tuple[int, int], str]) -> bytearray:
+        """Return what another rank requested; if it cannot be read, as many other bytes: the receiver waits for them."""
+        message = bytearray(fetch.nbytes)
+        try:
+            self._reader.read_into(fetch.item, fetch.key, fetch.offset, memoryview(message))
+        except UNREADABLE as error:
+            failures[fetch.receiver, fetch.number] = str(error)
+        return message
+
+
+def _destinations(step: TransferStep, wanted: _Requests) -> list[Message]:
+    """Return where what a step receives goes."""
+    found = []
+    for fetch in step.receives:
+        assembly, request = wanted[fetch.number]
+        start = request.start + fetch.offset - request.offset
+        found.append((fetch.reader, assembly.view[start : start + fetch.nbytes]))
+    return found
+
+
+def _portions(assemblies: Sequence[Assembly]) -> Iterator[list[tuple[Assembly, Wanted]]]:
+    """Yield records to be verified, as many at once as are worth the way to a thread."""
+    portion: list[tuple[Assembly, Wanted]] = []
+    nbytes = 0
+    for assembly in assemblies:
+        for record in assembly.unverified:
+            portion.append((assembly, record))
+            nbytes += record.nbytes
+            if nbytes >= _VERIFIED_NBYTES:
+                yield portion
+                portion, nbytes = [], 0
+    yield portion
+
+
+def _verify(portion: Sequence[tuple[Assembly, Wanted]]) -> None:
+    for assembly, record in portion:
+        record.verify(assembly.view)
