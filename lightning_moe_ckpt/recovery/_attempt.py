@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -36,6 +36,8 @@ from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, 
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LedgerLevel = Literal["host", "peer", "memory", "storage"]
 
@@ -190,8 +192,8 @@ class RestoreAttempt:
         return None
 
     def read_common(
-        self, generations: Collection[GenerationId], name: str, extract: Callable[[memoryview], object]
-    ) -> dict[GenerationId, object]:
+        self, generations: Collection[GenerationId], name: str, extract: Callable[[memoryview], T]
+    ) -> dict[GenerationId, T]:
         """Read what generations say in a record that every rank has of its own, and that says the same on all.
 
         Args:
@@ -202,7 +204,7 @@ class RestoreAttempt:
         Returns:
             By generation, from the first rank that can read its record; nothing of those that nobody can.
         """
-        wanted, found, rank = sorted(generations), dict[int, object](), self._transport.rank
+        wanted, found, rank = sorted(generations), dict[int, T](), self._transport.rank
         self._add_markers([each for each in self._reachable if each.generation in generations])
         local = {i: replicas for i, each in enumerate(wanted) if (replicas := self._index.local(each, name))}
         while True:
@@ -215,9 +217,7 @@ class RestoreAttempt:
             for row in self._transport.gather_values(values):
                 found |= {i: value for i, value in row if value is not None}
 
-    def _extracted(
-        self, generation: GenerationId, replicas: Replicas, extract: Callable[[memoryview], object]
-    ) -> object:
+    def _extracted(self, generation: GenerationId, replicas: Replicas, extract: Callable[[memoryview], T]) -> T | None:
         record = replicas.record
         what, buffer = f"{record.name} of {generation}", torch.empty(record.nbytes, dtype=torch.uint8)
         wanted = Wanted(record.name, 0, record.nbytes, record.digest, replicas.places)

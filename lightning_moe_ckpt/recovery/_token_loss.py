@@ -28,10 +28,10 @@ TokensByGeneration = Mapping[GenerationId, Tensor]
 def tokens_behind(attempt: RestoreAttempt, chosen: RestorePlan) -> TokensByGeneration:
     """Read from journals what is behind the experts that were chosen. Collective."""
     read = attempt.read_common(set(chosen.generations.values()), JOURNAL, _alive)
-    return {each: value for each, value in read.items() if isinstance(value, Tensor) and value.numel()}
+    return {each: alive_E for each, alive_E in read.items() if alive_E.numel()}
 
 
-def _alive(record: memoryview) -> object:
+def _alive(record: memoryview) -> Tensor:
     """Return the tokens in live weights as a journal has them; an empty tensor where they were not counted."""
     journal = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
     stored = journal["outcome"].get("accounting")

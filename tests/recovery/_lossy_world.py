@@ -237,12 +237,12 @@ class LossyWorld(World):
         """What storage has of a rank's journal."""
         return content(step, rank, "journal", BASE["journal"]).numpy().tobytes()
 
-    def told(self, newest: int, steps: Sequence[int]) -> list[dict[GenerationId, object]]:
+    def told(self, newest: int, steps: Sequence[int]) -> list[dict[GenerationId, bytes]]:
         """What every rank of a restart from `newest` is told of the journals of other generations."""
         run_id, commits = self.offered()
         generations = [self.store.name(step) for step in steps]
 
-        def ask(rank: int) -> dict[GenerationId, object]:
+        def ask(rank: int) -> dict[GenerationId, bytes]:
             transport = ThreadTransport(self.wire, rank)
             for attempt in self._attempts(transport, run_id, commits, ()):
                 assert attempt.version.generation.step == newest
