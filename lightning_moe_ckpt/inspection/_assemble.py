@@ -1,9 +1,9 @@
-"""Assemble whole tensors from the parts that ranks wrote.
+"""Assemble whole tensors from the shards that ranks wrote.
 
-A record is an interval of a flattened global tensor, so parts of all ranks are put together by their coordinates
+A record is an interval of a flattened global tensor, so records of all ranks are put together by their coordinates
 alone. Every element must come from exactly one record, or the tensor is refused.
 
-An operator comes from one generation, weights and optimizer state. So where a part of it is bad and there is an older copy,
+An operator comes from one generation, weights and optimizer state. So where a record of it is bad and there is an older copy,
 all of it has to be taken from there: see `Assembler.take_older`.
 """
 
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.errors import CodecError, ConfigurationError, Corrupt
+from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.snapshot import is_average
-from lightning_moe_ckpt.storage import Backend, GenerationId, RankMarker, RecordEntry, dtype_of, lacking_memory
+from lightning_moe_ckpt.storage import Backend, GenerationId, RankMarker, dtype_of, lacking_memory
 
 log = logging.getLogger(__name__)
 
@@ -30,27 +31,20 @@ PARAM = "param"
 PRESENT = "present"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredTensor:
-    """A parameter or buffer, over all ranks."""
+    """A parameter, a buffer, or optimizer state, over all ranks."""
 
     dtype: str
     """safetensors code, e.g. `BF16`."""
     shape: tuple[int, ...]
+    records: list[Replicas] = field(default_factory=list)
+    """That it is cut into."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """Places of the parts of one global tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: list[Replicas] = field(default_factory=list)
 
 
 class Assembler:
@@ -69,10 +63,13 @@ class Assembler:
         self.notes: list[str] = []
         """Remarks on the result for the user."""
         # Ranks keep their own buffers; an export has room for one.
-        first = self._indexes[0].step(Version(self._generation, ""), self._generation.step)
-        self._local = {name: each for name, each in first.items() if each.record.kind in {BUFFER, JOURNAL}}
-        self._buffers = {each.record.fqn: each for each in self._local.values() if _is_buffer(each.record)}
-        self._parameters: dict[str, _Tensor] = {}
+        first = self._indexes[0].step(Version(self._generation, ""), self._generation.step).values()
+        self._journal = next((each for each in first if each.record.kind == JOURNAL), None)
+        self._buffers: dict[str, StoredTensor] = {}
+        for each in first:
+            if each.record.kind == BUFFER and not is_average(each.record.fqn):
+                _add(self._buffers, each.record.fqn, each)
+        self._parameters: dict[str, StoredTensor] = {}
         self._full: list[Replicas] = []
         self._sources: dict[str, Version] = {}
         self._choose()
@@ -84,7 +81,7 @@ class Assembler:
         return {name: generation for name, generation in sources.items() if generation != self._generation}
 
     def take_older(self, error: Exception) -> bool:
-        """Take the copy before of the operator of which something could not be read; whether there is one.
+        """Take the copy before of the operator of which something could not be read; return whether there is one.
 
         All of it, weights and optimizer state: what was read of it so far is of the bad copy, so everything is read anew.
 
@@ -125,36 +122,27 @@ class Assembler:
     @property
     def stored(self) -> dict[str, StoredTensor]:
         """Return parameters, then buffers, by name; no bytes are read."""
-        found = {name: StoredTensor(each.dtype, each.shape) for name, each in self._parameters.items()}
-        buffers = {name: each.record for name, each in self._buffers.items()}
-        return found | {name: StoredTensor(each.dtype, each.global_shape) for name, each in buffers.items()}
+        return self._parameters | self._buffers
 
     def read(self, name: str) -> Tensor:
         """Read one of `stored`, whole, in its stored precision."""
-        if name in self._parameters:
-            return self._whole(name, self._parameters[name])
-        buffer = self._buffers[name]
-        return self._part(buffer).view(buffer.record.global_shape)
+        return self._whole(name, self.stored[name])
 
     def journal(self) -> Tensor:
         """Read rank 0's journal record."""
-        found = next((each for each in self._local.values() if each.record.kind == JOURNAL), None)
-        if found is None:
+        if self._journal is None:
             raise Corrupt(f"{self._generation}: rank 0 has no journal.")
-        return self._part(found)
+        return self._record(self._journal)
 
-    def optimizer(self, shared: Mapping[str, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """Read the optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter.
-
-        Args:
-            shared: scalars by parameter and key that the journal has, as they are of several experts at once.
-        """
-        found: dict[str, _Tensor] = {}
+    def optimizer(self) -> dict[str, Tensor]:
+        """Read the optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter."""
+        found: dict[str, StoredTensor] = {}
         absent: set[str] = set()
         for each in self._full:
-            if _is_state(each.record):
-                name = f"{each.record.fqn}/{each.record.state_key}"
-                if each.record.present:
+            record = each.record
+            if record.state_key not in {PARAM, PRESENT} and not is_average(record.state_key):
+                name = f"{record.fqn}/{record.state_key}"
+                if record.present:
                     _add(found, name, each)
                 else:
                     absent.add(name)
@@ -163,18 +151,27 @@ class Assembler:
             self.notes.append(f"no optimizer state yet in parts of {_few(partly)}: zeros there")
         if absent - found.keys():
             self.notes.append(f"no optimizer state yet: {_few(sorted(absent - found.keys()))} left out")
-        told = {f"{fqn}/{key}": value for fqn, scalars in (shared or {}).items() for key, value in scalars.items()}
-        states = {
-            name: self._state(name, each, partial=name in absent) for name, each in found.items() if name not in told
-        }
-        return states | {name: value.view(()) for name, value in told.items()}
+        scalars = self._shared_scalars()
+        states: dict[str, Tensor] = {}
+        for name, tensor in found.items():
+            if name not in scalars:
+                # Every writer of a shard stores the scalars of its parameter.
+                whole = (
+                    self._whole(name, tensor, partial=name in absent) if tensor.shape else self._scalar(name, tensor)
+                )
+                states[name] = whole
+        return states | {name: value.view(()) for name, value in scalars.items()}
 
-    def _state(self, name: str, tensor: _Tensor, *, partial: bool) -> Tensor:
-        # Every writer of a part stores the scalars of its parameter.
-        return self._whole(name, tensor, partial=partial) if tensor.shape else self._scalar(name, tensor)
+    def _shared_scalars(self) -> dict[str, Tensor]:
+        """Read what the optimizer keeps once for several experts, which a partial generation has in its journal."""
+        try:
+            stored = (decode_journal(self.journal()).get("outcome") or {}).get("scalars") or {}
+        except CodecError:  # an enum of the user's in it; without the journal, records have to agree
+            return {}
+        return {f"{fqn}/{key}": value for fqn, values in stored.items() for key, value in values.items()}
 
-    def _scalar(self, name: str, tensor: _Tensor) -> Tensor:
-        values = [self._part(each) for each in tensor.parts]
+    def _scalar(self, name: str, tensor: StoredTensor) -> Tensor:
+        values = [self._record(each) for each in tensor.records]
         if len({tuple(value.view(torch.uint8).tolist()) for value in values}) != 1:
             raise ConfigurationError(
                 f"`{name}` differs between expert-parallel ranks ({sorted({v.item() for v in values})[:4]}), so it is no "
@@ -182,8 +179,8 @@ class Assembler:
             )
         return values[0].view(())
 
-    def _whole(self, name: str, tensor: _Tensor, *, partial: bool = False) -> Tensor:
-        numel, held = math.prod(tensor.shape), sum(each.record.numel for each in tensor.parts)
+    def _whole(self, name: str, tensor: StoredTensor, *, partial: bool = False) -> Tensor:
+        numel, held = math.prod(tensor.shape), sum(each.record.numel for each in tensor.records)
         if held < numel and not partial:
             raise ConfigurationError(
                 f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
@@ -191,7 +188,7 @@ class Assembler:
         flat = _zeros(name, numel, tensor.dtype)
         end = 0
         chosen: list[tuple[int, Replicas]] = []
-        for each in sorted(tensor.parts, key=lambda part: (part.record.global_start, part.record.numel)):
+        for each in sorted(tensor.records, key=lambda each: (each.record.global_start, each.record.numel)):
             record = each.record
             if record.global_start < end:
                 raise ConfigurationError(
@@ -207,26 +204,26 @@ class Assembler:
         self._fill(flat, chosen)
         return flat.view(tensor.shape)
 
-    def _part(self, replicas: Replicas) -> Tensor:
+    def _record(self, replicas: Replicas) -> Tensor:
         record = replicas.record
-        part = _zeros(record.name, record.numel, record.dtype)
-        self._fill(part, [(0, replicas)])
-        return part
+        flat = _zeros(record.name, record.numel, record.dtype)
+        self._fill(flat, [(0, replicas)])
+        return flat
 
-    def _fill(self, out: Tensor, parts: Iterable[tuple[int, Replicas]]) -> None:
+    def _fill(self, out: Tensor, records: Iterable[tuple[int, Replicas]]) -> None:
         """Read records directly to their places, which the first element of each gives.
 
         Raises:
             Corrupt: one of them has no good copy; `take_older` may help.
         """
         wanted: dict[str, list[Wanted]] = {}
-        for start, each in parts:
+        for start, each in records:
             name, nbytes, digest = each.record.name, each.record.nbytes, each.record.digest
             record = Wanted(name, start * out.element_size(), nbytes, digest, each.places)
             wanted.setdefault(each.record.operator, []).append(record)
-        for operator, records in wanted.items():
+        for operator, of_operator in wanted.items():
             what = f"{operator or 'rank 0'} of {self._sources[operator].generation if operator else self._generation}"
-            assembly = Assembly(what, out.view(torch.uint8), records, may_be_lost=True)
+            assembly = Assembly(what, out.view(torch.uint8), of_operator, may_be_lost=True)
             if not assembly.fill(self._read):
                 self._lost = operator
                 raise Corrupt(assembly.lost)
@@ -243,21 +240,13 @@ def _zeros(name: str, numel: int, code: str) -> Tensor:
     return torch.zeros(numel, dtype=dtype)
 
 
-def _add(found: dict[str, _Tensor], name: str, replicas: Replicas) -> None:
+def _add(found: dict[str, StoredTensor], name: str, replicas: Replicas) -> None:
     record = replicas.record
-    tensor = found.setdefault(name, _Tensor(record.dtype, record.global_shape))
+    tensor = found.setdefault(name, StoredTensor(record.dtype, record.global_shape))
     if (tensor.dtype, tensor.shape) != (record.dtype, record.global_shape):
         raise ConfigurationError(f"`{name}`: ranks disagree on its shape or type. Verify the generation.")
-    tensor.parts.append(replicas)
+    tensor.records.append(replicas)
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _is_buffer(record: RecordEntry) -> bool:
-    return record.kind == BUFFER and not is_average(record.fqn)
-
-
-def _is_state(record: RecordEntry) -> bool:
-    return record.state_key not in {PARAM, PRESENT} and not is_average(record.state_key)

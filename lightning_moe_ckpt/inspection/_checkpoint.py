@@ -23,23 +23,17 @@ VERSIONS = "lightning_moe_ckpt_versions"
 """Key of an export's operators that have an older step, by name."""
 
 
-def shared_scalars(journal: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
-    """What the optimizer keeps once for several experts, by parameter and key, as a partial generation stores it."""
-    scalars: Mapping[str, Mapping[str, Tensor]] = (journal.get("outcome") or {}).get("scalars") or {}
-    return scalars
-
-
 class LightningCheckpoint:
     """Build the content of a `.ckpt` file.
 
     Args:
         commit: commit of the generation.
-        parts: its tensors.
+        stored: its tensors.
         module: description of the trained module.
     """
 
-    def __init__(self, commit: Commit, parts: Assembler, module: ModuleEntry) -> None:
-        self._commit, self._parts, self._module = commit, parts, module
+    def __init__(self, commit: Commit, stored: Assembler, module: ModuleEntry) -> None:
+        self._commit, self._stored, self._module = commit, stored, module
         self.notes: list[str] = []
         """Remarks on the result for the user."""
 
@@ -50,8 +44,7 @@ class LightningCheckpoint:
             tensors: the `state_dict`.
             weights_only: whether to leave out optimizer, schedulers and callbacks, which only training needs.
         """
-        extra, journal = self._extra(), self._journal()
-        start = journal.get("start", {})
+        extra, start = self._extra(), self._journal().get("start", {})
         content = {
             **self._plain("on_save_checkpoint", start.get("module") or {}),
             **self._hyper_parameters(extra),
@@ -66,31 +59,29 @@ class LightningCheckpoint:
             progress = {key: value for key, value in start["loops"].items() if key != "settings"}
             content["loops"] = {"fit_loop": progress, **extra.get("loops", {})}
             if not weights_only:
-                content |= self._training(extra, start, shared_scalars(journal))
+                content |= self._training(extra, start)
         elif not weights_only:
             self.notes.append("without the journal there is no training state: as with --weights-only")
         return content
 
     # -- what training needs
 
-    def _training(
-        self, extra: Mapping[str, Any], start: Mapping[str, Any], shared: Mapping[str, Mapping[str, Tensor]]
-    ) -> dict[str, Any]:
+    def _training(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
         precision = {extra["precision"]: start["precision"]} if extra.get("precision") and start["precision"] else {}
         return {
             **precision,
             "callbacks": self._plain("callbacks", start["callbacks"]),
-            "optimizer_states": [self._optimizer(start, shared)],
+            "optimizer_states": [self._optimizer(start)],
             "lr_schedulers": [self._plain("a scheduler", each) for each in start["schedulers"]],
         }
 
-    def _optimizer(self, start: Mapping[str, Any], shared: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    def _optimizer(self, start: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's `state_dict`: parameters by number, in the order of its groups."""
         groups: list[dict[str, Any]] = start["param_groups"]
         ordered = [*self._module.param_groups, *start["trained"]["added"]]
         numbers = {name: number for number, name in enumerate(name for names in ordered for name in names)}
         state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in self._parts.optimizer(shared).items():
+        for name, tensor in self._stored.optimizer().items():
             parameter, _, key = name.rpartition("/")
             if parameter not in numbers:
                 raise Corrupt(
@@ -125,7 +116,7 @@ class LightningCheckpoint:
 
     def _versions(self) -> dict[str, Any]:
         """Of a generation that references: which operators are of which older step."""
-        older = {name: generation.step for name, generation in self._parts.referenced.items()}
+        older = {name: generation.step for name, generation in self._stored.referenced.items()}
         return {VERSIONS: older} if older else {}
 
     # -- what is stored
@@ -142,7 +133,7 @@ class LightningCheckpoint:
 
     def _journal(self) -> dict[str, Any]:
         try:
-            return decode_journal(self._parts.journal())
+            return decode_journal(self._stored.journal())
         except CodecError as error:  # it holds an enum of the user's, which only the user's program knows
             self.notes.append(f"what callbacks and on_save_checkpoint added is left out: {error}")
             return {}

@@ -275,42 +275,47 @@ def _half_written(place: _Place) -> Tried:
 
 
 def _unfinished(place: _Place) -> Tried:
-    if isinstance(place.raw, PosixBackend):
+    raw = place.raw
+    if isinstance(raw, PosixBackend):
         return "good", "temporary files are found and removed at the next start"
-    uploads = _uploads(place)
-    if uploads is None or not isinstance(place.raw, ObjectBackend):
+    if not isinstance(raw, ObjectBackend) or raw.unfinished is None:
         return "weaker", "uploads of killed processes cannot be listed: give the bucket a lifecycle rule"
-    uploads.list(place.raw.full_key(place.prefix))  # finds out whether it can
+    uploads, prefix = raw.unfinished, raw.full_key(place.prefix)
+    uploads.list(prefix)  # finds out whether it can
     if uploads.why_useless is not None:
         return "weaker", f"uploads of killed processes stay ({uploads.why_useless}): give the bucket a lifecycle rule"
-    upload = uploads.begin(place.raw.full_key(place.key("left")))
-    if upload not in uploads.list(place.raw.full_key(place.prefix)):
+    upload = uploads.begin(raw.full_key(place.key("left")))
+    if upload not in uploads.list(prefix):
         return "weaker", "an upload under way is not listed: give the bucket a lifecycle rule"
     place.backend.sweep(place.prefix)
-    if uploads.list(place.raw.full_key(place.prefix)):
+    if uploads.list(prefix):
         return "weaker", "an aborted upload stays listed: give the bucket a lifecycle rule"
     return "good", "uploads of killed processes are found and aborted at the next start"
 
 
-def _uploads(place: _Place) -> UnfinishedUploads | None:
-    return place.raw.unfinished if isinstance(place.raw, ObjectBackend) else None
+def _s3(place: _Place) -> tuple[UnfinishedUploads, ObjectBackend] | None:
+    """Return the uploads of a store that lists them, as S3 does."""
+    raw = place.raw
+    if not isinstance(raw, ObjectBackend) or raw.unfinished is None or raw.unfinished.why_useless is not None:
+        return None
+    return raw.unfinished, raw
 
 
 def _small_parts(place: _Place) -> Tried:
-    uploads = _uploads(place)
-    if uploads is None or uploads.why_useless is not None or not isinstance(place.raw, ObjectBackend):
+    if (found := _s3(place)) is None:
         return "unknown", "only S3 has such a rule"
-    refused = uploads.refuses_small_parts(place.raw.full_key(place.key("small")))
+    uploads, raw = found
+    refused = uploads.refuses_small_parts(raw.full_key(place.key("small")))
     return "good", f"parts below 5 MiB are {'refused' if refused else 'taken'}; ours are larger"
 
 
 def _checksums(place: _Place) -> Tried:
-    uploads = _uploads(place)
-    if uploads is None or uploads.why_useless is not None or not isinstance(place.raw, ObjectBackend):
+    if (found := _s3(place)) is None:
         return "unknown", "not asked of the store: digests of every byte are in our markers, and compared on reading"
-    refused = uploads.refuses_wrong_digest(place.raw.full_key(place.key("digest")))
-    found = "refuses a body with a wrong digest" if refused else "takes a body with a wrong digest"
-    return "good", f"{found}; ours are in the markers, and compared on reading"
+    uploads, raw = found
+    refused = uploads.refuses_wrong_digest(raw.full_key(place.key("digest")))
+    said = "refuses a body with a wrong digest" if refused else "takes a body with a wrong digest"
+    return "good", f"{said}; ours are in the markers, and compared on reading"
 
 
 def _nested(place: _Place) -> Tried:
@@ -324,24 +329,15 @@ def _nested(place: _Place) -> Tried:
 
 
 def _clock(place: _Place) -> Tried:
-    seconds = _skew(place)
-    if seconds is None:
-        return "unknown", "the store does not tell its time"
-    found = (
-        f"{abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} this machine; nothing here is decided by time"
-    )
-    if abs(seconds) > 600 and isinstance(place.raw, ObjectBackend):
-        return "weaker", found + ", but signatures are refused from 15 minutes on: set the clock"
-    return "good", found
-
-
-def _skew(place: _Place) -> float | None:
-    """Return the seconds by which the store's clock is ahead."""
     before = time.time()
     place.backend.put(place.key("clock"), b"x")
-    if isinstance(place.raw, ObjectBackend | PosixBackend):
-        return place.raw.modified(place.key("clock")) - before
-    return None
+    if not isinstance(place.raw, ObjectBackend | PosixBackend):
+        return "unknown", "the store does not tell its time"
+    ahead = place.raw.modified(place.key("clock")) - before
+    said = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine; nothing here is decided by time"
+    if abs(ahead) > 600 and isinstance(place.raw, ObjectBackend):
+        return "weaker", said + ", but signatures are refused from 15 minutes on: set the clock"
+    return "good", said
 
 
 _CHECKS: dict[str, _Try] = {

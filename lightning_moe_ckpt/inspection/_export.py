@@ -6,24 +6,28 @@ An export does not have all that an exact restart needs: random state and data p
 from __future__ import annotations
 
 import json
-import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, get_args
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.errors import CodecError, ConfigurationError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.inspection._assemble import Assembler
-from lightning_moe_ckpt.inspection._checkpoint import VERSIONS, LightningCheckpoint, shared_scalars
-from lightning_moe_ckpt.inspection._hugging_face import CONFIG, choose_model, model_names, write_folder
-from lightning_moe_ckpt.inspection._names import state_dict_names
-from lightning_moe_ckpt.inspection._select import kind_of, select
-from lightning_moe_ckpt.journal import decode_journal
+from lightning_moe_ckpt.inspection._checkpoint import VERSIONS, LightningCheckpoint
+from lightning_moe_ckpt.inspection._hugging_face import (
+    CONFIG,
+    choose_model,
+    model_names,
+    save_safetensors,
+    write_folder,
+    write_whole,
+)
+from lightning_moe_ckpt.inspection._report import kind_of, select
 from lightning_moe_ckpt.storage import Backend, Commit, ModuleEntry, RankMarker, RunView
 
 ExportFormat = Literal["safetensors", "ckpt", "huggingface"]
@@ -78,7 +82,7 @@ def export(backend: Backend, out: Path, options: ExportOptions | None = None, *,
         step: step of the generation; `None` for the newest that a restart would try.
 
     Raises:
-        ConfigurationError: `out` cannot be written, or parts of ranks do not add up to whole tensors.
+        ConfigurationError: `out` cannot be written, or shards of ranks do not add up to whole tensors.
         NoUsableGeneration: there is no such generation, or it is sparse.
         Corrupt: stored bytes are damaged.
     """
@@ -88,12 +92,12 @@ def export(backend: Backend, out: Path, options: ExportOptions | None = None, *,
     view = RunView.open(backend)
     commit = _dense_commit(view, step)
     markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
-    parts = Assembler(backend, markers)
+    tensors = Assembler(backend, markers)
     while True:
         try:
-            return _Job(out, options, commit, parts, _module_of(markers)).write(chosen)
+            return _Job(out, options, commit, tensors, _module_of(markers)).write(chosen)
         except Corrupt as error:  # noqa: PERF203  # each try is a whole export
-            if not parts.take_older(error):
+            if not tensors.take_older(error):
                 raise
 
 
@@ -104,35 +108,31 @@ class _Job:
     out: Path
     options: ExportOptions
     commit: Commit
-    parts: Assembler
+    tensors: Assembler
     module: ModuleEntry
 
     @property
     def names(self) -> dict[str, str]:
         """Return the names of the module's `state_dict`, each with its stored name."""
         options = self.options
-        return state_dict_names(self.parts.stored, self.module, leave_out=options.leave_out, ties=options.ties)
+        return state_dict_names(self.tensors.stored, self.module, leave_out=options.leave_out, ties=options.ties)
 
     def write(self, chosen: ExportFormat) -> Export:
         """Write the chosen format. Raises `Corrupt` if bytes that it needs are damaged."""
         done = Export(step=self.commit.generation.step, incarnation=self.commit.generation.incarnation, format=chosen)
         files = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "huggingface": self.folder}[chosen](done)
         done.files = {str(path): path.stat().st_size for path in files}
-        done.notes += [*_age_note(self.commit, self.parts), *self.parts.notes]
+        done.notes += [*_age_note(self.commit, self.tensors), *self.tensors.notes]
         return done
 
     def safetensors(self, done: Export) -> list[Path]:
-        tensors = {name: self.parts.read(stored) for name, stored in self.names.items()}
+        tensors = {name: self.tensors.read(stored) for name, stored in self.names.items()}
         self._count(done, len(tensors))
-        _write(self.out, lambda path: safetensors.torch.save_file(tensors, path, _metadata(self.commit, self.parts)))
+        save_safetensors(self.out, tensors, _metadata(self.commit, self.tensors))
         if not self.options.optimizer:
             return [self.out]
-        try:
-            shared = shared_scalars(decode_journal(self.parts.journal()))
-        except CodecError:  # an enum of the user's in it; without the journal, records have to agree
-            shared = {}
-        state, beside = self.parts.optimizer(shared), _optimizer_file(self.out)
-        _write(beside, lambda path: safetensors.torch.save_file(state, path, _metadata(self.commit, self.parts)))
+        state, beside = self.tensors.optimizer(), _optimizer_file(self.out)
+        save_safetensors(beside, state, _metadata(self.commit, self.tensors))
         return [self.out, beside]
 
     def checkpoint(self, done: Export) -> list[Path]:
@@ -140,13 +140,13 @@ class _Job:
         names = self.names
         for stored in names.values():
             if stored not in whole:
-                whole[stored] = self.parts.read(stored)
-        checkpoint = LightningCheckpoint(self.commit, self.parts, self.module)
+                whole[stored] = self.tensors.read(stored)
+        checkpoint = LightningCheckpoint(self.commit, self.tensors, self.module)
         tensors = {name: whole[stored] for name, stored in names.items()}
         content = checkpoint.content(tensors, weights_only=self.options.weights_only)
         self._count(done, len(tensors))
         done.notes += checkpoint.notes
-        _write(self.out, lambda path: torch.save(content, path))
+        write_whole(self.out, lambda path: torch.save(content, path))
         return [self.out]
 
     def folder(self, done: Export) -> list[Path]:
@@ -156,15 +156,7 @@ class _Job:
         done.notes.append(f"{model.class_name}, `{model.prefix or 'the module itself'}`; no tokenizer is stored")
         try:
             self.out.mkdir(exist_ok=True)
-            return write_folder(
-                self.out,
-                model,
-                names,
-                self.parts.stored,
-                read=self.parts.read,
-                max_shard_nbytes=self.options.max_shard_nbytes,
-                write=_write,
-            )
+            return write_folder(self.out, model, names, self.tensors, max_shard_nbytes=self.options.max_shard_nbytes)
         except OSError as error:
             raise ConfigurationError(f"{self.out} cannot be written: {error.strerror or error}.") from error
 
@@ -176,6 +168,30 @@ class _Job:
                 f"the module's state_dict has {named}, neither parameter nor buffer, which is not stored: load with "
                 "strict=False"
             )
+
+
+def state_dict_names(
+    stored: Iterable[str], module: ModuleEntry, *, leave_out: Sequence[str], ties: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the names in the file, each with its stored name.
+
+    Args:
+        stored: stored names of parameters and buffers.
+        module: description of the trained module.
+        leave_out: patterns of names to leave out.
+        ties: further names, each with the stored name that it stands for.
+
+    Raises:
+        ConfigurationError: a name in `ties` is taken, or its stored name does not exist.
+    """
+    known = set(stored)
+    unsaved = set(module.unsaved)
+    names = {name: name for name in stored if name not in unsaved} | dict(module.aliases)
+    for new, name in ties.items():
+        if name not in known or new in names:
+            raise ConfigurationError(f"`--tie {new}={name}`: {name} must be stored, and {new} must not.")
+        names[new] = name
+    return {name: names[name] for name in names if not any(fnmatchcase(name, each) for each in leave_out)}
 
 
 def _format(out: Path, options: ExportOptions) -> ExportFormat:
@@ -255,7 +271,7 @@ def _is_dense(commit: Commit) -> bool:
     return kind_of(commit) != "sparse"
 
 
-def _metadata(commit: Commit, parts: Assembler) -> dict[str, str]:
+def _metadata(commit: Commit, tensors: Assembler) -> dict[str, str]:
     generation = commit.generation
     told = {
         "format": "pt",
@@ -263,24 +279,12 @@ def _metadata(commit: Commit, parts: Assembler) -> dict[str, str]:
         "step": str(generation.step),
         "incarnation": str(generation.incarnation),
     }
-    older = {name: each.step for name, each in parts.referenced.items()}
+    older = {name: each.step for name, each in tensors.referenced.items()}
     return {**told, VERSIONS: json.dumps(older, sort_keys=True)} if older else told
 
 
-def _age_note(commit: Commit, parts: Assembler) -> list[str]:
+def _age_note(commit: Commit, tensors: Assembler) -> list[str]:
     """What a user should know of a generation that references."""
-    numbers = Counter(generation.step for generation in parts.referenced.values())
+    numbers = Counter(generation.step for generation in tensors.referenced.values())
     told = ", ".join(f"{number} of step {step}" for step, number in sorted(numbers.items(), reverse=True))
     return [f"operators older than step {commit.generation.step}: {told}"] if told else []
-
-
-def _write(path: Path, save: Callable[[Path], None]) -> None:
-    """Write to a temporary name and rename, so that a file under its own name is complete."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        save(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -7,22 +7,21 @@ that its own `save_pretrained` uses.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.inspection._assemble import StoredTensor
+from lightning_moe_ckpt.inspection._assemble import Assembler, StoredTensor
 from lightning_moe_ckpt.storage import HuggingFaceEntry, ModuleEntry
 
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-Write = Callable[[Path, Callable[[Path], None]], None]
-"""Function that gives a file its name once it is complete."""
 
 
 def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
@@ -84,14 +83,7 @@ def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str
 
 
 def write_folder(
-    out: Path,
-    model: HuggingFaceEntry,
-    names: Mapping[str, str],
-    stored: Mapping[str, StoredTensor],
-    *,
-    read: Callable[[str], Tensor],
-    max_shard_nbytes: int,
-    write: Write,
+    out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Assembler, *, max_shard_nbytes: int
 ) -> list[Path]:
     """Write weights, their index if there are several files, and configurations; one file's tensors at a time.
 
@@ -99,29 +91,27 @@ def write_folder(
         out: an existing folder.
         model: the model to write.
         names: the result of `model_names`.
-        stored: shapes and types by stored name.
-        read: returns a stored tensor by its stored name.
+        tensors: of the generation.
         max_shard_nbytes: bytes per file of weights.
-        write: gives a file its name once it is complete.
 
     Returns:
         The files. The configuration comes last: a folder that has it is complete.
     """
+    stored = tensors.stored
     sizes = {name: stored[names[name]].nbytes for name in names}
     shards = plan_shards(sizes, max_shard_nbytes)
     (out / CONFIG).unlink(missing_ok=True)
     for stale in _weights(out):
         stale.unlink()
     for file, inside in shards.items():
-        tensors = {name: read(names[name]) for name in inside}
-        write(out / file, lambda path, tensors=tensors: safetensors.torch.save_file(tensors, path, {"format": "pt"}))  # type: ignore[misc]
+        save_safetensors(out / file, {name: tensors.read(names[name]) for name in inside}, {"format": "pt"})
     texts = dict(_documents(model, [stored[each] for each in names.values()]))
     if len(shards) > 1:
         weight_map = {name: file for file, inside in shards.items() for name in inside}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         texts = {_INDEX: _text(index), **texts}
     for file, text in texts.items():
-        write(out / file, lambda path, text=text: _write_text(path, text))  # type: ignore[misc]
+        write_whole(out / file, partial(_write_text, text))
     return [out / file for file in (*shards, *texts)]
 
 
@@ -147,5 +137,22 @@ def _text(document: object) -> str:
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write_text(text: str, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+def save_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors to a file. Raises `ConfigurationError` if it cannot be written."""
+    write_whole(path, lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata))
+
+
+def write_whole(path: Path, save: Callable[[Path], None]) -> None:
+    """Write to a temporary name and rename, so that a file under its own name is complete."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.inspection._screen import Answer
+from lightning_moe_ckpt.inspection._report import Answer
 from lightning_moe_ckpt.tiers import (
     FailureDomain,
     ReplicaPlacement,

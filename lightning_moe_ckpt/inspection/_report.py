@@ -1,25 +1,28 @@
-"""Make the JSON values of `ls`, `inspect` and `repair`, and tables from them."""
+"""Choose the generation of a command, make the JSON values of its answer, and tables from them."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.filesize import decimal
 from rich.table import Table
+from typing_extensions import override
 
 from lightning_moe_ckpt.coordination import VERSIONS, in_words
-from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.inspection._select import kind_of
+from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage import (
+    Commit,
+    Garbage,
     GenerationId,
+    JudgedGeneration,
     RankMarker,
     RecordEntry,
-    ReferencedEntry,
     RepairedLog,
     RunView,
     SegmentEntry,
@@ -27,6 +30,57 @@ from lightning_moe_ckpt.storage import (
 )
 
 Row = dict[str, Any]
+
+_PIPE_WIDTH = 150
+"""Width for a file or a pipe, enough for the widest table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Result of a command, as JSON values and as tables."""
+
+    document: Mapping[str, Any]
+    """JSON values."""
+    tables: Callable[[], Sequence[RenderableType]]
+    status: int = 0
+    """Exit status."""
+
+
+class Screen(Console):
+    """Console on standard output."""
+
+    def __init__(self) -> None:
+        super().__init__(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
+
+    @override
+    def on_broken_pipe(self) -> None:
+        """Leave a broken pipe to the program, whose exit status says more than the base class's 1."""
+        raise BrokenPipeError
+
+
+def kind_of(commit: Commit) -> str:
+    """Return `dense` if one segment per rank holds everything, whatever the callback; `partial` if it references; else `sparse`."""
+    if commit.needs:
+        return "partial"
+    return "dense" if len(commit.steps) == 1 else "sparse"
+
+
+def select(view: RunView, step: int | None) -> StoredGeneration:
+    """Return the generation with this step, or the newest one that a restart would try.
+
+    Of several with one step, usable ones come first, then those of newer incarnations.
+
+    Raises:
+        NoUsableGeneration: there is no such generation with a readable manifest.
+    """
+    stored = view.generations()
+    known = sorted({each.generation.step for each in stored if each.commit is not None})
+    chosen = [each for each in stored if each.commit is not None and step in {None, each.generation.step}]
+    chosen.sort(key=lambda each: each.usable, reverse=True)  # stable: newest first within each
+    if not chosen or (step is None and not chosen[0].usable):
+        wanted = "no generation that could be restored" if step is None else f"no committed generation of step {step}"
+        raise NoUsableGeneration(f"{view.url} holds {wanted}. Committed steps: {known or 'none'}.")
+    return chosen[0]
 
 
 def generation_rows(view: RunView) -> list[Row]:
@@ -106,8 +160,12 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
         "kinds": _kinds(markers),
         "operators": _operators(commit.generation, markers),
-        "segments": [_segment_row(marker, segment) for marker in markers for segment in marker.segments],
-        "referenced": [_referenced_row(marker, each) for marker in markers for each in marker.referenced],
+        "segments": [_file_row(m.rank, {"step": each.step}, each.nbytes, each) for m in markers for each in m.segments],
+        "referenced": [
+            _file_row(m.rank, _place(each.generation), sum(r.nbytes for r in each.segment.records), each.segment)
+            for m in markers
+            for each in m.referenced
+        ],
     }
 
 
@@ -126,7 +184,7 @@ def _plan(text: object, where: str) -> Row:
 def _kinds(markers: Iterable[RankMarker]) -> Row:
     """Return records and bytes by kind, over all ranks."""
     kinds: dict[str, dict[str, int]] = defaultdict(lambda: {"records": 0, "nbytes": 0})
-    for _, _, record in _records(markers):
+    for record in (each for marker in markers for segment in marker.segments for each in segment.records):
         kinds[record.kind]["records"] += 1
         kinds[record.kind]["nbytes"] += record.nbytes
     return dict(sorted(kinds.items()))
@@ -135,8 +193,7 @@ def _kinds(markers: Iterable[RankMarker]) -> Row:
 def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[Row]:
     """Return the records of each operator and their places, in the order of the segments."""
     rows: dict[str, Row] = {}
-    own = ((generation, *each) for each in _records(markers))
-    for supplier, rank, step, record in chain(own, _referenced_records(markers)):
+    for supplier, rank, step, record in _records(generation, markers):
         if not record.operator:
             continue
         fresh: Row = {
@@ -155,44 +212,29 @@ def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[
         row["ranks"].add(rank)
         row["parameters"].add(record.fqn)
         row["no_state_yet"] |= not record.present
-    return [_plain(row) for row in rows.values()]
+    return [_sorted(row) for row in rows.values()]
 
 
-def _plain(row: Row) -> Row:
+def _sorted(row: Row) -> Row:
     kinds = {name: {**kind, "steps": sorted(kind["steps"])} for name, kind in row["kinds"].items()}
     return {**row, "kinds": kinds, "ranks": sorted(row["ranks"]), "parameters": len(row["parameters"])}
 
 
-def _records(markers: Iterable[RankMarker]) -> Iterable[tuple[int, int, RecordEntry]]:
-    return ((m.rank, segment.step, record) for m in markers for segment in m.segments for record in segment.records)
+def _records(
+    generation: GenerationId, markers: Sequence[RankMarker]
+) -> Iterator[tuple[GenerationId, int, int, RecordEntry]]:
+    """Yield all records, those of the generation itself first, with the generation, rank and step that they are of."""
+    own = [(generation, marker.rank, each) for marker in markers for each in marker.segments]
+    older = [(each.generation, marker.rank, each.segment) for marker in markers for each in marker.referenced]
+    for supplier, rank, segment in own + older:
+        yield from ((supplier, rank, segment.step, record) for record in segment.records)
 
 
-def _referenced_records(markers: Iterable[RankMarker]) -> Iterable[tuple[GenerationId, int, int, RecordEntry]]:
-    return (
-        (each.generation, marker.rank, each.segment.step, record)
-        for marker in markers
-        for each in marker.referenced
-        for record in each.segment.records
-    )
-
-
-def _referenced_row(marker: RankMarker, referenced: ReferencedEntry) -> Row:
-    records = referenced.segment.records
+def _file_row(rank: int, place: Row, nbytes: int, segment: SegmentEntry) -> Row:
     return {
-        "rank": marker.rank,
-        **_place(referenced.generation),
-        "nbytes": sum(record.nbytes for record in records),
-        "records": len(records),
-        "operators": len({record.operator for record in records}),
-        "key": referenced.segment.key,
-    }
-
-
-def _segment_row(marker: RankMarker, segment: SegmentEntry) -> Row:
-    return {
-        "rank": marker.rank,
-        "step": segment.step,
-        "nbytes": segment.nbytes,
+        "rank": rank,
+        **place,
+        "nbytes": nbytes,
         "records": len(segment.records),
         "operators": len({record.operator for record in segment.records if record.operator}),
         "key": segment.key,
@@ -289,3 +331,46 @@ def repair_tables(found: RepairedLog) -> list[RenderableType]:
         table.add_row(str(each.step), str(each.incarnation), fate, why)
     said = "the log is written" if found.written else "nothing is written yet: say --yes to write the log"
     return [f"{found.url}\nrun {found.run_id}", table, said]
+
+
+def gc_document(found: Garbage) -> dict[str, Any]:
+    """Return the result as JSON values."""
+    return {
+        "url": found.url,
+        "run_id": found.run_id,
+        "watermark": found.watermark,
+        "deleted": found.deleted,
+        "nbytes": found.nbytes,
+        "goes": [_judged_row(each) for each in found.goes],
+        "stays": [_judged_row(each) for each in found.stays],
+    }
+
+
+def _judged_row(each: JudgedGeneration) -> dict[str, Any]:
+    return {
+        "step": each.generation.step,
+        "incarnation": each.generation.incarnation,
+        "objects": each.num_objects,
+        "unfinished": each.num_unfinished,
+        "nbytes": each.nbytes,
+        "reason": each.reason,
+    }
+
+
+def gc_tables(found: Garbage) -> list[RenderableType]:
+    """Return a table of generations, newest first as in `ls`, and the sum."""
+    goes = "deleted" if found.deleted else "would go"
+    table = Table("step", "incarnation", "objects", "size", "", "why")
+    for column in table.columns[:4]:
+        column.justify = "right"
+    rows = [(each, goes) for each in found.goes] + [(each, "stays") for each in found.stays]
+    for each, fate in sorted(rows, key=lambda row: row[0].generation, reverse=True):
+        objects = str(each.num_objects) + (f" + {each.num_unfinished} unfinished" if each.num_unfinished else "")
+        place = (str(each.generation.step), str(each.generation.incarnation), objects)
+        table.add_row(*place, decimal(each.nbytes), fate, each.reason)
+    said = f"{goes}: {_sum(found.goes)}; stays: {_sum(found.stays)}"
+    return [f"{found.url}\nrun {found.run_id}", table, said]
+
+
+def _sum(those: Sequence[JudgedGeneration]) -> str:
+    return f"{len(those)} generations, {decimal(sum(each.nbytes for each in those))}"

@@ -2,7 +2,7 @@
 
 Each digest is in the document above it: records and files in a rank's marker, markers in the manifest; markers,
 manifests and log entries carry their own. A flipped bit or a missing end anywhere is therefore found, and named. The
-documents must also fit together: see `_agreement`.
+documents must also fit together: all digests can be right, and still no state result.
 
 Files that a generation refers to are read too, whether or not their own generation could be restored, and each once.
 So are files with the second copy of an operator, as long as the log keeps them. Operators without a good copy are named.
@@ -11,11 +11,14 @@ So are files with the second copy of an operator, as long as the log keeps them.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.inspection._agreement import disagreements
+from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM
 from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
 from lightning_moe_ckpt.storage import (
     Backend,
@@ -30,6 +33,14 @@ from lightning_moe_ckpt.storage import (
     scrub_record,
     scrub_segment,
 )
+
+_SHOWN = 5
+"""Most disagreements of a kind that are named one by one."""
+
+_Key = tuple[str, str, str]
+"""Kind, parameter, and part of it."""
+_Piece = tuple[int, int, int]
+"""Rank, first element, and the element after the last."""
 
 Show = Callable[[int], None]
 """Called with the bytes of each file that was read."""
@@ -124,8 +135,9 @@ class _Reading:
         if self.stored.damage is not None:
             self.reasons.append(self.stored.damage)
         commit = self.stored.commit
-        for rank in range(0 if commit is None else commit.world_size):
-            assert commit is not None
+        if commit is None:
+            return
+        for rank in range(commit.world_size):
             try:
                 self.markers.append(_read_marker(view, commit, rank))
             except CheckpointError as error:
@@ -133,7 +145,10 @@ class _Reading:
                 continue
             self.reasons += [reason for entry in self.markers[-1].segments if (reason := files.read(entry))]
         if self.markers and not self.reasons:
-            self.reasons += self._disagreements()
+            try:
+                self.reasons += disagreements(self.markers)
+            except CheckpointError as error:  # the description of the module is none
+                self.reasons.append(str(error))
 
     def count_copies(self, files: _Files, view: RunView) -> int:
         """Note operators without a good copy; return the number of those with copies in older files that have only one."""
@@ -150,12 +165,6 @@ class _Reading:
         if lost:
             self.reasons.append(f"no good copy is left of {len(lost)} operators, first {lost[0]}")
         return sum(number == 1 for number in numbers.values())
-
-    def _disagreements(self) -> list[str]:
-        try:
-            return disagreements(self.markers)
-        except CheckpointError as error:  # the description of the module is none
-            return [str(error)]
 
 
 def _read_referenced(readings: Sequence[_Reading], files: _Files, view: RunView) -> None:
@@ -201,11 +210,9 @@ class _Files:
         try:
             _verify_file(self.backend, self.sizes, entry)
         except CheckpointError as error:
-            if isinstance(entry, SegmentEntry):
-                self.bad.setdefault(entry.key, set()).update(self._bad_operators(entry))
+            self.bad.setdefault(entry.key, set()).update(self._bad_operators(entry))
             return str(error)
-        if isinstance(entry, SegmentEntry):
-            self.good[entry.key] = entry
+        self.good[entry.key] = entry
         return None
 
     def has_good(self, replicas: Replicas) -> bool:
@@ -254,3 +261,84 @@ def _verify_file(backend: Backend, sizes: Mapping[str, int], entry: SegmentEntry
     if (nbytes := sizes.get(entry.key)) != entry.nbytes:
         raise Corrupt(f"{entry.key}: {'is gone' if nbytes is None else f'has {nbytes} bytes'}, {entry.nbytes} written.")
     scrub_segment(backend, entry)
+
+
+def disagreements(markers: Sequence[RankMarker]) -> list[str]:
+    """Return what does not fit together in the markers of a generation's ranks, by name; empty if all does.
+
+    Records of one tensor must agree on its shape and type, hold every element of it, and on one rank none twice. What the
+    module's description names must be stored. (Readers of files check that a record's place and size agree with the file's
+    header.)
+    """
+    found: dict[_Key, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
+    pieces: dict[str, list[_Piece]] = defaultdict(list)
+    stored: set[str] = set()
+    for marker in markers:
+        for record in _tensor_records(marker):
+            if record.kind == BUFFER:
+                stored.add(record.fqn)
+            else:
+                found[record.kind, record.fqn, record.state_key].add((record.dtype, record.global_shape))
+            if record.kind == "full" and record.state_key == PARAM:
+                stored.add(record.fqn)
+                end = record.global_start + record.numel
+                pieces[record.fqn].append((marker.rank, record.global_start, end))
+    shapes = {fqn: shape for (kind, fqn, key), each in found.items() if key == PARAM for _, shape in each}
+    return [
+        *_few(_unequal(found)),
+        *_few(_other_shapes(found, shapes)),
+        *_few(chain.from_iterable(_gaps(fqn, each, prod(shapes[fqn])) for fqn, each in pieces.items())),
+        *_few(_not_stored(markers[0], stored)),
+    ]
+
+
+def _tensor_records(marker: RankMarker) -> Iterator[RecordEntry]:
+    segments = [*marker.segments, *(each.segment for each in marker.referenced)]
+    return (record for segment in segments for record in segment.records if record.fqn)
+
+
+def _unequal(found: dict[_Key, set[tuple[str, tuple[int, ...]]]]) -> Iterator[str]:
+    for (kind, fqn, key), said in found.items():
+        if len(said) > 1:
+            words = " and ".join(sorted(f"{list(shape)} {dtype}" for dtype, shape in said))
+            yield f"`{fqn}`: its {kind} records of {key} say {words}"
+
+
+def _other_shapes(
+    found: dict[_Key, set[tuple[str, tuple[int, ...]]]], shapes: dict[str, tuple[int, ...]]
+) -> Iterator[str]:
+    """Report state whose shape is neither its parameter's nor a scalar's."""
+    for (kind, fqn, key), said in found.items():
+        for _, shape in said:
+            if shape and shape != shapes.get(fqn, shape):
+                yield f"`{fqn}`: its {kind} {key} has shape {list(shape)}, the parameter {list(shapes[fqn])}"
+
+
+def _gaps(fqn: str, pieces: Sequence[_Piece], numel: int) -> Iterator[str]:
+    """Report elements that no rank wrote, or one rank twice. Ranks that number their own experts write the same names."""
+    end = 0
+    for _, start, stop in sorted(pieces, key=lambda piece: piece[1:]):
+        if start > end:
+            break
+        end = max(end, stop)
+    if end != numel:
+        yield f"`{fqn}`: element {end} of {numel} is nowhere stored"
+    for (rank, _, stop), (other, start, _) in pairwise(sorted(pieces)):
+        if rank == other and start < stop:
+            yield f"`{fqn}`: element {start} is stored twice by rank {rank}"
+
+
+def _not_stored(marker: RankMarker, stored: set[str]) -> Iterator[str]:
+    """Report names of the module's description that no record has."""
+    if marker.module is None:
+        return
+    module = marker.module.read()
+    named = [*chain.from_iterable(module.param_groups), *module.unsaved, *module.aliases.values()]
+    yield from (f"`{name}` is named by the module's description and stored by no rank" for name in set(named) - stored)
+
+
+def _few(reasons: Iterator[str]) -> Iterator[str]:
+    every = sorted(reasons)
+    yield from every[:_SHOWN]
+    if len(every) > _SHOWN:
+        yield f"and {len(every) - _SHOWN} more of the kind"

@@ -23,25 +23,36 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.inspection import _gc, _placement
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.inspection import _placement
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._report import (
+    Answer,
+    Screen,
     describe,
+    gc_document,
+    gc_tables,
     generation_rows,
     inspect_tables,
     ls_tables,
     repair_document,
     repair_tables,
+    select,
 )
-from lightning_moe_ckpt.inspection._screen import Answer, Screen
-from lightning_moe_ckpt.inspection._select import select
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.native import Finding, examine
-from lightning_moe_ckpt.storage import Backend, RunView, open_backend, repair_log
+from lightning_moe_ckpt.storage import (
+    Backend,
+    GenerationId,
+    Retention,
+    RunView,
+    collect_garbage,
+    open_backend,
+    repair_log,
+)
 
 _STYLES = {
     "good": "green", "slower": "yellow", "absent": "dim", "weaker": "yellow", "broken": "red", "unknown": "dim",
@@ -147,10 +158,34 @@ def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple
 
 
 @_of_run
-def gc(backend: Backend, **rules: Any) -> Answer:
-    """Delete what no restart would use."""
-    found = _gc.garbage(backend, **rules)
-    return Answer(_gc.document(found), lambda: _gc.tables(found))
+def gc(
+    backend: Backend,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_days: float | None,
+    verify_first: bool,
+    dry_run: bool,
+) -> Answer:
+    """Delete generations that no rule keeps; without rules, those that the run itself has given up."""
+    retention = None
+    if (keep_last, keep_every, keep_days) != (None, None, None):
+        last = Retention().last if keep_last is None else keep_last
+        retention = Retention(last=last, every_n_steps=keep_every, days=keep_days)
+    elif verify_first:
+        raise ConfigurationError(
+            "--verify reads what is to be kept before others are given up, and without --keep-... none are. "
+            "Add --keep-last=2, or use `moe-ckpt verify`."
+        )
+    check = functools.partial(_what_is_wrong, backend) if verify_first else None
+    found = collect_garbage(backend, retention, dry_run=dry_run, check=check)
+    return Answer(gc_document(found), lambda: gc_tables(found))
+
+
+def _what_is_wrong(backend: Backend, generation: GenerationId) -> str | None:
+    """Return what is wrong with a generation's files, own or referenced; `None` if nothing is."""
+    problems = read_everything(backend, step=generation.step).problems
+    return next((each.reason for each in problems if each.generation == str(generation)), None)
 
 
 @_of_run

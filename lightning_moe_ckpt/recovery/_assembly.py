@@ -1,4 +1,4 @@
-"""Putting records of a rank together in memory, each from the cheapest copy that turns out to be good.
+"""Put records of a rank together in memory, each from the cheapest copy that turns out to be good.
 
 Whoever wants the records lays the buffer out. Records that are neighbours in a file and in the buffer are read at once, so a
 whole segment is one read; from other nodes it comes in stripes, from several of them. Each record is verified by its own digest.
@@ -95,7 +95,7 @@ class _Run:
         return self.records[-1].end - self.start
 
     def takes(self, record: Wanted, place: Place) -> bool:
-        """Add a record, if it is the next one here."""
+        """Add a record and return whether it is the next one here."""
         here = (self.place.copy, self.place.entry.key, self.place.offset - self.start)
         near = 0 <= record.start - self.records[-1].end < _FILLER_NBYTES
         if near and here == (place.copy, place.entry.key, place.offset - record.start):
@@ -104,17 +104,15 @@ class _Run:
         return False
 
     def request(self) -> Request:
-        """All of it, from its copy."""
+        """Return the request for all of it, to its copy."""
         copy = self.place.copy
         return Request(copy, copy.readers[0], self.place.entry, self.place.offset, self.nbytes, self.start)
 
     def stripes(self) -> list[Request]:
-        """All of it; from other nodes, from several at once."""
-        peers = [each.copy for each in self.records[0].places if each.entry is self.place.entry]
-        streams = (
-            _streams([copy for copy in peers if copy.source == "peer"]) if self.place.copy.source == "peer" else []
-        )
-        if len(streams) < 2:
+        """Return requests for all of it; from other nodes, to several at once."""
+        places = [each for each in self.records[0].places if each.entry is self.place.entry]
+        streams = _streams([each.copy for each in places if each.copy.source == "peer"])
+        if self.place.copy.source != "peer" or len(streams) < 2:
             return [self.request()]
         size = -(-self.nbytes // len(streams))
         size += -size % _PAGE_NBYTES
@@ -151,7 +149,7 @@ class Assembly:
         self._is_first = True
 
     def requests(self) -> list[Request]:
-        """What to read in the next round; nothing if it is done.
+        """Return what to read in the next round; nothing if it is done.
 
         Raises:
             Exhausted: some of it is bad everywhere, and must not be.
@@ -168,7 +166,7 @@ class Assembly:
         return found
 
     def gone(self, copy: Replica, reason: str) -> None:
-        """A copy could not be read: the bytes asked of it are rubbish."""
+        """Note that a copy could not be read: the bytes asked of it are rubbish."""
         if copy not in self._gone:
             self._gone[copy] = reason
             self.complaints.append(f"{copy}: {reason}")
@@ -179,7 +177,7 @@ class Assembly:
         return self._left
 
     def finish_round(self) -> None:
-        """Take what was verified since the last round: what is good is done, what is bad accuses who supplied it."""
+        """Drop what was verified as good since the last round; what is bad accuses the copy that supplied it."""
         self._left = [record for record in self._left if not record.good]
         for record in self._left:
             if len(record.suppliers) == 1:  # of several, nothing says whose part is bad
@@ -190,7 +188,7 @@ class Assembly:
                     self.complaints.append(f"{where}: {record.name} is not what was written")
 
     def fill(self, read: Read) -> bool:
-        """Read all of it from copies that this process reads itself; whether it could be had."""
+        """Read all of it from copies that this process reads itself; return whether it could be had."""
         while requests := self.requests():
             for request in requests:
                 self.read(request, read)
@@ -233,7 +231,7 @@ class Assembly:
 
 
 def _streams(copies: Sequence[Replica]) -> list[tuple[Replica, int]]:
-    """Readers to ask at once: one of each copy, then a second of each, and so on."""
+    """Return the readers to ask at once: one of each copy, then a second of each, and so on."""
     turns = max((len(copy.readers) for copy in copies), default=0)
     streams = [(copy, copy.readers[turn]) for turn in range(turns) for copy in copies if turn < len(copy.readers)]
     return streams[:MAX_STREAMS]

@@ -1,7 +1,7 @@
-"""Where every record of one rank is: by operator, by the step that it is of, and by kind, in whatever tier.
+"""Know where every record of one rank is: by operator, by the step that it is of, and by kind, in whatever tier.
 
 How an operator is cut among the ranks that hold it may differ between generations, so nothing here assumes that it is cut
-alike: a generation supplies an operator if the pieces that all ranks have of it add up to the whole operator.
+alike: a generation supplies an operator if the shards that all ranks have of it add up to the whole operator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, Re
 from lightning_moe_ckpt.tiers import CHEAPEST
 
 FULL, PARAM = "full", "param"
-"""Kind and state key in markers: of whole states, and of the parameter itself."""
+"""Kind of a whole state in markers, and state key of the parameter itself."""
 
 
 @dataclass(slots=True)
@@ -28,11 +28,10 @@ class Replicas:
 
 
 ReplicasByName = dict[str, Replicas]
-"""By name."""
 
 
 class RecordIndex:
-    """What one rank can be given. Of what two files contradict each other in, the one that was added first is right."""
+    """What one rank can be given. Where two files contradict each other, the one that was added first is right."""
 
     def __init__(self) -> None:
         self._full: dict[tuple[str, Version], dict[int, ReplicasByName]] = defaultdict(dict)
@@ -62,7 +61,7 @@ class RecordIndex:
 
     @property
     def operators(self) -> list[str]:
-        """Names of those of which there is a full state."""
+        """Names of operators of which there is a full state."""
         return list(dict.fromkeys(operator for operator, _ in self._full))
 
     def exclude(self, operator: str, source: Version) -> None:
@@ -70,11 +69,11 @@ class RecordIndex:
         self._excluded.add((operator, source))
 
     def operator(self, operator: str, source: Version) -> ReplicasByName:
-        """The full state of an operator as of the last step of a generation."""
+        """Return the full state of an operator as of the last step of a generation."""
         return self._full.get((operator, source), {}).get(source.generation.step, {})
 
     def step(self, source: Version, step: int) -> ReplicasByName:
-        """All records of one step of a generation, of whatever kind."""
+        """Return all records of one step of a generation, of whatever kind."""
         tables = [self._others.get(source, {}), *(each for (_, of), each in self._full.items() if of == source)]
         return {name: replicas for table in tables for name, replicas in table.get(step, {}).items()}
 
@@ -88,7 +87,7 @@ class RecordIndex:
         return None
 
     def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Version, int]]]:
-        """Versions that have something of operators, each with its number of elements."""
+        """Return the versions that have something of operators, each with its number of elements."""
         found: dict[str, list[tuple[Version, int]]] = {name: [] for name in operators}
         for operator, source in self._full:
             if operator in found and (operator, source) not in self._excluded:
@@ -99,7 +98,7 @@ class RecordIndex:
 
 
 def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = None) -> RecordIndex:
-    """What storage has of a rank's part of a generation.
+    """Return what storage has of a rank's part of a generation.
 
     Args:
         marker: names its own files.
@@ -109,15 +108,14 @@ def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = N
     index = RecordIndex()
     files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
     for generation, entry in files:
-        version = Version(generation, "")
-        index.add(version, entry, [stored(version, marker.rank)])
+        index.add(Version(generation, ""), entry, [stored(Version(generation, ""), marker.rank)])
     return index
 
 
 def newest_whole(
     offered: Mapping[str, Mapping[Version, int]], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Version], list[str]]:
-    """From which generation every operator comes.
+    """Choose the generation from which every operator comes.
 
     Args:
         offered: elements that all ranks together can be given, by operator and generation.

@@ -220,9 +220,8 @@ def load_found(
     with exchange.raise_together(IdentityMismatch):  # each rank has records of its own
         found.check_headers([step.durable.segment for step in layout.steps])
     replay = Replay(
-        view=layout.steps[0].view,
+        window=layout,
         groups=groups,
-        slots=[step.durable for step in layout.steps],
         segments=found.segments,
         first_step=found.first_step,
         may_skip=may_skip,

@@ -35,7 +35,7 @@ def is_superseded(
     *,
     stored: Callable[[GenerationId], RankMarker | None] | None = None,
 ) -> bool:
-    """Whether no later start would restore what memory holds.
+    """Return whether no later start would restore what memory holds.
 
     Args:
         memory: of this rank.
@@ -45,20 +45,20 @@ def is_superseded(
             generation counts as one that has less than memory.
     """
     held = memory.published
+    copies = memory.copies if stored is not None else {}
     as_new = [each for each in known if each is not None and each >= max(held, default=each)]
-    if stored is None:
-        return not held or bool(as_new) or (store is not None and nobody_needs(held, store))
-    copies = memory.copies
-    if not held or any(not _has_more(copies, stored(each)) for each in as_new):
+    if not held or any(stored is None or not _has_more(copies, stored(each)) for each in as_new):
         return True
     if store is None:
         return False
     joined, rank = store, memory.rank
-    return nobody_needs(held, store, lambda commit: _has_more(copies, joined.read_marker(commit, rank)))
+    return _nobody_needs(
+        held, store, lambda commit: stored is not None and _has_more(copies, joined.read_marker(commit, rank))
+    )
 
 
 def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> bool:
-    """Whether memory has a newer copy of some operator than this rank's part of a generation, own or referenced."""
+    """Return whether memory has a newer copy of some operator than this rank's part of a generation, own or referenced."""
     if marker is None:
         return True
     if not PlanRecord.from_json(str(marker.policy["plan"])).plan.partial:
@@ -68,16 +68,8 @@ def _has_more(copies: Mapping[str, GenerationId], marker: RankMarker | None) -> 
     return any(operator not in newest or newest[operator] < generation for operator, generation in copies.items())
 
 
-def nobody_needs(
-    held: Sequence[GenerationId], store: RunStore, has_more: Callable[[Commit], bool] = lambda _: False
-) -> bool:
-    """Whether storage says in time that no later start would restore what memory holds.
-
-    Args:
-        held: generations in memory.
-        store: of the run, on any rank; it is closed if it does not answer.
-        has_more: see `RunStore.may_need`.
-    """
+def _nobody_needs(held: Sequence[GenerationId], store: RunStore, has_more: Callable[[Commit], bool]) -> bool:
+    """Return whether storage, which is closed if it does not answer, says in time that no start would restore memory."""
     answers: SimpleQueue[bool] = SimpleQueue()
 
     def ask() -> None:

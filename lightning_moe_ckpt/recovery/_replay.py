@@ -1,7 +1,7 @@
-"""Loading what was restored: at once, or slot by slot while ordinary training re-runs the steps between.
+"""Load what was restored: at once, or step by step while ordinary training re-runs the steps between.
 
-At the first boundary of the window the operators of slot 0 get their full state and are active; all others get the
-weights that forward and backward consume and stay frozen. After every replayed step the next slot is loaded, until
+At the first boundary of the window the operators of its first step get their full state and are active; all others get the
+weights that forward and backward consume and stay frozen. After every replayed step the window's next step is loaded, until
 every operator is active and the state is dense. Forward runs through frozen operators with exact compute weights, so
 activations, and with them the gradients of active operators, are those of the original run.
 
@@ -28,7 +28,7 @@ from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, REGIONS, Field, FileLayout, StateView, versions
+from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, REGIONS, FileLayout, WindowLayout, versions
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,10 @@ class Replay:
     """Rebuilds the dense state from one generation.
 
     Args:
-        view: live state to write to.
+        window: layout of the generation, over the live state to write to.
         groups: this rank's place.
-        slots: layouts of the generation's slots.
-        segments: this rank's segment of every slot, verified; released slot by slot.
-        first_step: the boundary of slot 0.
+        segments: this rank's segment of every step, verified; released step by step.
+        first_step: boundary of the window's first step.
         may_skip: whether `requires_grad` of frozen experts may be switched off (not under plain DDP).
         engine: copies host memory into live tensors.
         as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
@@ -56,28 +55,28 @@ class Replay:
     def __init__(
         self,
         *,
-        view: StateView,
+        window: WindowLayout,
         groups: ParallelGroups,
-        slots: Sequence[FileLayout],
         segments: Sequence[Tensor],
         first_step: int,
         may_skip: bool,
         engine: CopyEngine,
         as_user: Callable[[Journal], None],
-        missing: Collection[str] = (),
+        missing: Collection[str],
     ) -> None:
-        self._view, self._groups, self._engine, self._as_user = view, groups, engine, as_user
-        self._slots = list(slots)
+        self._view, self._groups, self._engine, self._as_user = window.steps[0].view, groups, engine, as_user
+        self._layouts = [step.durable for step in window.steps]
         self._segments: list[Tensor | None] = list(segments)
         self._first, self._may_skip = first_step, may_skip
         self.journals: list[Journal] = [
             decode_journal(layout.segment.view(segment, JOURNAL))
-            for layout, segment in zip(slots, segments, strict=True)
+            for layout, segment in zip(self._layouts, segments, strict=True)
         ]
-        self._missing = {name for name in missing if name in view.operators}
+        self._missing = {name for name in missing if name in self._view.operators}
         self._active = set(self._missing)
         self._dropped: list[torch.nn.Parameter] = []
         self._newest = -1
+        """Index of the step loaded last."""
         self._loaded: list[Tensor] = []
         self._versions: list[int] = []
 
@@ -87,48 +86,45 @@ class Replay:
         return len(self._active) == len(self._view.operators.operators)
 
     def outcome(self, step: int) -> Journal:
-        """What the original run recorded of the optimizer step that ends at boundary `step`."""
+        """Return what the original run recorded of the optimizer step that ends at boundary `step`."""
         outcome: Journal = self.journals[step - self._first]["outcome"]
         return outcome
 
     def start(self, step: int) -> Journal:
-        """What the original run was at boundary `step` when the next batch began."""
+        """Return what the original run was at boundary `step` when the next batch began."""
         start: Journal = self.journals[step - self._first]["start"]
         return start
 
     def matches(self, step: int, losses: list[Tensor]) -> bool:
-        """Whether the step that ended at boundary `step` gave the losses of the original run; reported if not."""
+        """Return whether the step that ended at boundary `step` gave the losses of the original run; reported if not."""
         expected = self.outcome(step)["losses"]
         same = _same_bits(losses, expected)
         if not same:
             log.error(
                 "replay of step %d gave another loss than the original run (%s, was %s): this restart is not bit-exact. "
                 "Look for kernels that are not deterministic, or data that cannot be repositioned.",
-                step,
-                _shown(losses),
-                _shown(expected),
+                *(step, _shown(losses), _shown(expected)),
             )
         return same
 
     def load(self, step: int) -> None:
-        """Load the slot of boundary `step`, but for buffers; every rank must call it.
+        """Load the state of boundary `step`, but for buffers; every rank must call it.
 
         Validation and the end of an epoch may still follow. What they and the user's hooks change was recorded as
-        they had left it, at the next batch start: see `settle`. Buffers are what the replayed step has made of them.
+        they had left it, at the next batch start: see `reconcile`. Buffers are what the replayed step has made of them.
         """
         self._newest = step - self._first
-        layout = self._slots[self._newest]
+        layout = self._layouts[self._newest]
         self._as_user(self.start(step))
         self._load_records()
-        self._active.update(
-            {part.operator for parts in layout.parts.values() for part in parts if part.kind is RecordKind.FULL}
-        )
+        shards = [shard for region in layout.parts.values() for shard in region]
+        self._active.update(shard.operator for shard in shards if shard.kind is RecordKind.FULL)
         self.freeze()
 
     @torch.no_grad()
     def load_buffers(self) -> None:
-        """Set the buffers to those of the slot loaded last."""
-        layout, segment = self._newest_slot()
+        """Set the buffers to those of the step loaded last."""
+        layout, segment = self._newest_step()
         for name in self._view.buffer_names:
             buffer = self._view.buffer(name)
             if buffer is not None:
@@ -137,7 +133,7 @@ class Replay:
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
 
     def reconcile(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
-        """Make the state what it was when the slot loaded last was sealed; every rank must call it.
+        """Make the state what it was when the step loaded last was sealed; every rank must call it.
 
         Args:
             agree: whether all ranks say yes.
@@ -179,14 +175,14 @@ class Replay:
 
     # -- private
 
-    def _newest_slot(self) -> tuple[FileLayout, Tensor]:
+    def _newest_step(self) -> tuple[FileLayout, Tensor]:
         segment = self._segments[self._newest]
         assert segment is not None
-        return self._slots[self._newest], segment
+        return self._layouts[self._newest], segment
 
     @torch.no_grad()
     def _load_records(self) -> None:
-        layout, segment = self._newest_slot()
+        layout, segment = self._newest_step()
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
@@ -194,19 +190,19 @@ class Replay:
             for writer in self._groups.ranks("expert_data" if region == "expert_data" else "world"):
                 self._load_region(layout, segment, region, writer, shared)
         self._load_scalars(scalars or {})
-        fqns = dict.fromkeys(part.piece.fqn for parts in layout.parts.values() for part in parts)
+        fqns = dict.fromkeys(shard.piece.fqn for region in layout.parts.values() for shard in region)
         params = [self._view.params[fqn] for fqn in fqns]
         self._loaded = [*params, *self._view.states(fqns)]
         self._versions = versions(self._loaded)
 
     def _shared(self) -> frozenset[str]:
-        """Parameters of which several experts have a slice each."""
+        """Return the parameters of which several experts have a slice each."""
         experts = [op for op in self._view.operators if op.kind == "expert"]
         number = Counter(fqn for op in experts for fqn in {piece.fqn for piece in op.slices})
         return frozenset(fqn for fqn, count in number.items() if count > 1)
 
     def _reset(self, shared: Collection[str], scalars: Scalars) -> None:
-        """Optimizer state that experts share begins at zero: an expert that had none yet when it was taken has zeros."""
+        """Begin optimizer state that experts share at zero: an expert that had none yet when it was taken has zeros."""
         schema, params = self._view.schema, self._view.params
         missing = {piece.fqn for name in self._missing for piece in self._view.operators[name].slices}
         for fqn in {*shared, *missing}:
@@ -227,17 +223,23 @@ class Replay:
         spans, nbytes = layout.spans(region, writer)
         if not spans:
             return
-        own = writer == self._groups.rank
-        source = _region_bytes(layout, segment, spans[0][0], nbytes) if own else torch.empty(nbytes, dtype=torch.uint8)
+        own, start = writer == self._groups.rank, layout.segment.spans[spans[0][0].name].offset
+        source = segment[start : start + nbytes] if own else torch.empty(nbytes, dtype=torch.uint8)
         source = self._broadcast(source, region, writer)
         present: dict[str, bool] = {}
         copies: list[Copy] = []
         for field, offset, size in spans:
-            value = _typed(source[offset : offset + size], field.dtype)
+            value, fqn = _typed(source[offset : offset + size], field.dtype), field.part.piece.fqn
             if field.key == PRESENT:
                 present[field.part.prefix] = bool(value.item())
-                self._make_state(field, present=bool(value.item()), is_shared=field.part.piece.fqn in shared)
-            elif self._is_stored(field, present, is_shared=field.part.piece.fqn in shared):
+                if present[field.part.prefix]:
+                    self._view.schema.ensure_state(self._view.params[fqn])
+                elif fqn not in shared:  # another expert may have some
+                    self._view.schema.drop_state(self._view.params[fqn])
+            # Of state that experts share, the journal has what is one number.
+            elif not self._view.is_state(field) or (
+                present[field.part.prefix] and (field.per_element or fqn not in shared)
+            ):
                 live = self._view.live(field)
                 copies += [(value, live)] if live is not None else []
         copy_through(self._engine, copies)
@@ -249,24 +251,6 @@ class Replay:
         on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()
         dist.broadcast(on_device, src=writer, group=group)
         return on_device.cpu()
-
-    def _make_state(self, field: Field, *, present: bool, is_shared: bool) -> None:
-        """Make or drop optimizer state as the record says; what another expert has of it is not dropped."""
-        param = self._view.params[field.part.piece.fqn]
-        if present:
-            self._view.schema.ensure_state(param)
-        elif not is_shared:
-            self._view.schema.drop_state(param)
-
-    def _is_stored(self, field: Field, present: Mapping[str, bool], *, is_shared: bool) -> bool:
-        """Whether a record has the value of a field; of state that experts share, the journal has what is one number."""
-        of_state = self._view.is_state(field)
-        return not of_state or (present[field.part.prefix] and (field.per_element or not is_shared))
-
-
-def _region_bytes(layout: FileLayout, segment: Tensor, first: Field, nbytes: int) -> Tensor:
-    start = layout.segment.spans[first.name].offset
-    return segment[start : start + nbytes]
 
 
 def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -281,6 +265,6 @@ def _shown(losses: list[Tensor]) -> str:
 
 
 def _typed(slice_U8: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as elements; copied if the slice is not aligned for them once it left the segment."""
+    """Return bytes as elements; copied if the slice is not aligned for them once it left the segment."""
     aligned = slice_U8.data_ptr() % dtype.itemsize == 0 and slice_U8.storage_offset() % dtype.itemsize == 0
     return (slice_U8 if aligned else slice_U8.clone()).view(dtype)
