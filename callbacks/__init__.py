@@ -1,11 +1,11 @@
 """Lightning callbacks: one per checkpoint policy, and a monitor."""
 
 from lightning_moe_ckpt.callbacks._capacity_boost import CapacityBoost as CapacityBoost
-from lightning_moe_ckpt.callbacks._dense import DenseCheckpoint as DenseCheckpoint
+from lightning_moe_ckpt.callbacks._exact import DenseCheckpoint as DenseCheckpoint
+from lightning_moe_ckpt.callbacks._exact import SparseCheckpoint as SparseCheckpoint
+from lightning_moe_ckpt.callbacks._experts import PartialExpertCheckpoint as PartialExpertCheckpoint
+from lightning_moe_ckpt.callbacks._experts import SelectiveExpertCheckpoint as SelectiveExpertCheckpoint
 from lightning_moe_ckpt.callbacks._monitor import ExpertLoadMonitor as ExpertLoadMonitor
-from lightning_moe_ckpt.callbacks._partial import PartialExpertCheckpoint as PartialExpertCheckpoint
-from lightning_moe_ckpt.callbacks._selective import SelectiveExpertCheckpoint as SelectiveExpertCheckpoint
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments as CheckpointArguments
-from lightning_moe_ckpt.callbacks._sparse import SparseCheckpoint as SparseCheckpoint
 from lightning_moe_ckpt.policies import Popularity as Popularity
 from lightning_moe_ckpt.storage import Retention as Retention

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import Unpack, override
 
+from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import tries_only
 from lightning_moe_ckpt._lightning_files import LightningResume, let_best_come_first
 from lightning_moe_ckpt._lightning_stops import name_status
@@ -171,7 +172,7 @@ class CheckpointCallback(Checkpoint):
                 "`pl.Trainer`."
             )
         let_best_come_first(trainer, self)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(trainer)
         others = [c for c in callbacks if isinstance(c, CheckpointCallback) and c is not self]
         if others:
             raise ConfigurationError(
@@ -259,5 +260,11 @@ class CheckpointCallback(Checkpoint):
         if run is not None:
             self._report = run.session.report()
             run.close(keep_memory=keep_memory)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        trainer.callbacks = [c for c in callbacks if not isinstance(c, ReplayHooks)]  # type: ignore[attr-defined]
+        trainer.callbacks = [  # type: ignore[attr-defined]
+            each for each in callbacks_of(trainer) if not isinstance(each, ReplayHooks)
+        ]
+
+
+def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:
+    """Return the trainer's checkpoint callback, if it has one."""
+    return next((each for each in callbacks_of(trainer) if isinstance(each, CheckpointCallback)), None)

@@ -21,12 +21,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt._lightning import expert_parallel_size, log_row
 from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, Route, find_bias, find_router, meter_of
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._base import checkpoint_of
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
-from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import TokenDeficits, TokenLedger, boost_factors
 
 log = logging.getLogger(__name__)
@@ -108,8 +107,8 @@ class CapacityBoost(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step = trainer.global_step
-        found = _layers_of(trainer, pl_module)
-        accounting = _accounting_of(trainer)
+        found, checkpoint = discover(pl_module, ep_size=expert_parallel_size(trainer)), checkpoint_of(trainer)
+        accounting = None if checkpoint is None else checkpoint.accounting
         self._boosts = {}
         unlimited = []
         for layer, lost_E in zip(found.layers, _lost_by_layer(accounting, found), strict=True):
@@ -235,25 +234,13 @@ class CapacityBoost(Callback):
         every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if every and self._step % every == 0 and trainer.is_global_zero:
             debt = float(sum(sum(each.debts.open) for each in self._boosts.values()))
-            for logger in trainer.loggers:
-                logger.log_metrics({"moe/boost_debt": debt}, step=_lightning.logging_step(trainer))
+            log_row(trainer, {"moe/boost_debt": debt})
 
     def _remove(self) -> None:
         for each in self._boosts.values():
             if each.meter is not None:
                 each.meter.remove()
                 each.meter = None
-
-
-def _layers_of(trainer: Trainer, module: LightningModule) -> OperatorSet:
-    groups = getattr(trainer.strategy, "groups", None)
-    return discover(module, ep_size=groups.ep_size if isinstance(groups, ParallelGroups) else 1)
-
-
-def _accounting_of(trainer: Trainer) -> TokenLedger | None:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    checkpoint = next((c for c in callbacks if isinstance(c, CheckpointCallback)), None)
-    return None if checkpoint is None else checkpoint.accounting
 
 
 def _lost_by_layer(accounting: TokenLedger | None, found: OperatorSet) -> list[tuple[int, ...]]:

@@ -14,20 +14,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt import _lightning
+from lightning_moe_ckpt._lightning import expert_parallel_size, log_row
 from lightning_moe_ckpt._lightning_callbacks import ProgressNote
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback, checkpoint_of
 from lightning_moe_ckpt.callbacks._loads import LayerLoads
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.metrics import (
-    CapturedPerStep,
-    Generations,
-    PersistedPerSecond,
-    StallPerStep,
-    StallShare,
-    WindowPosition,
-)
-from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.metrics import TIERS
 from lightning_moe_ckpt.planning import LossFigures
 from lightning_moe_ckpt.session import Report
 
@@ -92,11 +84,9 @@ class ExpertLoadMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        groups = getattr(trainer.strategy, "groups", None)
-        ep_size = groups.ep_size if isinstance(groups, ParallelGroups) else 1
-        self._loads = LayerLoads(pl_module, ep_size=ep_size, device=trainer.strategy.root_device)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._checkpoint = next((c for c in callbacks if isinstance(c, CheckpointCallback)), None)
+        device = trainer.strategy.root_device
+        self._loads = LayerLoads(pl_module, ep_size=expert_parallel_size(trainer), device=device)
+        self._checkpoint = checkpoint_of(trainer)
         self._step, self.latest = trainer.global_step, {}
         if self._checkpoint is not None:
             self._figures = CheckpointFigures(self._checkpoint.report, self._step)
@@ -128,9 +118,11 @@ class ExpertLoadMonitor(Callback):
         self._step = trainer.global_step
         every = self.every_n_steps or int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if every and self._step % every == 0:
-            self._log(trainer, self._row(trainer))
+            row = self._row(trainer)
+            if row:
+                log_row(trainer, row)
         elif self._replay is not None:
-            self._log(trainer, {REPLAYING: 1.0})
+            log_row(trainer, {REPLAYING: 1.0})
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -155,12 +147,6 @@ class ExpertLoadMonitor(Callback):
         self.latest = row
         return row
 
-    def _log(self, trainer: Trainer, row: dict[str, float]) -> None:
-        if not row:
-            return
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step=_lightning.logging_step(trainer))
-
     def _remove(self) -> None:
         for each in (self._loads, self._note):
             if each is not None:
@@ -181,12 +167,6 @@ class CheckpointFigures:
 
     def __init__(self, report: Report, step: int) -> None:
         self._before, self._step, self._clock = report, step, time.perf_counter()
-        # The monitor exchanges all figures at once; metrics would sync one by one.
-        self._stall_per_step, self._stall_share = StallPerStep(sync_on_compute=False), StallShare(sync_on_compute=False)
-        self._device_stall_per_step = StallPerStep(sync_on_compute=False)
-        self._captured = CapturedPerStep(sync_on_compute=False)
-        self._persisted = PersistedPerSecond(sync_on_compute=False)
-        self._window, self._generations = WindowPosition(sync_on_compute=False), Generations(sync_on_compute=False)
 
     def own(self, now: Report) -> tuple[int, int, int, int]:
         """Return this rank's stall and device stall in ns, captured bytes and persisted bytes since the last row."""
@@ -211,15 +191,14 @@ class CheckpointFigures:
         seconds, self._clock = clock - self._clock, clock
         before, self._before = self._before, now
         steps, self._step = step - self._step, step
-        values = {**self._stalls(before, now, steps), **self._rates(ranks_R4, steps, seconds)}
-        self._window.update(now.window, now.window_position)
-        self._generations.update(step, now.generations)
-        place = self._window.compute()
+        newest = {tier: now.generations[tier] for tier in TIERS if tier in now.generations}
         return {
-            **values,
-            "moe/window": place["window"].item(),
-            "moe/window_position": place["position"].item(),
-            **{f"moe/{name}": value.item() for name, value in self._generations.compute().items()},
+            **self._stalls(before, now, steps),
+            **self._rates(ranks_R4, steps, seconds),
+            "moe/window": now.window,
+            "moe/window_position": now.window_position,
+            **{f"moe/generation/{tier}": generation for tier, generation in newest.items()},
+            **{f"moe/lag_steps/{tier}": step - generation for tier, generation in newest.items()},
             "moe/generations_complete": now.generations_complete,
             "moe/generations_committed": now.generations_committed,
             "moe/windows_skipped": now.windows_skipped,
@@ -240,24 +219,17 @@ class CheckpointFigures:
             figures[f"moe/{name}/all"] = sum(stalls.values())
         return {**figures, "moe/overhead_seconds": (now.overhead_seconds - before.overhead_seconds) / steps}
 
-    def _rates(self, ranks_R4: Tensor, steps: int, seconds: float) -> dict[str, float]:
-        """Return the figures over all ranks."""
+    @staticmethod
+    def _rates(ranks_R4: Tensor, steps: int, seconds: float) -> dict[str, float]:
+        """Return the figures over all ranks, as the metrics of the same name have them."""
         nanoseconds, of_device, captured, persisted = ranks_R4.unbind(1)
         longest = int(nanoseconds.max()) / 1e9
-        stalls = (self._stall_per_step, self._device_stall_per_step, self._stall_share)
-        for metric in (*stalls, self._captured, self._persisted):
-            metric.reset()
-        self._stall_per_step.update(longest, steps)
-        self._device_stall_per_step.update(int(of_device.max()) / 1e9, steps)
-        self._stall_share.update(longest, seconds)
-        self._captured.update(int(captured.sum()), steps)
-        self._persisted.update(int(persisted.sum()), seconds)
         return {
-            "moe/stall_seconds/slowest_rank": self._stall_per_step.compute().item(),
-            "moe/device_stall_seconds/slowest_rank": self._device_stall_per_step.compute().item(),
-            "moe/stall_share": self._stall_share.compute().item(),
-            "moe/captured_nbytes_per_step": self._captured.compute().item(),
-            "moe/persisted_nbytes_per_second": self._persisted.compute().item(),
+            "moe/stall_seconds/slowest_rank": longest / steps,
+            "moe/device_stall_seconds/slowest_rank": int(of_device.max()) / 1e9 / steps,
+            "moe/stall_share": longest / seconds,
+            "moe/captured_nbytes_per_step": int(captured.sum()) / steps,
+            "moe/persisted_nbytes_per_second": int(persisted.sum()) / seconds,
         }
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._dynamo import OptimizedModule
 
 from lightning_moe_ckpt.journal import Unread
+from lightning_moe_ckpt.parallel import ParallelGroups
 
 LoopState = dict[str, Any]
 
@@ -357,8 +358,7 @@ def ends_in_mid_epoch(trainer: Trainer) -> bool:
 
 def should_stop(trainer: Trainer) -> bool:
     """Return whether the run was stopped for good. The end of `max_time` does not count, since a later run may have more."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    timers = [callback for callback in callbacks if isinstance(callback, Timer)]
+    timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
     return trainer.should_stop and all((timer.time_remaining() or 1.0) > 0 for timer in timers)
 
 
@@ -425,9 +425,22 @@ def restore_seed(seed: str | None) -> None:
         os.environ[_SEED_VARIABLE] = seed
 
 
-def logging_step(trainer: Trainer) -> int:
-    """Return the step under which Lightning logs the current batch."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the trainer's own list of callbacks, which is untyped in Lightning."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def log_row(trainer: Trainer, row: Mapping[str, float]) -> None:
+    """Log `row` to every logger under the step of the current batch, past the module, whose values journals have."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(row), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def expert_parallel_size(trainer: Trainer) -> int:
+    """Return the number of ranks that share the experts of a layer."""
+    groups = getattr(trainer.strategy, "groups", None)
+    return groups.ep_size if isinstance(groups, ParallelGroups) else 1
 
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_moe_ckpt._lightning import datamodule_of
+from lightning_moe_ckpt._lightning import callbacks_of, datamodule_of
 from lightning_moe_ckpt._lightning_data import loader_generators, loader_objects, loaders_of
 from lightning_moe_ckpt.journal import HeldGenerator
 
@@ -234,7 +234,7 @@ class HeldGenerators:
 def user_callbacks(trainer: Trainer, skip: tuple[type[Callback], ...]) -> Iterator[tuple[str, Callback]]:
     """Yield the user's callbacks, by a name that is the same in every process."""
     count: dict[str, int] = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
+    for callback in callbacks_of(trainer):
         if not isinstance(callback, skip):
             name = f"callback.{type(callback).__qualname__}"
             count[name] = count.get(name, 0) + 1

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Pro
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt.snapshot import Averages
 
 _notes: WeakKeyDictionary[ProgressBar, dict[str, Callable[[], str | None]]] = WeakKeyDictionary()
@@ -35,9 +36,8 @@ def tries_only(trainer: Trainer) -> bool:
 
 def resting(trainer: Trainer) -> Callable[[], bool]:
     """Return a function that says whether the trainer's callbacks are put aside; call in `on_fit_start`."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    first = callbacks[0]
-    return lambda: not any(each is first for each in trainer.callbacks)  # type: ignore[attr-defined]
+    first = callbacks_of(trainer)[0]
+    return lambda: not any(each is first for each in callbacks_of(trainer))
 
 
 class Findings:
@@ -91,8 +91,7 @@ def _find_nothing(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:
-    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return (each for each in found if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
+    return (each for each in callbacks_of(trainer) if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
 
 
 def averages_of(trainer: Trainer) -> Averages:
@@ -113,8 +112,7 @@ def finish_with_averages(trainer: Trainer, module: LightningModule) -> None:
 def averaging_callbacks(trainer: Trainer) -> list[Any]:
     """Return Lightning's callbacks that average weights."""
     kind = getattr(callbacks, "WeightAveraging", None)  # Lightning has it from 2.6 on
-    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # untyped in Lightning
-    return [each for each in found if kind is not None and isinstance(each, kind)]
+    return [each for each in callbacks_of(trainer) if kind is not None and isinstance(each, kind)]
 
 
 class ProgressNote:

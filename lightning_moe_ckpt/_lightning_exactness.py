@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
+from lightning_moe_ckpt._lightning import callbacks_of
 from lightning_moe_ckpt._lightning_callbacks import averaging_callbacks
 from lightning_moe_ckpt._lightning_data import loaders_of
 from lightning_moe_ckpt.parallel import ordered_hook
@@ -80,7 +81,7 @@ def _of_kernels(module: LightningModule) -> Iterator[str]:
 
 def _of_copies(trainer: Trainer) -> Iterator[str]:
     known = averaging_callbacks(trainer)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # untyped in Lightning
+    for callback in callbacks_of(trainer):
         kept = [name for name, value in vars(callback).items() if _has_weights(value)]
         if kept and callback not in known:
             yield f"callback `{type(callback).__qualname__}` keeps weights in {kept}, which no checkpoint holds"

@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_moe_ckpt._lightning import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +109,7 @@ class CheckpointFiles:
             self._save(path, self._saved[path])
 
     def _model_checkpoints(self) -> list[ModelCheckpoint]:
-        callbacks: Iterable[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return [each for each in callbacks if isinstance(each, ModelCheckpoint)]
+        return [each for each in callbacks_of(self._trainer) if isinstance(each, ModelCheckpoint)]
 
     def _on_save(self, filepath: Any, weights_only: bool | None = None, *args: Any, **options: Any) -> None:
         self._saved[os.fspath(filepath)] = bool(weights_only)
@@ -138,7 +139,7 @@ class CheckpointFiles:
 
 def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
     """Move `ModelCheckpoint` before our callback, since `ckpt_path="best"` asks the first callback that is a `Checkpoint`."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(trainer)
     last = max((i for i, each in enumerate(callbacks) if isinstance(each, ModelCheckpoint)), default=-1)
     here = callbacks.index(callback)
     if here < last:

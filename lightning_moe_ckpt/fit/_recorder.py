@@ -314,8 +314,7 @@ class BoundaryRecorder:
         }
 
     def _callbacks(self) -> list[Callback]:
-        # trainer.callbacks is untyped in Lightning
-        return [c for c in self._trainer.callbacks if not isinstance(c, self._skip)]  # type: ignore[attr-defined]
+        return [each for each in _lightning.callbacks_of(self._trainer) if not isinstance(each, self._skip)]
 
     # -- resume
 

@@ -33,6 +33,14 @@ from lightning_moe_ckpt.tiers import SessionConfig
 
 log = logging.getLogger(__name__)
 
+_UNSUPPORTED: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run "
+    "that resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone.",
+    ModelPruning: "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that "
+    "resumes after that has none of them. Prune when training has ended.",
+}
+"""Callbacks of Lightning that no run can resume with, and why."""
+
 
 class FitSession:
     """Forward one trainer's hooks to the recorder of boundaries and to the process's `CheckpointSession`.
@@ -356,22 +364,15 @@ def _refuse_unsupported(trainer: Trainer, policy: Policy) -> None:
             f"Found {len(trainer.optimizers)} optimizers, can capture exactly one. "
             "Put all parameters into one optimizer with several param groups."
         )
-    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ConfigurationError(
-            "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run that "
-            "resumes after that has yours again, and other learning rates. Use WeightAveraging, which leaves it alone."
-        )
-    if any(isinstance(each, ModelPruning) for each in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ConfigurationError(
-            "ModelPruning puts other parameters and masks in the place of the model's while it trains; a run that resumes "
-            "after that has none of them. Prune when training has ended."
-        )
+    for kind, reason in _UNSUPPORTED.items():
+        if any(isinstance(each, kind) for each in _lightning.callbacks_of(trainer)):
+            raise ConfigurationError(reason)
     if policy.replays and not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError(
             "SparseCheckpoint replays steps that Lightning takes, one for each batch or more; with manual optimization the "
             "module takes them itself. Use DenseCheckpoint, or set `automatic_optimization = True`."
         )
-    finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
+    finetuning = [each for each in _lightning.callbacks_of(trainer) if isinstance(each, BaseFinetuning)]
     if finetuning and not policy.exact:
         raise ConfigurationError(
             f"{type(finetuning[0]).__name__} adds parameters to the optimizer while training, and a generation of "

@@ -13,7 +13,7 @@ Shape suffix: E experts of all layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,14 +47,18 @@ def moementary_lost_tokens(lost_E: Tensor, processed_E: Tensor, num_experts: Seq
 
 
 class _Newest(Metric):
-    """Metric that shows the values of the last update."""
+    """Metric that shows the vectors of the last update."""
 
     is_differentiable = False
     higher_is_better: bool | None = False
     full_state_update = True
+    vectors: ClassVar[tuple[str, ...]] = ("lost", "processed")
 
-    def _add_vectors(self, num_experts: int, *names: str) -> None:
-        for name in names:
+    def __init__(self, num_experts: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if num_experts < 1:
+            raise ConfigurationError(f"`{type(self).__name__}(num_experts={num_experts})` must be 1 or more.")
+        for name in self.vectors:
             zeros = torch.zeros(num_experts, dtype=torch.int64)
             # Equal on all ranks, so the maximum is the value.
             self.add_state(name, zeros, dist_reduce_fx="max", persistent=True)
@@ -82,15 +86,10 @@ class ExpertTokens(_Newest):
     """
 
     higher_is_better = None
+    vectors = ("processed", "unsaved", "lost")
     processed: Tensor
     unsaved: Tensor
     lost: Tensor
-
-    def __init__(self, num_experts: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if num_experts < 1:
-            raise ConfigurationError(f"`ExpertTokens(num_experts={num_experts})` must be 1 or more.")
-        self._add_vectors(num_experts, "processed", "unsaved", "lost")
 
     @override
     def update(self, processed_E: Tensor, unsaved_E: Tensor, lost_E: Tensor) -> None:
@@ -104,10 +103,26 @@ class ExpertTokens(_Newest):
     @override
     def compute(self) -> dict[str, Tensor]:
         """Return `processed`, `unsaved` and `lost`, int64 `[E]`."""
-        return {name: getattr(self, name).clone() for name in ("processed", "unsaved", "lost")}
+        return {name: getattr(self, name).clone() for name in self.vectors}
 
 
-class PortionOfLostTokens(_Newest):
+class _LostTokens(_Newest):
+    """Metric of lost and processed tokens."""
+
+    lost: Tensor
+    processed: Tensor
+
+    @override
+    def update(self, lost_E: Tensor, processed_E: Tensor) -> None:
+        """Replace what was seen before.
+
+        Raises:
+            ValueError: not int64 with one entry per expert.
+        """
+        self._replace(lost=lost_E, processed=processed_E)
+
+
+class PortionOfLostTokens(_LostTokens):
     """PLT, see `portion_of_lost_tokens`.
 
     Args:
@@ -118,31 +133,13 @@ class PortionOfLostTokens(_Newest):
         ConfigurationError: there is no expert.
     """
 
-    lost: Tensor
-    processed: Tensor
-
-    def __init__(self, num_experts: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if num_experts < 1:
-            raise ConfigurationError(f"`PortionOfLostTokens(num_experts={num_experts})` must be 1 or more.")
-        self._add_vectors(num_experts, "lost", "processed")
-
-    @override
-    def update(self, lost_E: Tensor, processed_E: Tensor) -> None:
-        """Replace what was seen before.
-
-        Raises:
-            ValueError: not int64 with one entry per expert.
-        """
-        self._replace(lost=lost_E, processed=processed_E)
-
     @override
     def compute(self) -> Tensor:
-        """Float64 scalar, 0 before the first token."""
+        """Return a float64 scalar, 0 before the first token."""
         return torch.tensor(portion_of_lost_tokens(self.lost, self.processed), dtype=torch.float64)
 
 
-class MoementaryLostTokens(_Newest):
+class MoementaryLostTokens(_LostTokens):
     """MLT, see `moementary_lost_tokens`.
 
     Args:
@@ -153,30 +150,17 @@ class MoementaryLostTokens(_Newest):
         ConfigurationError: there is no layer, or one without experts.
     """
 
-    lost: Tensor
-    processed: Tensor
-
     def __init__(self, num_experts: Sequence[int], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         if not num_experts or min(num_experts) < 1:
             raise ConfigurationError(
                 f"`MoementaryLostTokens(num_experts={list(num_experts)})` must have 1 or more for each layer."
             )
+        super().__init__(sum(num_experts), **kwargs)
         self.num_experts = tuple(num_experts)
-        self._add_vectors(sum(num_experts), "lost", "processed")
-
-    @override
-    def update(self, lost_E: Tensor, processed_E: Tensor) -> None:
-        """Replace what was seen before.
-
-        Raises:
-            ValueError: not int64 with one entry per expert.
-        """
-        self._replace(lost=lost_E, processed=processed_E)
 
     @override
     def compute(self) -> Tensor:
-        """Float64 scalar, 0 before the first token."""
+        """Return a float64 scalar, 0 before the first token."""
         value = moementary_lost_tokens(self.lost, self.processed, self.num_experts)
         return torch.tensor(value, dtype=torch.float64)
 
@@ -193,16 +177,16 @@ class ExpertsTaken(_Newest):
     """
 
     higher_is_better = None
+    vectors = ("number",)
     number: Tensor
 
     def __init__(self, levels: Sequence[str] = ("memory", "storage"), **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         if not levels or len(set(levels)) != len(levels):
             raise ConfigurationError(
                 f"`ExpertsTaken(levels={list(levels)})` must name each level once, and at least one."
             )
+        super().__init__(len(levels), **kwargs)
         self.levels = tuple(levels)
-        self._add_vectors(len(levels), "number")
 
     @override
     def update(self, experts: Mapping[str, int]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -244,11 +244,12 @@ class LedgerKeeper:
     ) -> None:
         """A tier begins to take the generation of the boundary at hand."""
         if tier in self._levels:
-            self._give(tier, generation, Selection.of_plan(layout.record.plan, self._view.operators), generations_kept)
+            selection = Selection.of_plan(layout.record.plan, self._view.operators)
+            self.ledger = self.ledger.give(self._levels[tier], generation.step, selection, generations_kept)
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:
         """A tier is to get all of the boundary at hand, in a generation of its own."""
-        self._give(tier, generation, Selection.everything(self.layouts))
+        self.ledger = self.ledger.give(self._levels[tier], generation.step, Selection.everything(self.layouts))
 
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
         """On every rank a tier has all of a generation."""
@@ -269,15 +270,6 @@ class LedgerKeeper:
         """Some rank has lost all that a tier held."""
         if tier in self._levels:
             self.ledger = self.ledger.forget(self._levels[tier])
-
-    # -- private
-
-    def _give(self, tier: str, generation: GenerationId, selection: Selection, kept: int | None = None) -> None:
-        level, ledger = self._levels[tier], self.ledger
-        book = ledger.saved[level].take(
-            generation.step, selection.flat(level, ledger.num_experts), ledger.alive, kept=kept
-        )
-        self.ledger = replace(ledger, saved={**ledger.saved, level: book})
 
 
 def _shared_scalars(view: StateView) -> dict[str, dict[str, Tensor]]:

@@ -126,14 +126,11 @@ class SelectivePolicy(ExpertPolicy):
         remote = _remote_levels(tables, index)
         at_risk = PEER if PEER in remote else STORAGE
         again = [(i, e) for i, row in enumerate(held) for e in taken_again(tables[i], row)]
-        waiting = self._waiting(tables, held, remote, budgets)
-        waiting = [*again, *(each for each in waiting if each not in again)]
+        waiting = list(dict.fromkeys([*again, *self._waiting(tables, held, remote, budgets)]))
         due = select_experts(tables, held, at_risk, budgets[STORAGE], index, first=waiting)
         late = self._late(index, tables, held, budgets, behind=bool(waiting))
-        late = [*again, *(each for each in late if each not in again)]
-        first = [*late, *(each for each in waiting if each not in late)]
-        first += [(i, e) for i, row in enumerate(due) for e in row if (i, e) not in first]
-        kept = select_experts(tables, held, MEMORY, budgets[MEMORY], index, first=first)
+        first = dict.fromkeys([*again, *late, *waiting, *((i, e) for i, row in enumerate(due) for e in row)])
+        kept = select_experts(tables, held, MEMORY, budgets[MEMORY], index, first=list(first))
         waiting = [(i, e) for i, e in waiting if e in kept[i]]
         return kept, select_experts(tables, kept, at_risk, budgets[STORAGE], index, first=waiting)
 

@@ -3,8 +3,8 @@
 A generation that is under way counts as saved, so that the next one takes other experts; once the level has completed
 a newer one without it, it was skipped and counts no more. An expert that was skipped counts as saved only when that is
 certain: otherwise a level that takes every second generation could miss the same experts for ever, since they would be
-given to it once, left out of the next one, and given to it again in the one after that. What the level has completed comes from all ranks at once
-(with the votes of a window), so every rank has the same ledger.
+given to it once, left out of the next one, and given to it again in the one after that. What the level has completed
+comes from all ranks at once (with the votes of a window), so every rank has the same ledger.
 
 A level that keeps so many generations only has dropped the others: the ledger then knows of no copy in those.
 
@@ -58,36 +58,31 @@ class TierLedger:
 
     @classmethod
     def empty(cls, num_experts: int) -> TierLedger:
-        """A level that has nothing."""
+        """Return the ledger of a level that has nothing."""
         zeros = torch.zeros(num_experts, dtype=torch.int64)
         return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool(), index=zeros)
 
     def take(self, step: int, experts: Sequence[int], alive_E: Tensor, kept: int | None = None) -> TierLedger:
-        """The level was given generation `step`.
+        """Note that the level was given generation `step`.
 
         Args:
             step: boundary, above all earlier ones.
             experts: places in the vector over all experts.
             alive_E: tokens in the live weights at that boundary.
-            kept: see there.
+            kept: generations that the level keeps from now on.
         """
         chosen = torch.tensor(sorted(experts), dtype=torch.int64)
         pending = (*self.pending, Pending(step=step, experts=chosen, alive=alive_E[chosen]))
         return replace(self, pending=pending, kept=kept, given=() if kept is None else (*self.given, step))
 
     def complete(self, step: int) -> TierLedger:
-        """The level has all of generation `step`; older ones still under way are given up, and what is too old is dropped.
+        """Note that the level has all of generation `step`: older ones are given up, and what is too old is dropped.
 
         A boundary that was never given, or was given up, changes nothing but that. Places in the level are also taken
         by generations that only some ranks have completed there, so all that were given count.
         """
-        alive_E, step_E, skipped_E, index_E = (
-            self.alive.clone(),
-            self.step.clone(),
-            self.skipped.clone(),
-            self.index.clone(),
-        )
-        completed = self.completed
+        alive_E, step_E = self.alive.clone(), self.step.clone()
+        skipped_E, index_E, completed = self.skipped.clone(), self.index.clone(), self.completed
         for each in self.pending:
             if each.step <= step:
                 skipped_E[each.experts] = each.step < step
@@ -95,22 +90,21 @@ class TierLedger:
                 completed += 1
                 alive_E[each.experts] = each.alive
                 step_E[each.experts], index_E[each.experts] = step, completed
-        left = tuple(each for each in self.pending if each.step > step)
         given = self._held(step)
         dropped_E = step_E < given[0] if given else torch.zeros_like(skipped_E)
-        return TierLedger(
+        return replace(
+            self,
             alive=torch.where(dropped_E, 0, alive_E),
             step=torch.where(dropped_E, NEVER, step_E),
             skipped=skipped_E,
             index=torch.where(dropped_E, 0, index_E),
             completed=completed,
-            pending=left,
-            kept=self.kept,
+            pending=tuple(each for each in self.pending if each.step > step),
             given=given,
         )
 
     def give_up(self, step: int, *, place_is_free: bool) -> TierLedger:
-        """Generation `step` will not be complete in the level: its experts were skipped. One never given changes nothing.
+        """Note that generation `step` will not be complete: its experts were skipped. One never given changes nothing.
 
         Args:
             step: boundary.
@@ -128,7 +122,7 @@ class TierLedger:
         )
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """`(alive_E, step_E)` of the newest copies, if all that is under way completes; but see `skipped`."""
+        """Return `(alive_E, step_E)` of the newest copies, if all that is under way completes; but see `skipped`."""
         alive_E, step_E = self.alive.clone(), self.step.clone()
         for each in self.pending:
             counted_S = ~self.skipped[each.experts]
@@ -137,9 +131,9 @@ class TierLedger:
         return alive_E, step_E
 
     def waited(self) -> Tensor:
-        """int64 `[E]`: generations of this level since the newest that has each expert, if all that is under way completes.
+        """Return the level's generations since the newest that has each expert, if all that is under way completes.
 
-        1 if the newest one has it; one more than there are if none has.
+        int64 `[E]`: 1 if the newest one has it; one more than there are if none has.
         """
         index_E = self.index.clone()
         for number, each in enumerate(self.pending, start=self.completed + 1):
@@ -147,7 +141,7 @@ class TierLedger:
         return self.completed + len(self.pending) + 1 - index_E
 
     def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor, *, durable: bool) -> TierLedger:
-        """After a recovery: what is known of the level now.
+        """Return what is known of the level after a recovery.
 
         Nothing is under way. Copies newer than what was restored were lost or belong to the timeline that ended. An
         older one of the same expert counts only in a level that loses nothing by a fault.
@@ -159,45 +153,27 @@ class TierLedger:
             durable: whether the level is one that loses nothing.
         """
         keep_E = (self.step < step_E) & durable
-        kept_alive_E = torch.where(keep_E, self.alive, 0)
-        kept_step_E = torch.where(keep_E, self.step, NEVER)
-        kept_index_E = torch.where(keep_E, self.index, 0)
         newer_E = read_here_E & (step_E > self.step)
-        return TierLedger(
-            alive=torch.where(read_here_E, alive_E, kept_alive_E),
-            step=torch.where(read_here_E, step_E, kept_step_E),
+        return replace(
+            self,
+            alive=torch.where(read_here_E, alive_E, torch.where(keep_E, self.alive, 0)),
+            step=torch.where(read_here_E, step_E, torch.where(keep_E, self.step, NEVER)),
             skipped=torch.zeros_like(self.skipped),
-            kept=self.kept,
-            given=self.given,
-            index=torch.where(newer_E, self.completed, kept_index_E),
-            completed=self.completed,
+            index=torch.where(newer_E, self.completed, torch.where(keep_E, self.index, 0)),
+            pending=(),
         )
 
     def tokens_at(self, expert: int, step: int) -> int | None:
-        """Tokens in the copy of `expert` from boundary `step`, if the ledger has it."""
-        found = [
-            int(each.alive[place])
-            for each in self.pending
-            if each.step == step
-            for place in torch.nonzero(each.experts == expert).flatten().tolist()
-        ]
-        if int(self.step[expert]) == step:
-            found.append(int(self.alive[expert]))
-        return found[0] if found else None
+        """Return the tokens in the copy of `expert` from boundary `step`, if the ledger has it."""
+        for each in self.pending:
+            if each.step == step and bool((here_S := each.experts == expert).any()):
+                return int(each.alive[here_S][0])
+        return int(self.alive[expert]) if int(self.step[expert]) == step else None
 
     def to_journal(self) -> dict[str, object]:
-        """Plain values and tensors."""
+        """Return plain values and tensors."""
         pending = [{"step": p.step, "experts": p.experts, "alive": p.alive} for p in self.pending]
-        return {
-            "alive": self.alive,
-            "step": self.step,
-            "skipped": self.skipped.long(),
-            "index": self.index,
-            "completed": self.completed,
-            "pending": pending,
-            "kept": self.kept,
-            "given": list(self.given),
-        }
+        return {**vars(self), "skipped": self.skipped.long(), "pending": pending, "given": list(self.given)}
 
     @classmethod
     def from_journal(cls, stored: Mapping[str, object]) -> TierLedger:
@@ -226,7 +202,7 @@ class TierLedger:
         )
 
     def _held(self, step: int) -> tuple[int, ...]:
-        """What of `given` is still there once generation `step` is complete, oldest first."""
+        """Return what of `given` is still there once generation `step` is complete, oldest first."""
         if self.kept is None:
             return ()
         settled = [each for each in self.given if each <= step]
@@ -234,7 +210,7 @@ class TierLedger:
 
 
 def counts(value: object) -> Tensor:
-    """`value` if it is a vector of int64. Raises `TypeError`."""
+    """Return `value` if it is a vector of int64. Raises `TypeError`."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.ndim != 1:
         raise TypeError(f"found {type(value).__name__}, wanted a vector of int64")
     return value

@@ -61,7 +61,7 @@ class TokenLedger:
 
     @classmethod
     def start(cls, num_experts: Sequence[int], *, k: int | None = None, levels: Sequence[str] = LEVELS) -> TokenLedger:
-        """Of a run that has done nothing yet."""
+        """Return the ledger of a run that has done nothing yet."""
         total = sum(num_experts)
         zeros = torch.zeros(total, dtype=torch.int64)
         return cls(
@@ -77,39 +77,41 @@ class TokenLedger:
     # -- what happens
 
     def add(self, tokens_E: Tensor) -> TokenLedger:
-        """Training has processed `tokens_E`, int64, of all ranks together."""
+        """Count `tokens_E`, int64, that training has processed on all ranks together."""
         tokens_E = tokens_E.to(self.alive)
         return replace(self, alive=self.alive + tokens_E, processed=self.processed + tokens_E)
 
     def take(self, step: int, selection: Selection, levels: Collection[str] = LEVELS) -> TokenLedger:
-        """Generation `step` takes `selection` to `levels`; call at its boundary, before its journal is written."""
-        places = {level: selection.flat(level, self.num_experts) for level in self.saved}
-        saved = {
-            level: ledger.take(step, places[level], self.alive) if level in levels else ledger
-            for level, ledger in self.saved.items()
-        }
+        """Note that generation `step` takes `selection` to `levels`; call at its boundary, before its journal is written."""
         taken_E = self.taken.clone()
-        taken_E[list(places[MEMORY])] = self.generations
-        return replace(self, saved=saved, taken=taken_E, generations=self.generations + 1)
+        taken_E[list(selection.flat(MEMORY, self.num_experts))] = self.generations
+        found = replace(self, taken=taken_E, generations=self.generations + 1)
+        for level in [each for each in self.saved if each in levels]:
+            found = found.give(level, step, selection)
+        return found
+
+    def give(self, level: str, step: int, selection: Selection, kept: int | None = None) -> TokenLedger:
+        """Note that `level` begins to take its part of `selection` of boundary `step`; see `TierLedger.take`."""
+        places = selection.flat(level, self.num_experts)
+        return self._with(level, self.saved[level].take(step, places, self.alive, kept=kept))
 
     def complete(self, level: str, step: int) -> TokenLedger:
-        """On every rank `level` has all of generation `step`; call in the order in which generations completed."""
-        return replace(self, saved={**self.saved, level: self.saved[level].complete(step)})
+        """Note that `level` has all of generation `step` on every rank; call in the order in which generations completed."""
+        return self._with(level, self.saved[level].complete(step))
 
     def give_up(self, level: str, step: int, *, place_is_free: bool) -> TokenLedger:
-        """Some rank has failed to bring its part of generation `step` to `level`; see `TierLedger.give_up`."""
-        ledger = self.saved[level].give_up(step, place_is_free=place_is_free)
-        return replace(self, saved={**self.saved, level: ledger})
+        """Note that some rank has failed to bring its part of generation `step` to `level`; see `TierLedger.give_up`."""
+        return self._with(level, self.saved[level].give_up(step, place_is_free=place_is_free))
 
     def forget(self, level: str) -> TokenLedger:
-        """What `level` held is gone."""
-        saved = {**self.saved, level: TierLedger.empty(len(self.alive))}
-        return replace(self, saved=saved, taken=torch.full_like(self.taken, NEVER) if level == MEMORY else self.taken)
+        """Note that what `level` held is gone."""
+        found = self._with(level, TierLedger.empty(len(self.alive)))
+        return replace(found, taken=torch.full_like(self.taken, NEVER)) if level == MEMORY else found
 
     def restore(
         self, alive_E: Tensor, step_E: Tensor, read_from: Mapping[str, Tensor] | None = None
     ) -> tuple[TokenLedger, Tensor]:
-        """After a recovery; of the ledger that the restored generation has in its journal.
+        """Return the ledger after a recovery, from the one that the restored generation has in its journal.
 
         Args:
             alive_E: int64, tokens in the copy that each expert was restored from (`tokens_at`).
@@ -138,12 +140,12 @@ class TokenLedger:
         return after, lost_E
 
     def with_peers(self, *, kept: bool) -> TokenLedger:
-        """With a level of copies on other nodes, of which nothing is known yet, or without one."""
+        """Return the ledger with a level of copies on other nodes, of which nothing is known yet, or without one."""
         others = {level: ledger for level, ledger in self.saved.items() if level != PEER}
         return replace(self, saved={**others, PEER: TierLedger.empty(len(self.alive))} if kept else others)
 
     def with_k(self, k: int | None) -> TokenLedger:
-        """The same with another K in force."""
+        """Return the ledger with another K in force."""
         return replace(self, k=k)
 
     # -- what it says
@@ -161,17 +163,17 @@ class TokenLedger:
         return moementary_lost_tokens(self.lost, self.processed, self.num_experts)
 
     def share(self, tokens_E: Tensor) -> float:
-        """Tokens as a part of all that were processed: what a fault that lost them adds to PLT."""
+        """Return tokens as a part of all that were processed: what a fault that lost them adds to PLT."""
         from lightning_moe_ckpt.metrics import portion_of_lost_tokens  # as above
 
         return portion_of_lost_tokens(tokens_E, self.processed)
 
     def unsaved(self, level: str) -> Tensor:
-        """int64 `[E]`: tokens in the live weights that `level` lacks, as `TierLedger.expected` has it."""
+        """Return the tokens in the live weights that `level` lacks by `TierLedger.expected`, int64 `[E]`."""
         return self.alive - self.saved[level].expected()[0]
 
     def tokens_at(self, expert: int, step: int) -> int | None:
-        """Tokens in the copy of `expert` (place over all layers) from boundary `step`, if some level's ledger has it.
+        """Return the tokens in the copy of `expert` (place over all layers) from boundary `step`, if some level has it.
 
         Otherwise the journal of that generation has it, as `alive`.
         """
@@ -179,7 +181,7 @@ class TokenLedger:
         return next((tokens for tokens in found if tokens is not None), None)
 
     def tables(self, layouts: Sequence[ExpertLayout], again: Collection[int] = ()) -> list[ExpertTable]:
-        """What a policy chooses from now; `again` are places of experts that come before all others."""
+        """Return what a policy chooses from now; `again` are places of experts that come before all others."""
         first_E = torch.zeros_like(self.alive)
         first_E[list(again)] = 1
         first = self._by_layer(first_E)
@@ -207,18 +209,9 @@ class TokenLedger:
     # -- the journal
 
     def to_journal(self) -> dict[str, Any]:
-        """Plain values and int64 tensors."""
-        return {
-            "num_experts": list(self.num_experts),
-            "alive": self.alive,
-            "processed": self.processed,
-            "lost": self.lost,
-            "faults": self.faults,
-            "k": self.k,
-            "generations": self.generations,
-            "taken": self.taken,
-            "saved": {level: ledger.to_journal() for level, ledger in self.saved.items()},
-        }
+        """Return plain values and int64 tensors."""
+        saved = {level: ledger.to_journal() for level, ledger in self.saved.items()}
+        return {**vars(self), "num_experts": list(self.num_experts), "saved": saved}
 
     @classmethod
     def from_journal(cls, stored: Mapping[str, Any]) -> TokenLedger:
@@ -248,8 +241,11 @@ class TokenLedger:
 
     # -- private
 
+    def _with(self, level: str, ledger: TierLedger) -> TokenLedger:
+        return replace(self, saved={**self.saved, level: ledger})
+
     def _within_reach(self, level: str) -> tuple[Tensor, Tensor]:
-        """`(alive_E, step_E)` of the newest copies if all is lost but `level` and storage, as `TierLedger.expected` has it.
+        """Return `(alive_E, step_E)` of the newest copies if all is lost but `level` and storage, by `TierLedger.expected`.
 
         What memory has dropped is restored from storage: only what an expert has learned since is at risk.
         """
