@@ -230,11 +230,6 @@ class FoundInf:
     def __init__(self, trainer: Trainer) -> None:
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
 
-    @property
-    def active(self) -> bool:
-        """Whether the run scales gradients."""
-        return self._scaler is not None
-
     def read(self, optimizer: torch.optim.Optimizer) -> float | Unread | None:
         """Return the flag of the coming step, for the journal; `None` without a scaler."""
         found = self._per_device(optimizer)

@@ -198,13 +198,7 @@ def _not_users(owner: object) -> frozenset[str]:
 
 
 class HeldGenerators:
-    """Random generators held by the objects of one run.
-
-    Args:
-        trainer: the trainer whose callbacks, data module and loaders are searched.
-        module: the module that it trains.
-        skip: callbacks that are not the user's.
-    """
+    """Find the generators that the module, data module, loaders and callbacks of one run hold, those in `skip` apart."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> None:
         self._trainer, self._module, self._skip = trainer, module, skip

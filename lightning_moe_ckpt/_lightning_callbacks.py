@@ -116,13 +116,7 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 
 
 class ProgressNote:
-    """Show an entry in the trainer's progress bar, if there is one, until `remove`.
-
-    Args:
-        trainer: the trainer with the bar.
-        name: name of the entry.
-        text: called whenever the bar is drawn; nothing is shown if it returns `None`.
-    """
+    """Show `text()` in the trainer's progress bar, if there is one and it is not `None`, until `remove`."""
 
     def __init__(self, trainer: Trainer, name: str, text: Callable[[], str | None]) -> None:
         self._bar, self._name = trainer.progress_bar_callback, name

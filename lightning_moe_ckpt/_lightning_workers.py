@@ -34,12 +34,7 @@ STATE_NBYTES = 2**14
 
 
 class PersistentWorkers:
-    """Track the state of the persistent workers of one run's training loaders.
-
-    Args:
-        trainer: the trainer whose loaders are tracked.
-        deterministic: whether items draw nothing, so that the workers' state does not matter.
-    """
+    """Track the state of the persistent workers of one run's training loaders."""
 
     def __init__(self, trainer: Trainer, *, deterministic: bool) -> None:
         self._trainer, self._deterministic = trainer, deterministic

@@ -131,7 +131,11 @@ class BoundaryRecorder:
         if self._resume is not None:
             self._restore_random(self._resume["random"]["after_fetch"])
             self._resume = None
-            self._say_what_is_gone()
+            if self._not_held:
+                log.warning(
+                    "this restart is not exact: the run before had generators %s, which this one does not have",
+                    self._not_held,
+                )
         if start is None:
             return None
         start["batch"] = batch
@@ -282,13 +286,6 @@ class BoundaryRecorder:
                 "the batch that follows step %d is not the one of the original run: this restart is not bit-exact. Look for "
                 "data that changed or cannot be repositioned, or is said to be deterministic and is not.",
                 self._trainer.global_step,
-            )
-
-    def _say_what_is_gone(self) -> None:
-        if self._not_held:
-            log.warning(
-                "this restart is not exact: the run before had generators %s, which this one does not have",
-                self._not_held,
             )
 
     def _take(self, *, between_epochs: bool) -> Start:

@@ -178,7 +178,6 @@ class FitSession:
 
     @clocked
     def before_epoch(self) -> None:
-        """Act between two epochs: all hooks of the previous one have run, `on_train_epoch_start` has not."""
         self._recorder.before_epoch()
         self._disturbed = True  # hooks at the end and start of an epoch may change weights, through `.data` too
         self.session.freeze_again()
@@ -187,19 +186,16 @@ class FitSession:
 
     @clocked
     def before_iter(self) -> None:
-        """Act before the loader's iterator is made."""
         self._recorder.before_iter()
 
     @clocked
     def before_fetch(self) -> None:
-        """Act before the next batch is fetched."""
         self._recorder.before_fetch()
         self._release_files()
         self._stop_if_agreed()
 
     @clocked
     def after_fetch(self) -> None:
-        """Act after a batch was fetched, before any hook has seen it."""
         self._recorder.after_fetch()
 
     @clocked
@@ -246,7 +242,6 @@ class FitSession:
             self._trainer.should_stop = False
 
     def _missed(self) -> str | None:
-        """Return the progress bar's note on windows in a row without a generation."""
         missed = self.session.windows_missed
         return f"{missed} windows" if missed else None
 
@@ -271,7 +266,9 @@ class FitSession:
     @clocked
     def batch_start(self) -> None:
         if not self._trained:
-            self._say_what_is_inexact()
+            reasons = _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays)
+            for reason in reasons:
+                log.warning("this run cannot be reproduced bit for bit: %s", reason)
         self._trained = True
         self._stops.batch_begins()
         start = self._recorder.complete_start(self._batches.take_digest())
@@ -342,10 +339,6 @@ class FitSession:
             self._stops.leave(self._step, "training had ended")
 
     # -- private
-
-    def _say_what_is_inexact(self) -> None:
-        for reason in _lightning_exactness.inexact_reasons(self._trainer, self._module, replays=self._replays):
-            log.warning("this run cannot be reproduced bit for bit: %s", reason)
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not when replay ends: validation in between is not the original's."""

@@ -160,10 +160,6 @@ class Trained:
 class LayerState:
     """Take and restore live capacity and plain attributes of all MoE layers, through the views in their specs.
 
-    Args:
-        module: the model.
-        layers: its MoE layers.
-
     Raises:
         ConfigurationError: a layer has state that cannot be stored exactly.
     """

@@ -52,19 +52,19 @@ class BadCopyList:
         return not any(place in self._alone or len(self._known[place]) > 1 for place in self._newest)
 
     def restored(self, bad: Mapping[str, Collection[GenerationId]]) -> None:
-        """The restore that this incarnation began with found these, by name of expert; the newest one among them."""
+        """Note what the restore of this incarnation found, by name of expert; the newest copy is among them."""
         for name, generations in bad.items():
             if generations:
                 self._newest.add(self._places[name])
                 self._known.setdefault(self._places[name], set()).update(generations)
 
     def again(self, storage: TierLedger) -> list[int]:
-        """Places of experts that have to be taken once more, as none that storage is given has them."""
+        """Return places of experts that have to be taken once more, as none that storage is given has them."""
         under_way = {expert for each in storage.pending for expert in each.experts.tolist()}
         return sorted(self._known.keys() - under_way)
 
     def completed(self, storage: TierLedger, step: int) -> None:
-        """Storage has all of generation `step`; call before its book takes that in."""
+        """Note that storage has all of generation `step`; call before its ledger takes that in."""
         for each in storage.pending:
             for expert in each.experts.tolist() if each.step == step else ():
                 self._newest.discard(expert)
@@ -74,12 +74,12 @@ class BadCopyList:
                     self._begun.pop(expert, None)
 
     def close(self) -> None:
-        """Nothing is looked for any more."""
+        """Stop looking."""
         if self.scrubber is not None:
             self.scrubber.close()
 
     def inputs(self) -> list[int]:
-        """What this rank tells the others: `WIDTH` integers."""
+        """Return what this rank tells the others: `WIDTH` integers."""
         found = [] if self.scrubber is None else self.scrubber.take_found(_AT_ONCE)
         told = [number for copy in found if copy.operator in self._places for number in self._numbers(copy)]
         return told + [0] * (WIDTH - len(told))

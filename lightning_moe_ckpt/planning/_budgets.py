@@ -58,16 +58,16 @@ class SlotSizes:
     """Kept behind it, of all of them."""
 
     def behind(self, nbytes: int) -> int:
-        """Bytes of gradients behind a segment of up to `nbytes`."""
+        """Return the bytes of gradients behind a segment of up to `nbytes`."""
         experts = min(nbytes, self.full) - self.bare
         return -(-self.gradients * max(0, experts) // max(1, self.full - self.bare))
 
     def experts(self, budget: int, nbytes: int) -> int:
-        """Bytes of experts of one position that fit, of the `nbytes` that it has in all: this rank writes its share of them."""
+        """Return the bytes of experts of one position that fit, of `nbytes` in all: this rank writes its share."""
         return max(0, budget - self.bare) * nbytes // max(1, self.full - self.bare)
 
     def missing(self, budget: int, wanted: int, nbytes: int) -> int:
-        """Bytes by which a budget must grow so that `wanted` bytes of experts of one position fit."""
+        """Return the bytes by which a budget must grow so that `wanted` bytes of experts of one position fit."""
         return max(0, self.bare + -(-wanted * (self.full - self.bare) // max(1, nbytes)) - budget)
 
 
@@ -79,11 +79,11 @@ class StepClock:
         self._since: float | None = None
 
     def stepped(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         self._since = time.perf_counter()
 
     def forward_ends(self) -> None:
-        """The optimizer is about to step."""
+        """Note that the optimizer is about to step."""
         if self._since is not None:
             self._seconds.append(time.perf_counter() - self._since)
             self._since = None
@@ -136,23 +136,23 @@ class Budgets:
         return {_NAMES[level]: self._rate(level) for level in measured}
 
     def measure(self) -> None:
-        """A first estimate of what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
+        """Estimate what is `auto`: nothing was sent anywhere yet, so what memory takes stands for it."""
         if "auto" in self._config.values():
             self._local_rate = rate = measure_bandwidth(_BANDWIDTH_NBYTES, self._device)
             log.info("copies to memory run at %.1f MiB/s, steps compute for %.4f s", rate / 2**20, self.clock.median)
 
     def inputs(self) -> list[int]:
-        """What this rank adds to the exchange: what it could take, by level."""
+        """Return what this rank adds to the exchange: what it could take, by level."""
         return [self._nbytes(level) for level in self._config]
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """What every rank added."""
+        """Take what every rank added."""
         self.in_force = {
             level: min(column) for level, column in zip(self._config, zip(*rows, strict=True), strict=True)
         }
 
     def _nbytes(self, level: str) -> int:
-        """Of a generation; what is measured does not outgrow the ring, which is made once, nor does what leaves the node."""
+        """Return the bytes of a generation; what is measured does not outgrow the ring, which is made once."""
         given = self._config[level]
         if given != "auto":
             return given
@@ -212,7 +212,7 @@ class ExpertBudgets(Budgets):
 
     @override
     def inputs(self) -> list[int]:
-        """Bytes of experts of one position that it could take, by level."""
+        """Return the bytes of experts of one position that it could take, by level."""
         sizes, nbytes, least = self._sizes(), self._position_nbytes(), self._least()
         found = []
         for level in self._config:
@@ -246,7 +246,7 @@ class ExpertBudgets(Budgets):
         return sizes.bare + -(-self._least() * (sizes.full - sizes.bare) // self._position_nbytes())
 
     def _unless_noise(self, level: str, nbytes: int) -> int:
-        """What is in force, where a measured budget has changed by little: plans that stay are laid out once."""
+        """Return what is in force, where a measured budget has changed by little: plans that stay are laid out once."""
         before = self.in_force.get(level)
         if before is None or self._config[level] != "auto" or abs(nbytes - before) >= _NOISE * before:
             return nbytes

@@ -78,11 +78,7 @@ class LossFigures:
 
 
 class CountCopies:
-    """Read a counter early, while the optimizer steps.
-
-    Args:
-        counter: read and reset by nobody else.
-    """
+    """Read a counter early, while the optimizer steps; nobody else reads it."""
 
     def __init__(self, counter: LoadCounter) -> None:
         self._counter = counter
@@ -134,7 +130,7 @@ class LedgerKeeper:
         self._counter.install()
 
     def joined(self, tiers: Mapping[str, TierWorker]) -> None:
-        """The tiers of this incarnation are these, by name."""
+        """Take the tiers of this incarnation, by name."""
         storage = tiers[STORAGE_TIER]
         self._bad.scrubber = storage.scrub() if isinstance(storage, PersistWorker) else None
         if PEER_TIER in tiers and "node" not in self._policy.peer_audiences:
@@ -147,7 +143,7 @@ class LedgerKeeper:
         return self._bad.again(self.ledger.saved[STORAGE])
 
     def took(self, step: int, selection: Selection) -> None:
-        """The generation that begins with boundary `step` takes these experts; what tiers get of it, they are told of."""
+        """Note which experts the generation of boundary `step` takes; `given` says which tiers get it."""
         self._taken = {level: tuple(map(len, selection.of(level))) for level in (MEMORY, STORAGE)}
         self.ledger = self.ledger.take(step, selection, levels=())
 
@@ -181,24 +177,24 @@ class LedgerKeeper:
         return len(self.ledger.alive) + BAD_COPIES_WIDTH
 
     def inputs(self) -> list[int]:
-        """Tokens of this rank since the last window, by expert, and copies that it found bad."""
+        """Return the tokens of this rank since the last window, by expert, and copies that it found bad."""
         return [*self.counts.take(), *self._bad.inputs()]
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """What every rank added, by rank."""
+        """Take what every rank added, by rank."""
         number = len(self.ledger.alive)
         self.count([row[:number] for row in rows])
         self._bad.agreed([row[number:] for row in rows], self.ledger.saved[STORAGE])
 
     def count(self, rows: Sequence[Sequence[int]]) -> None:
-        """Tokens of every rank, by rank."""
+        """Count the tokens of every rank, by rank."""
         tokens_E = sum_in_order([torch.tensor(list(row), dtype=torch.int64) for row in rows])
         self.ledger = self.ledger.add(tokens_E)
 
     # -- the journal
 
     def state(self) -> dict[str, Any]:
-        """What the journal keeps at a boundary; call before the next optimizer step."""
+        """Return what the journal keeps at a boundary; call before the next optimizer step."""
         return {"accounting": self.ledger.to_journal(), "scalars": _shared_scalars(self._view)}
 
     def restore(self, outcome: Mapping[str, Any]) -> None:
@@ -242,17 +238,17 @@ class LedgerKeeper:
     def given(
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
     ) -> None:
-        """A tier begins to take the generation of the boundary at hand."""
+        """Note that a tier begins to take the generation of the boundary at hand."""
         if tier in self._levels:
             selection = Selection.of_plan(layout.record.plan, self._view.operators)
             self.ledger = self.ledger.give(self._levels[tier], generation.step, selection, generations_kept)
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:
-        """A tier is to get all of the boundary at hand, in a generation of its own."""
+        """Note that a tier is to get all of the boundary at hand, in a generation of its own."""
         self.ledger = self.ledger.give(self._levels[tier], generation.step, Selection.everything(self.layouts))
 
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
-        """On every rank a tier has all of a generation."""
+        """Note that a tier has all of a generation on every rank."""
         if tier not in self._levels:
             return
         level = self._levels[tier]
@@ -261,19 +257,19 @@ class LedgerKeeper:
         self.ledger = self.ledger.complete(level, generation.step)
 
     def given_up(self, tier: str, generation: GenerationId) -> None:
-        """A tier will never have all of a generation that it was given."""
+        """Note that a tier will never have all of a generation that it was given."""
         if tier in self._levels:
             # Holders of copies know of a generation that others lack only what they have themselves: it keeps its place there.
             self.ledger = self.ledger.give_up(self._levels[tier], generation.step, place_is_free=tier == HOST)
 
     def lost(self, tier: str) -> None:
-        """Some rank has lost all that a tier held."""
+        """Note that some rank has lost all that a tier held."""
         if tier in self._levels:
             self.ledger = self.ledger.forget(self._levels[tier])
 
 
 def _shared_scalars(view: StateView) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state that is one value for several experts, as of now: no record of one of them can have it."""
+    """Return optimizer state that is one value for several experts, as of now: no record of one of them can have it."""
     experts = [op for op in view.operators if op.expert_idx is not None]
     sharing = Counter(fqn for op in experts for fqn in {piece.fqn for piece in op.slices})
     found: dict[str, dict[str, Tensor]] = {}

@@ -63,7 +63,7 @@ _IN_FLIGHT_NBYTES = 64
 
 
 class Planner:
-    """Decides when a new plan is due and makes it.
+    """Decide when a new plan is due and make it.
 
     Args:
         policy: what is taken when.
@@ -130,12 +130,12 @@ class Planner:
         return self._policy.peer_audiences
 
     def peer_room(self) -> PeerRoom | None:
-        """What holders of copies reserve for this rank; `None` for slots as the ring has them."""
+        """Return what holders of copies reserve for this rank; `None` for slots as the ring has them."""
         keep, nbytes = self._policy.copies_kept(self._inputs()), self._budgets.peer_nbytes
         return None if keep is None or nbytes is None else PeerRoom(slot_nbytes=nbytes, keep=keep)
 
     def deltas(self) -> Deltas | None:
-        """Whether gradients may be sent to other nodes where they lead to what is sent; the same on all ranks. Collective."""
+        """Return how gradients may be sent to other nodes in place of states, if so; the same on all ranks. Collective."""
         wanted = self._policy.deltas
         if wanted is not None:
             reason = why_no_deltas(self._view, every_n_steps=self._period, exact=wanted.kind == "lossless")
@@ -148,7 +148,7 @@ class Planner:
         return wanted
 
     def joined(self, workers: Sequence[TierWorker]) -> None:
-        """The tiers of this incarnation are these."""
+        """Take the tiers of this incarnation."""
         tiers = {worker.name: worker for worker in workers}
         remote = tiers.get(PEER) or tiers[STORAGE]
         self._budgets.remote_rate = lambda: remote.rate
@@ -164,16 +164,16 @@ class Planner:
         return self._journal.nbytes
 
     def journal_needs(self, nbytes: int) -> None:
-        """A journal of `nbytes` was seen, maybe before there was a generation under way; records reserve twice that."""
+        """Note a journal of `nbytes`, maybe before there was a generation under way; records reserve twice that."""
         under_way = 0 if self.tokens is None else _IN_FLIGHT * len(self.tokens.ledger.alive)
         self._journal.needs(nbytes + under_way * _IN_FLIGHT_NBYTES)
 
     def journal_had(self, nbytes: int) -> None:
-        """The incarnation before reserved `nbytes`."""
+        """Note that the incarnation before reserved `nbytes`."""
         self._journal.had(nbytes)
 
     def state(self) -> dict[str, Any]:
-        """What the journal keeps at a boundary; call before the next optimizer step."""
+        """Return what the journal keeps at a boundary; call before the next optimizer step."""
         counted = {} if self.tokens is None else self.tokens.state()
         return {"popularity": None if self.order is None else self.order.state(), **counted}
 
@@ -201,7 +201,7 @@ class Planner:
             self.tokens.begin()
 
     def forward_begins(self, *, replaying: bool) -> None:
-        """A batch is about to run forward and backward."""
+        """Note that a batch is about to run forward and backward."""
         if self.tokens is not None:
             self.tokens.counts.forward_begins()
         if self._proof is not None and not replaying:
@@ -210,7 +210,7 @@ class Planner:
             self._probe.enter(self._boundaries < MEASURED_STEPS and self._current is None)
 
     def forward_ends(self) -> None:
-        """The optimizer is about to step, with whole gradients.
+        """Note that the optimizer is about to step, with whole gradients.
 
         Raises:
             WrongCounts: restores depend on counts of tokens, and these are not what experts process.
@@ -226,7 +226,7 @@ class Planner:
         self._budgets.clock.forward_ends()
 
     def stepped(self, step: int) -> None:
-        """Optimizer step `step` has ended."""
+        """Note that optimizer step `step` has ended."""
         self._step = step
         if self.order is not None:
             self.order.meter.stepped(step)
@@ -237,7 +237,7 @@ class Planner:
             self.tokens.count(exchange.gather(self.tokens.counts.take()))
 
     def loss_figures(self) -> LossFigures | None:
-        """See `Report`; `None` where restarts are exact."""
+        """Return the figures on lost tokens for `Report`; `None` where restarts are exact."""
         return None if self.tokens is None else self.tokens.figures(self._budgets.nbytes, self._budgets.rates)
 
     def close(self) -> None:
@@ -259,15 +259,15 @@ class Planner:
         return self._current.record.plan.interval_steps if self._current is not None else 1
 
     def accepts(self, layout: WindowLayout) -> bool:
-        """Whether a restored plan is what this policy would go on with; of a partial one, experts have just been taken."""
+        """Return whether this policy goes on with a restored plan; the experts of a partial one have just been taken."""
         return not layout.record.plan.partial and bool(layout.record.config == self._policy.config())
 
     def adopt(self, layout: WindowLayout) -> None:
-        """`layout` is in force."""
+        """Put `layout` in force."""
         self._current = layout
 
     def forget_layout(self) -> None:
-        """Parameters were added to the optimizer: a plan is due as in the first steps, if there can be one."""
+        """Plan as in the first steps, if possible: parameters were added to the optimizer."""
         if self._policy.exact:
             self._current = self._next = None
         else:
@@ -277,7 +277,7 @@ class Planner:
             )
 
     def first_layout(self) -> WindowLayout | None:
-        """At every boundary outside a window: the first plan of this incarnation, once what it needs is known. Collective."""
+        """Return the first plan of this incarnation once what it needs is known; call at boundaries outside windows. Collective."""
         self._boundaries += 1
         self._budgets.clock.stepped()
         wait = "bandwidths" in self._policy.needs or self._probe is not None
@@ -301,7 +301,7 @@ class Planner:
         return layouts[0]
 
     def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
-        """A plan with room for a larger journal; the one that follows gets it too."""
+        """Return a plan with room for a larger journal; the one that follows gets it too."""
         self._journal.nbytes = journal_nbytes
         self._layouts.clear()
         following, self._next = self._next, None
@@ -316,14 +316,14 @@ class Planner:
     # -- at window boundaries
 
     def inputs(self) -> list[int]:
-        """What the components that are there have to agree on."""
+        """Return what the components that are there have to agree on."""
         told: list[int] = []
         if self.tokens is not None:
             told += [*self.tokens.inputs(), *self._budgets.inputs()]
         return told + self.order.inputs() if self.order is not None else told
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
-        """What every rank added, by rank."""
+        """Take what every rank added, by rank."""
         if self.tokens is not None:
             width, levels = self.tokens.width, len(self._policy.budgets)
             self.tokens.agreed([row[:width] for row in rows])
@@ -333,12 +333,12 @@ class Planner:
             self._replan(self.order.agreed(rows))
 
     def take_next(self) -> WindowLayout | None:
-        """The plan of the window that may begin now; waits for it. `None` for the one in force."""
+        """Return the plan of the window that may begin now, and wait for it; `None` for the one in force."""
         following, self._next = self._next, None
         return None if following is None else following.result()
 
     def started(self, step: int, layout: WindowLayout) -> None:
-        """A window begins; where tokens are counted, the one after it is planned from what is known now."""
+        """Note that a window begins; where tokens are counted, the next is planned from what is known now."""
         if self.tokens is not None:
             self.tokens.took(step, self._selection(layout.record.plan))
             self._next = Background(partial(self._make, self._inputs(), {}))
@@ -356,7 +356,7 @@ class Planner:
     def _inputs(
         self, popularity: Sequence[float] | None = None, budgets: Mapping[str, int] | None = None
     ) -> PlanInputs:
-        """What is known now."""
+        """Return what is known now."""
         operators, tokens = self._view.operators, self.tokens
         return PlanInputs(
             operators=operators,
@@ -400,13 +400,13 @@ class Planner:
         )
 
     def _record_nbytes(self, dtypes: dict[str, torch.dtype]) -> dict[str, tuple[int, int]]:
-        """Of whole operators, measured once."""
+        """Return the bytes of whole operators, measured once."""
         if self._sizes is None or self._sizes[0] != dtypes:
             self._sizes = dtypes, record_nbytes(self._view.replanned(self._view.operators, dtypes), self._groups)
         return self._sizes[1]
 
     def _cut(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> tuple[PlanInputs, int]:
-        """The same with operators cut into pieces of so many bytes, as the policy wants them."""
+        """Return the inputs with operators cut into pieces of so many bytes, as the policy wants them."""
         limit = self._policy.split_nbytes(inputs)
         if not limit:
             return inputs, limit
@@ -415,7 +415,7 @@ class Planner:
         return replace(inputs, operators=view.operators, sizes=record_nbytes(view, self._groups)), limit
 
     def _lay_out(self, record: PlanRecord) -> WindowLayout:
-        """A layout of the plan, made once while partial plans come round again."""
+        """Return a layout of the plan, made once while partial plans come round again."""
         key = (record.to_json(), self._journal.nbytes)
         layout = self._layouts.get(key)
         if layout is None:
@@ -427,17 +427,17 @@ class Planner:
         return layout
 
     def _reserve(self, turns: Sequence[Selection], slot_nbytes: int) -> None:
-        """Rings are made for the first round, and for what later budgets may take."""
+        """Make rings for the first round, and for what later budgets may take."""
         self._room = [max(column) for column in zip(*map(self._nbytes_by_position, turns), strict=True)]
         self._reserve_nbytes = max(self._budgets.reserve_nbytes, slot_nbytes)
 
     def _has_room(self, plan: Plan) -> bool:
-        """Whether no position gives more than slots are made for, which they are for equal turns."""
+        """Return whether no position gives more than slots are made for, which they are for equal turns."""
         sizes = self._nbytes_by_position(self._selection(plan))
         return all(nbytes <= room for nbytes, room in zip(sizes, self._room, strict=False))
 
     def _nbytes_by_position(self, selection: Selection) -> list[int]:
-        """Bytes of the experts that memory takes from each position; the same on all ranks."""
+        """Return the bytes of the experts that memory takes from each position; the same on all ranks."""
         layouts = () if self.tokens is None else self.tokens.layouts
         positions = sorted({position for each in layouts for position in each.rank_of})
         rows = list(zip(layouts, selection.memory, strict=True))
@@ -461,5 +461,5 @@ class Background:
             self._result.set_exception(error)
 
     def result(self) -> WindowLayout:
-        """The plan; waits for it."""
+        """Wait for the plan and return it."""
         return self._result.result()

@@ -35,11 +35,6 @@ log = logging.getLogger(__name__)
 class PopularityMeter:
     """Measure the popularity of experts among the tokens of this rank.
 
-    Args:
-        config: what is measured.
-        operators: found in `module`.
-        module: the model; hooks are registered while installed.
-
     Raises:
         ConfigurationError: a layer does not show what `config` needs.
     """
@@ -171,12 +166,7 @@ def _require(counter: LoadCounter, wanted: str, what: str, instead: str, field: 
 
 
 class Reordering:
-    """Decide at window boundaries whether the order is out of date.
-
-    Args:
-        config: thresholds.
-        meter: popularity on this rank.
-    """
+    """Decide at window boundaries whether the order is out of date."""
 
     def __init__(self, config: Popularity, meter: PopularityMeter) -> None:
         self._config, self.meter = config, meter

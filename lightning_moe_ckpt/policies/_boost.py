@@ -29,7 +29,7 @@ class TokenDeficits:
 
     @classmethod
     def none(cls, num_experts: int) -> TokenDeficits:
-        """Nothing lost."""
+        """Return the deficits of experts that have lost nothing."""
         return cls((0,) * num_experts, (0,) * num_experts)
 
     @property
@@ -43,16 +43,16 @@ class TokenDeficits:
         return any(self.open)
 
     def with_lost(self, lost_E: Sequence[int]) -> TokenDeficits:
-        """The ledger's numbers now; what was repaid stays repaid."""
+        """Return the deficits with the ledger's numbers now; what was repaid stays repaid."""
         return replace(self, lost=tuple(lost_E))
 
     def repay(self, extra_E: Sequence[int]) -> TokenDeficits:
-        """Experts in debt have processed so many tokens more than they would have; others owe nothing."""
+        """Return the deficits once experts in debt have processed so many tokens more; others owe nothing."""
         paid = (a + b if owed else a for a, b, owed in zip(self.repaid, extra_E, self.open, strict=True))
         return replace(self, repaid=tuple(paid))
 
     def to_state(self) -> dict[str, list[int]]:
-        """Plain values."""
+        """Return plain values."""
         return {"lost": list(self.lost), "repaid": list(self.repaid)}
 
     @classmethod
@@ -70,7 +70,7 @@ class TokenDeficits:
 def boost_factors(
     debt_E: Sequence[int], boost: float, *, kept_E: Sequence[int] | None = None, room_E: Sequence[int] | None = None
 ) -> list[float]:
-    """The factor of each expert's capacity.
+    """Return the factor of each expert's capacity.
 
     Args:
         debt_E: tokens to make up for.

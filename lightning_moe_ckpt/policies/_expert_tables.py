@@ -98,21 +98,21 @@ class Selection:
 
     @classmethod
     def everything(cls, layouts: Sequence[ExpertLayout]) -> Selection:
-        """All experts to all levels: what a dense generation has."""
+        """Return all experts for all levels: what a dense generation has."""
         rows = tuple(tuple(range(each.num_experts)) for each in layouts)
         return cls(rows, rows)
 
     def of(self, level: str) -> tuple[tuple[int, ...], ...]:
-        """The experts of one level. Raises `KeyError`."""
+        """Return the experts of one level. Raises `KeyError`."""
         return {MEMORY: self.memory, STORAGE: self.storage, PEER: self.storage}[level]
 
     def flat(self, level: str, num_experts: Sequence[int]) -> tuple[int, ...]:
-        """The same as places in a vector over the experts of all layers, which have `num_experts`."""
+        """Return the same as places in a vector over the experts of all layers, which have `num_experts`."""
         starts = accumulate(num_experts, initial=0)
         return tuple(start + expert for start, row in zip(starts, self.of(level), strict=False) for expert in row)
 
     def plan(self, operators: OperatorSet) -> Plan:
-        """The plan that takes all of the dense part, and these experts."""
+        """Return the plan that takes all of the dense part, and these experts."""
         dense = [operator.name for operator in operators if operator.kind != "expert"]
         durable = [*dense, *self._names(self.storage, operators)]
         kept = set(durable)
@@ -124,7 +124,7 @@ class Selection:
 
     @classmethod
     def of_plan(cls, plan: Plan, operators: OperatorSet) -> Selection:
-        """The experts that a plan takes."""
+        """Return the experts that a plan takes."""
         (step,) = plan.steps
         durable = set(step.files["durable"])
         kept = durable | set(step.files.get("node", ()))
@@ -140,12 +140,12 @@ class Selection:
 
 
 def expert_names(layer: MoELayerSpec) -> list[str]:
-    """Names of the operators of all experts of a layer, on whatever ranks, by global index."""
+    """Return the names of the operators of all experts of a layer, on whatever ranks, by global index."""
     return [f"{layer.prefix}/expert.{expert}" for expert in range(layer.num_experts)]
 
 
 def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[ExpertLayout, ...]:
-    """The layers of a model.
+    """Return the layers of a model.
 
     Args:
         operators: of this rank, not split.
@@ -165,12 +165,12 @@ def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[E
 
 
 def taken_again(table: ExpertTable, experts: Iterable[int]) -> list[int]:
-    """Those of `experts` that come before all others."""
+    """Return those of `experts` that come before all others."""
     return [expert for expert in experts if table.again and table.again[expert]]
 
 
 def positions_of(layout: ExpertLayout) -> dict[int, list[int]]:
-    """Experts by position, both ascending."""
+    """Return the experts by position, both ascending."""
     found: dict[int, list[int]] = {rank: [] for rank in sorted(set(layout.rank_of))}
     for expert, rank in enumerate(layout.rank_of):
         found[rank].append(expert)
@@ -178,24 +178,24 @@ def positions_of(layout: ExpertLayout) -> dict[int, list[int]]:
 
 
 def sequential_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
-    """Least recently saved first; of those saved at once first what was skipped, then by `turn`."""
+    """Return a key: least recently saved first; of those saved at once first what was skipped, then by `turn`."""
     saved_at, skipped = table.saved_at[level], table.skipped[level]
     return lambda expert: (saved_at[expert], not skipped[expert], turn[expert])
 
 
 def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
-    """Most unsaved tokens first, then as `sequential_order`."""
+    """Return a key: most unsaved tokens first, then as `sequential_order`."""
     unsaved, otherwise = table.unsaved[level], sequential_order(table, level, turn)
     return lambda expert: (-unsaved[expert], *otherwise(expert))
 
 
 def first(experts: Iterable[int], number: int, order: SortKey) -> list[int]:
-    """The `number` experts that `order` puts first."""
+    """Return the `number` experts that `order` puts first."""
     return sorted(experts, key=order)[:number]
 
 
 def overdue(ages: Sequence[int], costs: Sequence[int], *, limit: int, rate: Fraction | int) -> int:
-    """How many of the oldest must be taken now so that none gets older than `limit`.
+    """Return how many of the oldest must be taken now so that none gets older than `limit`.
 
     Args:
         ages: of experts that compete for the same places, oldest first.
@@ -216,5 +216,5 @@ def overdue(ages: Sequence[int], costs: Sequence[int], *, limit: int, rate: Frac
 
 
 def jitter(index: int, most: int) -> int:
-    """A number from 0 to `most` that looks random over `index`, and is the same in every process."""
+    """Return a number from 0 to `most` that looks random over `index`, and is the same in every process."""
     return int(xxh3_64_intdigest(str(index).encode())) % (most + 1) if most > 0 else 0

@@ -150,7 +150,7 @@ class PartialPolicy(ExpertPolicy):
         return self.snapshot_k or self.k
 
     def with_k(self, k: int) -> PartialPolicy:
-        """The same with `k` experts to storage, and at least as many to memory."""
+        """Return the same with `k` experts to storage, and at least as many to memory."""
         snapshot_k = None if self.snapshot_k is None else max(self.snapshot_k, k)
         return replace(self, k=k, snapshot_k=snapshot_k)
 
@@ -230,11 +230,11 @@ class PartialPolicy(ExpertPolicy):
         return oldest[: overdue(ages, [1] * len(ages), limit=limit, rate=rate)]
 
     def _round(self, table: ExpertTable) -> int:
-        """Generations that take every expert once."""
+        """Return how many generations take every expert once."""
         return -(-table.num_experts // min(self.memory_k, table.num_experts))
 
     def _wait(self, table: ExpertTable) -> int:
-        """Most generations in which a position gives nothing, where there are more of them than K."""
+        """Return the most generations in which a position gives nothing, where there are more of them than K."""
         turns = -(-len(set(table.rank_of)) // min(self.memory_k, table.num_experts))
         return 2 * (turns - 1)
 
@@ -242,7 +242,7 @@ class PartialPolicy(ExpertPolicy):
         return [(level, min(k, table.num_experts)) for level, k in ((MEMORY, self.memory_k), (STORAGE, self.k))]
 
     def _places(self, now: _Turn, sizes: Sequence[int], ahead: int | None) -> tuple[list[int], list[int]]:
-        """How many each position gives; `ahead` is one whose turn it is, whoever would be next."""
+        """Return how many each position gives; `ahead` is one whose turn it is, whoever would be next."""
         if ahead is not None:
             memory = spread(self.memory_k, sizes, start=ahead)
             return memory, spread(self.k, memory, start=ahead)
@@ -266,7 +266,7 @@ class _Turn:
         return self.index + self.layer
 
     def shift(self, num_positions: int) -> int:
-        """By how much the round of positions is moved: by chance after each, where storage skips.
+        """Return by how much the round of positions is moved: by chance after each, where storage skips.
 
         Storage that takes each second generation would otherwise only ever see one of two positions.
         """
@@ -274,7 +274,7 @@ class _Turn:
 
 
 def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
-    """How many each position gives: equally many, to one, as far as they have room.
+    """Return how many each position gives: equally many, to one, as far as they have room.
 
     Args:
         number: of experts to take in all, or as many as there are.
@@ -292,13 +292,13 @@ def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
 
 
 def _urgency(late: Sequence[int], due: Collection[int], then: SortKey) -> SortKey:
-    """Those that are too old, oldest first; those that storage wants; the others."""
+    """Return a key: those that are too old, oldest first; those that storage wants; the others."""
     place = {expert: i - len(late) for i, expert in enumerate(late)}
     return lambda expert: (place.get(expert, 0), expert not in due, *then(expert))
 
 
 def _turn(table: ExpertTable, start: int) -> list[int]:
-    """Place of each expert in the round that begins at `start`: position by position, then the next of each."""
+    """Return each expert's place in the round that begins at `start`: position by position, then the next of each."""
     here = list(positions_of(table).values())
     rows = [(local, position) for position, experts in enumerate(here) for local in range(len(experts))]
     turn = [0] * table.num_experts

@@ -39,7 +39,7 @@ class WindowStep:
     files: Mapping[Audience, Records]
 
     def of_kind(self, kind: RecordKind, audience: Audience = "durable") -> tuple[str, ...]:
-        """Operators of which the file of an audience has this kind."""
+        """Return the operators of which the file of an audience has this kind."""
         return tuple(name for name, each in self.files.get(audience, {}).items() if each is kind)
 
     @property
@@ -70,7 +70,7 @@ class Plan:
 
     @classmethod
     def of_slots(cls, slots: Sequence[Sequence[str]], *, interval_steps: int = 0) -> Plan:
-        """The plan that takes FULL of the operators of `slots[j]` in step j, and COMPUTE of those of later ones.
+        """Return the plan that takes FULL of the operators of `slots[j]` in step j, and COMPUTE of those of later ones.
 
         Raises:
             ValueError: there is no slot, or an operator is named twice.
@@ -91,7 +91,7 @@ class Plan:
         return len(self.steps)
 
     def full(self, index: int) -> tuple[str, ...]:
-        """Operators of which the durable file of step `index` has FULL."""
+        """Return the operators of which the durable file of step `index` has FULL."""
         return self.steps[index].of_kind(RecordKind.FULL)
 
     def __eq__(self, other: object) -> bool:
@@ -101,11 +101,11 @@ class Plan:
         return hash(self.to_json())
 
     def to_json(self) -> str:
-        """Canonical text."""
+        """Return the canonical text."""
         return self._json
 
     def to_value(self) -> dict[str, Any]:
-        """JSON values: operators by name, and what each file has as runs `[start, stop]` of places among them."""
+        """Return JSON values: operators by name, and what each file has as runs `[start, stop]` of places among them."""
         place = {name: index for index, name in enumerate(self.names)}
         steps = [
             {
@@ -161,14 +161,14 @@ def _audiences(step: Any) -> list[Audience]:
 
 
 def _runs(places: Sequence[int]) -> list[list[int]]:
-    """Ascending or not, `[start, stop]` of each stretch of neighbours."""
+    """Return `[start, stop]` of each stretch of neighbours; places may descend."""
     stretches = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
     found = ([place for _, place in stretch] for _, stretch in stretches)
     return [[run[0], run[-1] + 1] for run in found]
 
 
 def _records(kinds: Any, names: Sequence[str]) -> Records:
-    """Of one file, FULL first."""
+    """Return the records of one file, FULL first."""
     return {
         names[place]: RecordKind(kind)
         for kind in sorted(kinds, key=_KINDS.index)

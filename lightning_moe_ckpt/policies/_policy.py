@@ -121,11 +121,11 @@ class Policy(ABC):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Identifies the policy; a stored plan is adopted only under an equal one."""
+        """Identify the policy; a stored plan is adopted only under an equal one."""
 
     @abstractmethod
     def least_steps(self, num_operators: int) -> int:
-        """Steps before the first generation after the start can be complete, as far as is known before a plan."""
+        """Return after how many steps the first generation can be complete, as far as is known before a plan."""
 
     @abstractmethod
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
@@ -142,23 +142,23 @@ class Policy(ABC):
         """Plan the next window; from any thread."""
 
     def refusal(self, operators: OperatorSet) -> str | None:
-        """Why nothing can be planned over these, with what to do instead; `None` if plans are possible."""
+        """Return why nothing can be planned over these, with what to do instead; `None` if plans are possible."""
         return None
 
     def split_nbytes(self, inputs: PlanInputs) -> int:
-        """Bytes above which operators are cut into pieces before `plan`; 0 cuts none."""
+        """Return the bytes above which operators are cut into pieces before `plan`; 0 cuts none."""
         return 0
 
     def generations_kept(self, inputs: PlanInputs) -> int:
-        """Generations that memory keeps: together they hold every operator, if so many can."""
+        """Return how many generations memory keeps: together they hold every operator, if so many can."""
         return 1
 
     def copies_kept(self, inputs: PlanInputs) -> int | None:
-        """Generations that other nodes keep, in slots made for the budget; `None` for those of memory as they are."""
+        """Return how many generations other nodes keep, in slots made for the budget; `None` for those of memory."""
         return None
 
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
-        """What to go on with, after a recovery that lost `lost_E` tokens; `None` at a start, and if it lost nothing."""
+        """Return what to go on with after a recovery that lost `lost_E` tokens; `None` at a start, or if none was lost."""
         return ledger
 
 
@@ -202,7 +202,7 @@ class ExpertPolicy(PeriodicPolicy):
 
     @abstractmethod
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
-        """The experts that generation `index` takes.
+        """Return the experts that generation `index` takes.
 
         Args:
             index: generations of this run before this one.
@@ -213,7 +213,7 @@ class ExpertPolicy(PeriodicPolicy):
 
     @abstractmethod
     def max_age(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """The largest age that an expert reaches: it is taken then, whatever else is chosen.
+        """Return the largest age that an expert reaches: it is taken then, whatever else is chosen.
 
         Memory that keeps this many whole generations holds every expert; beside them there is the one being written.
         """

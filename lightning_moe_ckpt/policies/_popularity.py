@@ -79,7 +79,7 @@ def should_reorder(
     reorder_threshold: float = 0.10,
     reorder_fraction: float = 0.25,
 ) -> bool:
-    """Whether the experts' shares of the tokens have changed enough to plan anew.
+    """Return whether the experts' shares of the tokens have changed enough to plan anew.
 
     Args:
         old_counts: popularity of each expert when the plan was made, in any unit.
@@ -126,7 +126,7 @@ def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps:
 
 
 def popularity_per_capacity(counts_E: Tensor, capacity_E: Tensor) -> Tensor:
-    """How far experts of different capacity are used: tokens in relation to the tokens they can take.
+    """Return how far experts of different capacity are used: tokens in relation to the tokens they can take.
 
     Args:
         counts_E: hard or soft counts.

@@ -26,7 +26,7 @@ Counts = Tensor | Sequence[float]
 def positions(
     operators: OperatorSet, counts: Counts, *, sizes: Mapping[str, tuple[int, int]], by: Order = "popularity"
 ) -> list[PlanItem]:
-    """What to plan instead of operators; equal on all ranks if `counts` and `by` are.
+    """Return what to plan instead of operators; equal on all ranks if `counts` and `by` are.
 
     Args:
         operators: of this rank, possibly split.
@@ -47,7 +47,7 @@ def positions(
 
 
 def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: Order = "popularity") -> Plan:
-    """The plan over operators of all ranks, from the plan over positions; equal on all ranks.
+    """Return the plan over operators of all ranks, from the plan over positions; equal on all ranks.
 
     Args:
         plan: made of the positions of these operators.
@@ -72,7 +72,7 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
 
 
 def all_names(operators: OperatorSet) -> list[str]:
-    """Names of the operators of all ranks, by what this rank knows: each rank holds as many experts, cut alike."""
+    """Return the names of the operators of all ranks, from this rank's: each holds as many experts, cut alike."""
     layers = _layers(operators, [0.0] * operators.num_experts, "fixed")
     return [name for position, op in _assign(operators, layers) for name in _holders(position, op, layers)]
 
@@ -97,7 +97,7 @@ class _Layer:
 
 
 def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tuple[_Position, Operator]]:
-    """Positions in the order of the model, each with the operator of this rank that takes it."""
+    """Yield positions in the order of the model, each with the operator of this rank that takes it."""
     local = {(layer.fqn, expert): k for layer in operators.layers for k, expert in enumerate(layer.local_expert_ids)}
     pieces = {(op.layer, op.expert_idx, _piece(op)): op for op in operators}
     for op in operators:
@@ -111,7 +111,7 @@ def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tu
 
 
 def _holders(position: _Position, op: Operator, layers: Mapping[str, _Layer]) -> list[str]:
-    """The operators that take a position, one of each expert-parallel rank."""
+    """Return the operators that take a position, one of each expert-parallel rank."""
     if position.layer is None:
         return [op.name]
     layer = layers[position.layer]
@@ -119,7 +119,7 @@ def _holders(position: _Position, op: Operator, layers: Mapping[str, _Layer]) ->
 
 
 def _piece(op: Operator) -> str:
-    """What `split` appended to the name."""
+    """Return what `split` appended to the name."""
     _, mark, number = op.name.partition("#")
     return mark + number
 

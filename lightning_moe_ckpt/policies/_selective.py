@@ -105,7 +105,7 @@ class SelectivePolicy(ExpertPolicy):
         return limit if self.age_limit is None else max(self.age_limit, rounds)
 
     def max_wait(self, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> int:
-        """Generations of a level outside the node from which on an expert that it lacks comes before others."""
+        """Return after how many generations of a level outside the node an expert that it lacks comes before others."""
         return _limit(tables, budgets[STORAGE])
 
     @override
@@ -137,7 +137,7 @@ class SelectivePolicy(ExpertPolicy):
     def _late(
         self, index: int, tables: Sequence[ExpertTable], held: ExpertRows, budgets: Mapping[str, int], *, behind: bool
     ) -> list[tuple[int, int]]:
-        """Experts that would get too old in memory, oldest first."""
+        """Return the experts that would get too old in memory, oldest first."""
         limit, rounds = self.max_age(tables, budgets), _rounds(tables, budgets[MEMORY])
         if behind:
             # Earlier by chance: a level that takes each so many generations must not meet the late ones every time.
@@ -148,7 +148,7 @@ class SelectivePolicy(ExpertPolicy):
     def _waiting(
         self, tables: Sequence[ExpertTable], held: ExpertRows, levels: Sequence[str], budgets: Mapping[str, int]
     ) -> list[tuple[int, int]]:
-        """Experts that levels outside the node have not had for too long, level by level, the longest first."""
+        """Return experts that levels outside the node have not had for too long, level by level, the longest first."""
         limit, found = self.max_wait(tables, budgets), dict[tuple[int, int], None]()
         for level in levels:
             waited = [
@@ -232,7 +232,7 @@ def compute_s(
 
 
 def _usable(tables: Sequence[ExpertTable], budget: int) -> int:
-    """Bytes of a budget that experts fill for certain."""
+    """Return the bytes of a budget that experts fill for certain."""
     sizes = {table.nbytes for table in tables}
     if len(sizes) == 1:
         (size,) = sizes
@@ -253,7 +253,7 @@ def _take_first(first: Sequence[tuple[int, int]], costs: Sequence[int], budget: 
 def _overdue(
     tables: Sequence[ExpertTable], ages: Sequence[tuple[tuple[int, int], int]], limit: int, rate: int
 ) -> list[tuple[int, int]]:
-    """Those `(layer, expert)` that must come now so that none gets older than `limit`, oldest first."""
+    """Return those `(layer, expert)` that must come now so that none gets older than `limit`, oldest first."""
     # Of equal age is what a level has lost as a whole: then who was longest without a copy in storage comes first.
     oldest = sorted(ages, key=lambda each: (-each[1], tables[each[0][0]].saved_at[STORAGE][each[0][1]], each[0]))
     costs = [tables[i].nbytes for (i, _), _ in oldest]
@@ -262,7 +262,7 @@ def _overdue(
 
 
 def _rounds(tables: Sequence[ExpertTable], budget: int) -> int:
-    """Generations that take every expert once."""
+    """Return how many generations take every expert once."""
     usable = max(_usable(tables, budget), 1)
     held = [_held(tables, position) for position in _positions(tables)]
     sizes = [sum(table.nbytes * len(here) for table, here in zip(tables, rows, strict=True)) for rows in held]
@@ -270,14 +270,14 @@ def _rounds(tables: Sequence[ExpertTable], budget: int) -> int:
 
 
 def _limit(tables: Sequence[ExpertTable], budget: int) -> int:
-    """Generations of a budget within which every expert is to be taken again."""
+    """Return how many generations of a budget may pass until every expert is taken again."""
     rounds = _rounds(tables, budget)
     limit = rounds * _SLACK + _SPARE
     return min(limit, MAX_GENERATIONS) if rounds + _SPARE <= MAX_GENERATIONS else limit
 
 
 def _remote_levels(tables: Sequence[ExpertTable], index: int) -> list[str]:
-    """Levels outside the node, that whose turn it is first."""
+    """Return the levels outside the node, that whose turn it is first."""
     levels = [level for level in (STORAGE, PEER) if level in tables[0].unsaved]
     turn = jitter(index, len(levels) - 1)
     return levels[turn:] + levels[:turn]

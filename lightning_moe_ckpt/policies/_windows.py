@@ -98,12 +98,12 @@ def plan_window(
 
 
 def plan_for_window(items: Sequence[PlanItem], window: int) -> Plan:
-    """The packed plan with the smallest budget that needs at most `window` slots. Raises as `smallest_budget`."""
+    """Return the packed plan of the smallest budget that needs at most `window` slots. Raises as `smallest_budget`."""
     return plan_window(items, budget_nbytes=smallest_budget(items, window), max_window=window)
 
 
 def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
-    """The smallest budget with which a packed plan needs at most `window` slots and does not stall.
+    """Return the smallest budget with which a packed plan needs at most `window` slots and does not stall.
 
     The smallest in the sense that one byte less needs more slots or a stall.
 
@@ -124,7 +124,7 @@ def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
 
 
 def split_nbytes(items: Sequence[PlanItem], budget_nbytes: int) -> int:
-    """The FULL bytes above which an operator should be split.
+    """Return the FULL bytes above which an operator should be split.
 
     COMPUTE of all operators leaves `budget - compute` in the first slot, more in later ones. Pieces of half of that
     fit anywhere. Where COMPUTE leaves next to nothing, a 64th of the budget keeps the number of pieces within reason.
@@ -153,7 +153,7 @@ def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
 
 
 def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
-    """The plan with the fewest slots, preferring the given order.
+    """Return the plan with the fewest slots, preferring the given order.
 
     Args:
         full_N: bytes of FULL; at least `compute_N` each.
@@ -196,13 +196,13 @@ def pack_in_order(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) ->
 
 
 def excess(slots: Slots, full_N: Ints, compute_N: Ints, budget: int) -> int:
-    """Bytes by which the largest slot goes over the budget; zero if none does."""
+    """Return the bytes by which the largest slot goes over the budget; zero if none does."""
     compute = [int(compute_N[slot].sum()) for slot in slots]
     return max(0, *(int(full_N[slot].sum()) + sum(compute[j + 1 :]) - budget for j, slot in enumerate(slots)))
 
 
 def fewest_slots(full_N: Ints, compute_N: Ints, budget: int) -> int:
-    """A lower bound on slots within the budget, as if items could be divided.
+    """Return a lower bound on slots within the budget, as if items could be divided.
 
     Late slots take first what leaves least COMPUTE behind per byte of FULL: after every slot the most FULL is packed
     at the least COMPUTE. A very large number if the budget cannot be kept.

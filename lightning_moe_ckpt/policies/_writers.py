@@ -69,7 +69,8 @@ def assign_writers(
     parts: list[WrittenPart[RecordId]] = []
     for i, p in enumerate(pieces):
         if cut[i]:
-            parts += [WrittenPart(record=p.record, piece=s, writer=r) for s, r in _intervals(p.piece, holders)]
+            cuts = zip(_cut(p.piece, len(holders)), holders, strict=False)  # as many as there are elements
+            parts += [WrittenPart(record=p.record, piece=s, writer=rank) for s, rank in cuts]
         else:
             parts.append(WrittenPart(record=p.record, piece=p.piece, writer=by_piece[i]))
     return parts
@@ -133,7 +134,7 @@ def _peak(
     holders: Sequence[int],
     loads: Mapping[int, int],
 ) -> int:
-    """Bytes of the rank that writes most."""
+    """Return the bytes of the rank that writes most."""
     width = {(p.record, p.piece.fqn): p.nbytes_per_element for p in pieces}
     totals = {rank: loads.get(rank, 0) for rank in holders}
     for part in parts:
@@ -146,7 +147,7 @@ def _nbytes(p: RecordPiece[RecordId]) -> int:
 
 
 def _balance(sizes: Sequence[int], holders: Sequence[int], start: Sequence[int] | None = None) -> list[int]:
-    """Largest first to the least loaded holder; ties go to the earlier item and the lower rank."""
+    """Assign largest first to the least loaded holder; ties go to the earlier item and the lower rank."""
     loads = list(zip(start or [0] * len(holders), holders, strict=True))
     heapq.heapify(loads)
     writers = [0] * len(sizes)
@@ -157,29 +158,20 @@ def _balance(sizes: Sequence[int], holders: Sequence[int], start: Sequence[int] 
     return writers
 
 
-def _intervals(piece: ParamSlice, holders: Sequence[int]) -> list[tuple[ParamSlice, int]]:
-    """One interval for each holder, as far as there are elements."""
-    return list(zip(_cut(piece, len(holders)), holders, strict=False))
-
-
 def _cut(piece: ParamSlice, number: int) -> list[ParamSlice]:
-    """Equal flat intervals, the first ones longer by one element where the length does not divide; none is empty."""
+    """Return equal flat intervals, the first ones longer by an element where the length does not divide; none is empty."""
     number = max(1, min(number, piece.numel))
     each, longer = divmod(piece.numel, number)
     found, start = [], piece.start
     for i in range(number):
         stop = start + each + (i < longer)
-        found.append(_interval(piece, start, stop))
+        found.append(replace(piece, start=start, stop=stop, global_start=piece.global_start + start - piece.start))
         start = stop
     return found
 
 
-def _interval(piece: ParamSlice, start: int, stop: int) -> ParamSlice:
-    return replace(piece, start=start, stop=stop, global_start=piece.global_start + start - piece.start)
-
-
 def _joined(parts: Sequence[WrittenPart[RecordId]]) -> list[WrittenPart[RecordId]]:
-    """Neighbours with the same writer as one part."""
+    """Return neighbours with the same writer as one part."""
     found: list[WrittenPart[RecordId]] = []
     for part in parts:
         last = found[-1] if found else None
