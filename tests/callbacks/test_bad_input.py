@@ -575,4 +575,4 @@ def test_of_two_jobs_on_one_url_the_later_goes_on(tmp_path: Path, resume: Any) -
     assert "give one of the two jobs another URL" in said
     assert report == (6, 1 if resume == "auto" else None)
     assert whole(url)[0] == "step 6 (incarnation 2)"
-    assert all("epoch 2" in generation for generation in whole(url))
+    assert all("incarnation 2" in generation for generation in whole(url))
