@@ -340,11 +340,6 @@ def _once_in_epoch(trainer: Trainer, loop: Any, epoch: int) -> None:
     loop.setup_data = setup_data
 
 
-def batches_done(trainer: Trainer) -> int:
-    """Return the number of batches of the current epoch that were completed."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
-
-
 def ends_in_mid_epoch(trainer: Trainer) -> bool:
     """Return whether training ends in mid-epoch; call after its last batch, before the epoch-end hooks."""
     out_of_steps = 0 <= trainer.max_steps <= trainer.global_step
@@ -457,17 +452,6 @@ def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, obj
                 extra[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner._hparams_name
             extra[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
     return extra
-
-
-def autocast_dtype(trainer: Trainer) -> torch.dtype | None:
-    """Return the low precision that forward casts to; `None` if it uses parameters as they are."""
-    precision = trainer.precision
-    return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(precision))
-
-
-def may_toggle_requires_grad(trainer: Trainer) -> bool:
-    """Return whether gradients may be switched off; `DistributedDataParallel` would wait for them for ever."""
-    return not isinstance(trainer.model, torch.nn.parallel.DistributedDataParallel)
 
 
 def is_compiled(module: LightningModule) -> bool:

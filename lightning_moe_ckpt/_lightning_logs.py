@@ -89,7 +89,7 @@ class _Log:
     def take(self) -> dict[str, Any]:
         if (
             self._unsaved
-        ):  # by a callback that gives rows to the logger itself; a life that goes on from here will not again
+        ):  # by a callback that gives rows to the logger itself; a run that goes on from here will not again
             self._logger.save()
         return {"version": self._logger.version, "step": self._newest["step"], "keys": dict(self._newest["keys"])}
 

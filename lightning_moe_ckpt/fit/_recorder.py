@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 Start = dict[str, Any]
 
+_MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
+"""Moments at which random state is taken, before the fetch of a batch has ended."""
+
 
 class JournalPart(Protocol):
     """Further state that belongs to a boundary."""
@@ -54,7 +57,7 @@ class BoundaryRecorder:
     """Build the start halves of boundaries at moments of the fit loop and, in a resumed run, restore one.
 
     Args:
-        trainer: the trainer whose loops report the moments.
+        trainer: its loops report the moments.
         module: the module it trains.
         skip_callbacks: callbacks whose state is not part of the journal (our own).
         parts: further state of a boundary, by name.
@@ -80,12 +83,8 @@ class BoundaryRecorder:
         self._skip = skip_callbacks
         self._random: RngState | None = None
         """The newest that was taken."""
-        self._epoch: RngState | None = None
-        self._iter: RngState | None = None
-        self._first_fetch: RngState | None = None
+        self._moments: dict[str, RngState | None] = dict.fromkeys(_MOMENTS)
         self._awaiting_first_fetch = True
-        self._fetch: RngState | None = None
-        self._last_fetch: RngState | None = None
         self._fetches = FetchLog()
         self._held = _lightning_attributes.HeldGenerators(trainer, module, skip_callbacks)
         self._not_held: list[str] = []
@@ -139,15 +138,8 @@ class BoundaryRecorder:
         if start is None:
             return None
         start["batch"] = batch
-        start["random"] = {
-            "epoch": self._epoch,
-            "iter": self._iter,
-            "first_fetch": self._first_fetch,
-            "last_fetch": self._last_fetch,
-            "fetch": self._fetch,
-            "after_fetch": self._take_random(),
-            "workers": self._workers.take(),
-        }
+        taken = {"after_fetch": self._take_random(), "workers": self._workers.take()}
+        start["random"] = {**self._moments, **taken}
         return start
 
     @staticmethod
@@ -158,10 +150,8 @@ class BoundaryRecorder:
     def take_end(self) -> Start:
         """Return the start half of the boundary at which training ends."""
         start = self._take(between_epochs=True)
-        here = self._take_random()
         # Later moments have not come. A process that trains on from here draws in the same order by itself.
-        unknown = dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch", "after_fetch"))
-        start["random"] = {"epoch": here, **unknown}
+        start["random"] = {**dict.fromkeys(_MOMENTS), "epoch": self._take_random(), "after_fetch": None}
         return start
 
     @property
@@ -181,13 +171,11 @@ class BoundaryRecorder:
         draws in the same order by itself.
         """
         assert self._start is not None
-        come: dict[str, Any] = {"epoch": self._epoch, "after_fetch": None}
         if self._before_epoch_only:
-            come |= dict.fromkeys(("iter", "first_fetch", "last_fetch", "fetch"))
+            come: dict[str, Any] = {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"]}
         else:
-            come |= {"iter": self._iter, "first_fetch": self._first_fetch}
-            come |= {"last_fetch": self._last_fetch, "fetch": self._fetch, "workers": self._workers.take()}
-        return {**self._start, "random": come}
+            come = {**self._moments, "workers": self._workers.take()}
+        return {**self._start, "random": {**come, "after_fetch": None}}
 
     # -- moments, called by the fit
 
@@ -202,7 +190,7 @@ class BoundaryRecorder:
             self._trained.restore(self._resume["trained"])
             self._moved.restore(self._resume.get("attributes", {}))
             self._restore_rates(self._resume)
-        self._epoch, self._before_epoch_only = self._take_random(), True
+        self._moments["epoch"], self._before_epoch_only = self._take_random(), True
         if self._wanted:
             self._begin_start(between_epochs=True)
 
@@ -217,7 +205,7 @@ class BoundaryRecorder:
             return  # `_position` makes the iterator that counts
         if self._resume is not None:
             self._restore_random(self._resume["random"]["iter"])
-        self._iter = self._take_random()
+        self._moments["iter"] = self._take_random()
         self._awaiting_first_fetch = True
         self._fetches.begin()
 
@@ -229,17 +217,20 @@ class BoundaryRecorder:
         """Record the moment between two batches, when everything that follows the last optimizer step has run."""
         if self._resume is not None:
             self._restore_random(self._resume["random"]["fetch"])
-        self._last_fetch, self._fetch, self._before_epoch_only = self._fetch, self._take_random(), False
+        fetch = self._take_random()
+        self._moments |= {"last_fetch": self._moments["fetch"], "fetch": fetch}
         if self._awaiting_first_fetch:
-            self._first_fetch, self._awaiting_first_fetch = self._fetch, False
+            self._moments["first_fetch"] = fetch
+        self._awaiting_first_fetch = self._before_epoch_only = False
         if self._wanted:
             self._begin_start(between_epochs=False)
 
     def after_fetch(self) -> None:
         """Record the moment after a fetch, before anything has seen the batch."""
-        assert self._fetch is not None
+        before = self._moments["fetch"]
+        assert before is not None
         self._fetches.fetched(
-            self._fetch,
+            before,
             self._take_random,
             restarted=_lightning_data.restarted_loaders(self._trainer),
             carries=self._carries,
@@ -293,7 +284,7 @@ class BoundaryRecorder:
         return {
             "between_epochs": between_epochs,
             "loops": _lightning.take_loop_state(trainer),
-            "batches_done": _lightning.batches_done(trainer),
+            "batches_done": trainer.fit_loop.epoch_loop.batch_progress.current.completed,
             "fetches": self._fetches.take(),
             "schedulers": [copied(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
             "param_groups": groups_state(trainer.optimizers[0]),
@@ -395,8 +386,8 @@ class BoundaryRecorder:
     def _position(self) -> None:
         assert self._resume is not None
         random = self._resume["random"]
-        self._epoch, self._iter, self._first_fetch = random["epoch"], random["iter"], random["first_fetch"]
-        self._fetch, self._awaiting_first_fetch = random["last_fetch"], False
+        self._moments |= {name: random[name] for name in ("epoch", "iter", "first_fetch")}
+        self._moments["fetch"], self._awaiting_first_fetch = random["last_fetch"], False
         # Logged batches are replayed from the log, and fetching again cannot reach the ones that follow.
         num_batches = 0 if self._resume["parts"]["batches"]["mode"] == "log" else self._resume["batches_done"]
         fetches = self._resume.get("fetches", NO_FETCHES)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_moe_ckpt import _lightning, _lightning_exactness, _lightning_files, _lightning_logs
 from lightning_moe_ckpt._lightning_callbacks import Findings, ProgressNote, averages_of, finish_with_averages, resting
@@ -32,6 +33,9 @@ from lightning_moe_ckpt.session import CheckpointSession
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = logging.getLogger(__name__)
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Low precisions that forward casts to; otherwise it uses parameters as they are."""
 
 _UNSUPPORTED: dict[type[Callback], str] = {
     StochasticWeightAveraging: "StochasticWeightAveraging puts another scheduler in the place of yours when it begins; a run "
@@ -51,9 +55,7 @@ class FitSession:
         trainer: a trainer in `on_fit_start`: parameters are on their device, the optimizer exists.
         module: the module that it trains.
         own_callbacks: callback classes whose state is not part of the journal.
-        stop_grace: longest time from SIGTERM to the end of the process.
-        batches: `reposition` fetches batches again for replay, `log` stores them with the journal.
-        deterministic_dataset: whether items of the data set depend on their index alone.
+        stop_grace, batches, deterministic_dataset: as in `CheckpointArguments`.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class FitSession:
             module=module,
             schema=schema,
             groups=groups,
-            autocast_dtype=_lightning.autocast_dtype(trainer),
-            may_skip=_lightning.may_toggle_requires_grad(trainer),
+            autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
+            # `DistributedDataParallel` would wait for ever for gradients that are switched off.
+            may_skip=not isinstance(trainer.model, DistributedDataParallel),
             compiled=_lightning.is_compiled(module),
             extra=_lightning.checkpoint_extra(trainer, module),
             averages=averages_of(trainer),

@@ -2,7 +2,7 @@
 
 `update` takes what happened since the last update, such as the difference of two `CheckpointCallback.report`, or the
 newest value. Over ranks, bytes are summed. Of blocked time the maximum counts, because all ranks wait for the slowest.
-A generation is as new as on the rank that is furthest behind.
+A generation is as new as on the rank that is furthest behind. Keyword arguments are those of `torchmetrics.Metric`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ class _Ratio(_Checkpoint):
 
 
 class StallPerStep(_Ratio):
-    """Mean seconds per step for which checkpoints blocked training, on the rank that waited longest.
-
-    Args:
-        kwargs: passed to `torchmetrics.Metric`.
-    """
+    """Mean seconds per step for which checkpoints blocked training, on the rank that waited longest."""
 
     over_ranks = "max"
 
@@ -78,11 +74,7 @@ class StallPerStep(_Ratio):
 
 
 class StallShare(_Ratio):
-    """Share of wall time (0 to 1) for which checkpoints blocked training, on the rank that waited longest.
-
-    Args:
-        kwargs: passed to `torchmetrics.Metric`.
-    """
+    """Share of wall time (0 to 1) for which checkpoints blocked training, on the rank that waited longest."""
 
     over_ranks = "max"
 
@@ -97,11 +89,7 @@ class StallShare(_Ratio):
 
 
 class CapturedPerStep(_Ratio):
-    """Bytes copied to host memory per step, by all ranks together.
-
-    Args:
-        kwargs: passed to `torchmetrics.Metric`.
-    """
+    """Bytes copied to host memory per step, by all ranks together."""
 
     higher_is_better = None
     over_ranks = "sum"
@@ -118,11 +106,7 @@ class CapturedPerStep(_Ratio):
 
 
 class PersistedPerSecond(_Ratio):
-    """Bytes that became durable per second of wall time, of all ranks together.
-
-    Args:
-        kwargs: passed to `torchmetrics.Metric`.
-    """
+    """Bytes that became durable per second of wall time, of all ranks together."""
 
     higher_is_better = True
     over_ranks = "sum"
@@ -139,11 +123,7 @@ class PersistedPerSecond(_Ratio):
 
 
 class WindowPosition(_Checkpoint):
-    """Length W of the window and the number of its captured boundaries: `{"window": W, "position": p}`.
-
-    Args:
-        kwargs: passed to `torchmetrics.Metric`.
-    """
+    """Length W of the window and the number of its captured boundaries: `{"window": W, "position": p}`."""
 
     higher_is_better = None
     length: Tensor

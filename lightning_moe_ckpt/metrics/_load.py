@@ -8,7 +8,7 @@ Shape suffix: E all experts, over all ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,12 +45,16 @@ class _Counts(Metric):
     higher_is_better = None
     full_state_update = False
 
+    least: ClassVar[int]
+    """Fewest experts for which the metric has a value."""
     tokens: Tensor
 
-    def __init__(self, num_experts: int, *, least: int, **kwargs: Any) -> None:
+    def __init__(self, num_experts: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if num_experts < least:
-            raise ConfigurationError(f"`{type(self).__name__}(num_experts={num_experts})` must be {least} or more.")
+        if num_experts < self.least:
+            raise ConfigurationError(
+                f"`{type(self).__name__}(num_experts={num_experts})` must be {self.least} or more."
+            )
         self.num_experts = num_experts
         self.add_state("tokens", torch.zeros(num_experts, dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -84,8 +88,7 @@ class ExpertLoad(_Counts):
         ConfigurationError: there is no expert.
     """
 
-    def __init__(self, num_experts: int, **kwargs: Any) -> None:
-        super().__init__(num_experts, least=1, **kwargs)
+    least = 1
 
     @override
     def compute(self) -> Tensor:
@@ -110,8 +113,7 @@ class LoadSkew(_Counts):
     Source: MoEvement (2024), Appendix D.
     """
 
-    def __init__(self, num_experts: int, **kwargs: Any) -> None:
-        super().__init__(num_experts, least=2, **kwargs)
+    least = 2
 
     @override
     def compute(self) -> Tensor:

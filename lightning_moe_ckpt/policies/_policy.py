@@ -93,6 +93,12 @@ class Policy(ABC):
     """What the user calls it, where messages name it."""
     peer_audiences: ClassVar[frozenset[Audience]] = frozenset(AUDIENCES)
     """Files that copies on other nodes have."""
+    popularity: Popularity | None = None
+    """How popularity is measured, where it is needed."""
+    deltas: Deltas | None = None
+    """Whether and how gradients may stand for experts that stay chosen, on their way to other nodes."""
+    allow_missing_experts: bool = False
+    """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
 
     @property
     def needs(self) -> frozenset[Measurement]:
@@ -100,24 +106,9 @@ class Policy(ABC):
         return frozenset()
 
     @property
-    def popularity(self) -> Popularity | None:
-        """How popularity is measured, where it is needed."""
-        return None
-
-    @property
     def budgets(self) -> Mapping[str, Budget]:
         """By level, what a generation may take of it, where that limits plans."""
         return {}
-
-    @property
-    def deltas(self) -> Deltas | None:
-        """Whether and how gradients may stand for experts that stay chosen, on their way to other nodes."""
-        return None
-
-    @property
-    def allow_missing_experts(self) -> bool:
-        """Whether experts of which there is no good copy may begin anew, where nothing whole is left."""
-        return False
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
