@@ -50,7 +50,6 @@ from lightning_moe_ckpt.tiers import (
     SessionConfig,
     claim_memory,
     join_peers,
-    join_storage,
     log_reserved,
 )
 
@@ -191,8 +190,15 @@ class CheckpointSession:
             keep = self._planner.generations_kept
             self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
         self._rings = Rings(self._memory, self._engine)
-        in_turns = () if self._policy.exact else self._operators
-        self._storage = join_storage(runs.store, markers, self._config, in_turns, on_commit=self._memory.saw)
+        saw, in_turns = self._memory.saw, () if self._policy.exact else self._operators
+        self._storage = PersistWorker(
+            runs.store,
+            markers,
+            retention=self._config.retention,
+            commit_timeout=self._config.commit_timeout,
+            twofold=[operator.name for operator in in_turns if operator.kind == "expert"],
+            on_complete=(lambda generation, *_: saw(generation)) if is_first else None,
+        )
         self._dense = DenseCapture(
             name=runs.name,
             view=self._view,

@@ -39,7 +39,6 @@ from lightning_moe_ckpt.tiers._placement import place_replicas as place_replicas
 from lightning_moe_ckpt.tiers._placement import this_domain as this_domain
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim as MemoryClaim
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory
-from lightning_moe_ckpt.tiers._rank_memory import unused_memory as unused_memory
 from lightning_moe_ckpt.tiers._readers import HostTier as HostTier
 from lightning_moe_ckpt.tiers._readers import ObjectTier as ObjectTier
 from lightning_moe_ckpt.tiers._ring import SegmentRing as SegmentRing
@@ -58,7 +57,6 @@ from lightning_moe_ckpt.tiers._shm import unlink_shared_file as unlink_shared_fi
 from lightning_moe_ckpt.tiers._skips import Misses as Misses
 from lightning_moe_ckpt.tiers._skips import SkipCounter as SkipCounter
 from lightning_moe_ckpt.tiers._storage_writer import PersistWorker as PersistWorker
-from lightning_moe_ckpt.tiers._storage_writer import join_storage as join_storage
 from lightning_moe_ckpt.tiers._survival import Survival as Survival
 from lightning_moe_ckpt.tiers._survival import percent as percent
 from lightning_moe_ckpt.tiers._survival import survival_probability as survival_probability

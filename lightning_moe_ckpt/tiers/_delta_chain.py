@@ -1,4 +1,4 @@
-"""What the peer tier may send in the place of whole segments, and when: see `tiers._delta`.
+"""Decide what the peer tier sends in place of whole segments, and when.
 
 A delta is of the newest generation that every holder said to have whole, and leads from its boundary to the next one. A
 generation that was skipped, failed or was not taken ends that: the next one goes whole. So does the one after a copy
@@ -6,7 +6,7 @@ that was rebuilt and had other bytes than its owner's. If the first delta after 
 segments is sent from there on: the processors of two nodes, or an optimizer on a GPU, may round otherwise.
 
 With gradients rounded to bfloat16 copies are only near to their owner's state. Every so many generations an audit sends
-both, tells how near, and leaves the copy exact.
+both, says how near, and leaves the copy exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STRIKES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaFigures:
-    """What copies on other nodes have cost in bytes, on this rank and per copy; generations that every holder has."""
+    """Cost of copies on other nodes in bytes, on this rank and per copy; generations that every holder has."""
 
     generations: int = 0
     """Sent as gradients of a step."""
@@ -56,12 +56,12 @@ class DeltaFigures:
         return self.nbytes / self.segments_nbytes if self.segments_nbytes else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Sent:
     generation: GenerationId
     baseline: Baseline
     nbytes: int
-    """Of the segment."""
+    """Bytes of the segment."""
     marker: bytes = b""
     by_delta: bool = False
     exact: bool = True
@@ -70,7 +70,7 @@ class _Sent:
 
 
 class DeltaChain:
-    """Generations of one rank, as its holders have them. Used by the thread that sends.
+    """Follow the generations of one rank, as its holders have them. The thread that sends uses it.
 
     Args:
         deltas: how gradients are sent.
@@ -86,51 +86,49 @@ class DeltaChain:
 
     @property
     def newest(self) -> GenerationId | None:
-        """What every holder has whole."""
+        """Return the newest generation that every holder has whole."""
         return None if self._newest is None else self._newest.generation
 
     @property
     def marker(self) -> bytes | None:
-        """Of that, if what is being sent is told by its difference from it."""
+        """Return the marker of `newest`, if what is being sent is encoded as a difference from it."""
         return self._newest.marker if self._newest and self._sending and self._sending.by_delta else None
 
     def encode(self, segment: SealedSegment, view_U8: Tensor) -> EncodedDelta | None:
-        """The segment that is sent next, as a delta.
+        """Return the delta for the segment that is sent next and is digested; `None` if it has to be sent as it is.
 
         Args:
-            segment: digested.
-            view_U8: all bytes of it.
-
-        Returns:
-            `None` if it has to be sent as it is.
+            segment: the segment, as the tier takes it.
+            view_U8: all its bytes.
         """
-        self._sending = _Sent(generation=segment.generation, baseline=Baseline.of(view_U8), nbytes=view_U8.numel())
+        sending = _Sent(generation=segment.generation, baseline=Baseline.of(view_U8), nbytes=view_U8.numel())
+        self._sending = sending
         base = self._newest
         if base is None or self.given_up or segment.step_record is None or not _follows(base.generation, segment):
             return None
         gradients = segment.step_record.gradients()
         if gradients is None:
             return None
-        audit = self._deltas.kind == "bf16" and self._rounded + 1 >= self._deltas.resync_every
-        delta = encode_delta(base.baseline, view_U8, gradients, audit=audit)
-        self._sending = replace(self._sending, exact=delta.exact, audit=audit)
+        sending.audit = self._deltas.kind == "bf16" and self._rounded + 1 >= self._deltas.resync_every
+        delta = encode_delta(base.baseline, view_U8, gradients, audit=sending.audit)
+        sending.exact = delta.exact
         return delta
 
     def offered(self, refusal: str | None) -> bool:
-        """Holders were told of the delta; whether it can be sent."""
+        """Note the holders' answer to a delta; return whether it can be sent."""
         assert self._sending is not None
         if refusal is not None:
             log.info("%s is sent whole: %s", self._sending.generation, refusal)
-        self._sending = replace(self._sending, by_delta=refusal is None)
+        self._sending.by_delta = refusal is None
         return refusal is None
 
     def whole(self, marker: RankMarker, nbytes: int, drift: Sequence[float] = ()) -> None:
-        """Every holder has what was sent, with this marker.
+        """Note that every holder has what was sent.
 
         Args:
-            marker: of this rank.
-            nbytes: that it took per holder.
-            drift: what an audit has found.
+            marker: this rank's marker of it.
+            nbytes: bytes sent per holder.
+            drift: differences that an audit has found, of parameters and of moments.
         """
         sent = self._sending
         assert sent is not None
@@ -150,7 +148,8 @@ class DeltaChain:
             )
         if drift:
             self._audited(sent.generation, *drift)
-        self._newest, self._sending = replace(sent, marker=data), None
+        sent.marker = data
+        self._newest, self._sending = sent, None
 
     def _audited(self, generation: GenerationId, params: float, moments: float) -> None:
         now = self.figures
@@ -164,7 +163,7 @@ class DeltaChain:
         )
 
     def refused(self, reason: str) -> None:
-        """A holder has something else than what was sent."""
+        """Note that a holder has something else than what was sent."""
         sent, self._sending = self._sending, None
         if sent is None or not sent.by_delta:
             return
@@ -182,6 +181,6 @@ class DeltaChain:
 
 
 def _follows(base: GenerationId, segment: SealedSegment) -> bool:
-    """Whether one step lies between them, and nothing else of either generation."""
+    """Return whether one step lies between them, and nothing else of either generation."""
     one = segment.step == segment.generation.step == base.step + 1
     return one and segment.generation.incarnation == base.incarnation

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.native import CopyEngine
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
 from lightning_moe_ckpt.tiers._contract import HOST
-from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory, unused_memory
+from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory, log_unused_memory
 from lightning_moe_ckpt.tiers._ring import SegmentRing, slots_needed
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
@@ -53,15 +53,7 @@ def claim_memory(
     Raises:
         ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
     """
-    for each in unused_memory(claim, rank):
-        why = (
-            "from before its log was repaired. What led to it is not known any more, and it is removed"
-            if each.here
-            else f"taken while it was stored elsewhere than at {claim.url}: that is a copy, or was moved. It is not used. To go on "
-            "from it, start the run where it was; if it was moved for good, remove the file and those whose names begin with it"
-        )
-        older = resumed is not None and each.newest < resumed
-        log.log(logging.INFO if older else logging.WARNING, "%s has %s of this run, %s", each.path, each.newest, why)
+    log_unused_memory(claim, rank, resumed)
     memory = RankMemory(claim.tag, rank, url=claim.url)
     memory.claim(resumed, older=keep > 1, offered=claim.offered)
     memory.saw(claim.seen)

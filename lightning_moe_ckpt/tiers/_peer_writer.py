@@ -1,14 +1,14 @@
-"""The peer tier's worker: copies of this rank's generations go to memory of other nodes, at the pace of the steps.
+"""Copy this rank's generations to memory of other nodes, at the pace of the steps.
 
-It takes a generation when it is idle on all ranks: the one that begins, whose segments then travel as they are sealed,
-or the newest complete one that passed it by. Each gets as many steps as lie between two generations. Training waits for
-a transfer only where the next generation would have no slots without those that it still reads.
+The peer tier takes a generation when it is idle on all ranks: the one that begins, whose segments then travel as they are
+sealed, or the newest complete one that passed it by. Each gets as many steps as lie between two generations. Training waits
+for a transfer only where the next generation would have no slots without those that it still reads.
 
 Copies alone bring nobody back: when a node dies, those who live need the same generation in their own memory. So what
 is complete on all ranks in this tier keeps its slots in the ring until a newer generation is, however far the host tier
 has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
 
-Where generations may be told by gradients (`_deltas`), one is taken while the one before is still under way: it has to
+Where generations may be delta-encoded (`_delta_chain`), one is taken while the one before is still under way: it has to
 be of the very next boundary. All ranks then know only one window later that a generation is complete everywhere.
 """
 
@@ -35,7 +35,6 @@ from lightning_moe_ckpt.tiers._peer_receiver import COPIES
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
 from lightning_moe_ckpt.tiers._placement import (
     FailureDomain,
-    ReplicaPlacement,
     expect_domains,
     place_replicas,
     this_domain,
@@ -49,44 +48,43 @@ from lightning_moe_ckpt.tiers._writer import Announced, Released, TierWorker, Wr
 
 log = logging.getLogger(__name__)
 
-
 _GOODBYE = timedelta(seconds=5)
 """How long the end waits for the goodbyes of those whose copies are kept here: they come at once or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerRoom:
-    """What holders of copies reserve for one rank."""
+    """Memory that holders of copies reserve for one rank."""
 
     slot_nbytes: int
-    """Of its largest segment."""
+    """Bytes of its largest segment."""
     keep: int
     """Generations that are kept; the same for all ranks."""
 
 
 class PeerPlan(Protocol):
-    """What is sent to other nodes, and kept there."""
+    """Say what is sent to other nodes, and kept there."""
 
     @property
     def generations_kept(self) -> int:
-        """Of every rank, as far as that is known before the first plan; the same on all ranks."""
+        """Generations of every rank, as far as that is known before the first plan; the same on all ranks."""
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:
         """Files that copies have."""
 
     def peer_room(self) -> PeerRoom | None:
-        """What holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
+        """Return what holders reserve for this rank, once there is a plan; `None` for slots as the ring has them."""
 
     def deltas(self) -> Deltas | None:
-        """Whether gradients may be sent where they lead to it; the same on all ranks. Collective."""
+        """Return how gradients may be sent in place of segments, if at all; the same on all ranks. Collective."""
 
 
 class PeerWorker(TierWorker):
-    """Replicates generations of one rank.
+    """Replicate generations of one rank.
 
     Args:
-        replication: where to; closed with the worker.
+        replication: sends and keeps copies; ended with the worker.
         markers: makes this rank's markers.
         resumed: the generation this incarnation began from; copies of it stay until a newer one is complete everywhere.
         keep: generations that holders keep.
@@ -114,7 +112,7 @@ class PeerWorker(TierWorker):
         self._replication, self._keep, self._num_kept = replication, resumed, keep
         self._sending: GenerationId | None = None
         self._held: dict[GenerationId, Released] = {}
-        """How to give back the slots of those whose copies are complete here; see the module."""
+        """Generations whose copies are complete here, and how to give back their slots."""
         self._period_steps = 1
         self._slot_nbytes = 0
         self._begun: GenerationId | None = None
@@ -128,7 +126,7 @@ class PeerWorker(TierWorker):
 
     @override
     def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:
-        """The first plan reserves memory for the copies kept here, and begins to receive.
+        """Reserve memory for the copies kept here and begin to receive, with the first plan.
 
         Holders follow a later plan by themselves, when its first generation comes.
         """
@@ -177,12 +175,11 @@ class PeerWorker(TierWorker):
         before, self._begun = self._begun, announced.generation
         self._follows = before is not None and before.step + 1 == announced.generation.step
         undecided = before if self._replication.ahead else None
-        self._give_back(
-            lambda held: held not in {self._keep, undecided}
-        )  # what some rank failed to replicate is of no use
-        num_segments, name = announced.num_segments, announced.generation
+        # What some rank failed to replicate is of no use.
+        self._give_back(lambda held: held not in {self._keep, undecided})
+        num_segments = announced.num_segments
         num_steps = max(num_segments, self._period_steps)
-        self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=name)
+        self._replication.pacer.begin(num_segments=num_segments, num_steps=num_steps, name=announced.generation)
         super().begin(announced)
 
     @override
@@ -248,7 +245,7 @@ class PeerWorker(TierWorker):
         return entries
 
     def _send_delta(self, job: WriteJob, segment: SealedSegment, view_U8: Tensor) -> bool:
-        """Send what leads to a segment; `False` if that cannot be done, and nothing was sent."""
+        """Send a segment as a delta; return `False` if that cannot be done, and nothing was sent."""
         stream, delta = self._replication.stream, self._chain.encode(segment, view_U8)
         if delta is None or not self._chain.offered(stream.offer(segment.step, delta)):
             return False
@@ -299,15 +296,15 @@ def join_peers(
     resumed: GenerationId | None,
     plan: PeerPlan,
 ) -> list[PeerWorker]:
-    """The worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
+    """Return the worker of this rank's part in the peer tier; none if no rank keeps copies of others. Collective.
 
     Args:
-        config: says how many copies there are.
-        claim: of this incarnation on memory.
+        config: how many copies there are, and where.
+        claim: claim of this incarnation on memory.
         markers: makes this rank's markers.
-        exchange: between the ranks.
+        exchange: exchange between the ranks.
         groups: this rank's place.
-        dense_nbytes: of a snapshot of everything on this rank.
+        dense_nbytes: bytes of a snapshot of everything on this rank.
         resumed: the generation that this incarnation goes on from.
         plan: what is sent and kept.
 
@@ -322,8 +319,9 @@ def join_peers(
     group = groups.group("replicate")
     if group is None or replicas == 0:
         return []
-    with exchange.raise_together():
-        expect_room(shared_directory(), _nbytes_on_node(placement, groups.rank))
+    here = [rank for rank, each in enumerate(domains) if each.node == domains[groups.rank].node]
+    with exchange.raise_together():  # what the ranks of this node reserve, as far as it is known before the first plan
+        expect_room(shared_directory(), COPIES * sum(map(placement.held_nbytes, here)))
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
     deltas = plan.deltas()
@@ -349,17 +347,10 @@ def join_peers(
 
 
 def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:
-    """Of every rank, as each says of itself."""
+    """Return the domain of every rank, as each says of itself."""
     own = this_domain()
     with exchange.raise_together():
         if given is not None:
             own = expect_domains(given, groups.world_size)[groups.rank]
     rows = cast("list[list[str]]", exchange.gather_values([own.node, own.rack, own.host]))
     return [FailureDomain(node=node, rack=rack, host=host) for node, rack, host in rows]
-
-
-def _nbytes_on_node(placement: ReplicaPlacement, rank: int) -> int:
-    """What all ranks of this node reserve for copies, as far as that is known before the first plan."""
-    node = placement.domains[rank].node
-    here = [each for each, domain in enumerate(placement.domains) if domain.node == node]
-    return COPIES * sum(placement.held_nbytes(each) for each in here)

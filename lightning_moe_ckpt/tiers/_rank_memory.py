@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,10 +80,11 @@ class RankMemory:
     def __init__(
         self, tag: str, rank: int, *, url: str, directory: Path | None = None, kind: MemoryKind = "ring"
     ) -> None:
-        self._tag, self._rank, self._kind = tag, rank, kind
+        self._tag, self._kind, self.rank = tag, kind, rank
         self._origin = digest_of(url.encode())
         self._directory = directory if directory is not None else shared_directory()
-        self._ring: SegmentRing | None = None
+        self.ring: SegmentRing | None = None
+        """Ring in use."""
         self._kept: list[SegmentRing] = []
         self._offered: list[SegmentRing] = []
         """Rings whose generations do not descend from storage's history. They are not used, and kept while there is room."""
@@ -93,29 +94,19 @@ class RankMemory:
         self._moved_are_removed = False
 
     @property
-    def ring(self) -> SegmentRing | None:
-        """Ring in use."""
-        return self._ring
-
-    @property
     def published(self) -> list[GenerationId]:
-        """Generations that a later process would find here."""
+        """Return the generations that a later process would find here."""
         return [generation for ring in self._all() for generation in ring.published]
 
     @property
-    def rank(self) -> int:
-        """Rank whose segments the memory holds."""
-        return self._rank
-
-    @property
     def copies(self) -> dict[str, GenerationId]:
-        """Newest generation with a full record that a later process would find here, by operator."""
+        """Return the newest generation with a full record that a later process would find here, by operator."""
         markers = sorted((each for ring in self._all() for each in ring.markers), key=lambda each: each.generation)
         return {record.operator: each.generation for each in markers for _, record in full_records(each)}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rings that this process owns."""
+        """Return the bytes of all rings that this process owns."""
         return sum(ring.nbytes for ring in (*self._all(), *self._offered))
 
     def saw(self, committed: GenerationId | None) -> None:
@@ -157,7 +148,7 @@ class RankMemory:
             ConfigurationError: there is no room; the message says how many bytes are missing.
         """
         claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots)), None)
-        before, self._ring = self._ring, None
+        before, self.ring = self.ring, None
         if before is not None:
             self._kept.append(before)
         if claimed is not None:
@@ -165,13 +156,13 @@ class RankMemory:
             log.info("ring %s of an earlier incarnation goes on being used", claimed.path)
         self._close([ring for ring in self._kept if not (ring.complete and ring.is_named)])
         try:
-            self._ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
+            self.ring = claimed if claimed is not None else self._create(slot_nbytes, num_slots)
         except ConfigurationError:
             # Its memory may have been given up for a second attempt: then it has no name, and `renew` makes it again.
-            self._kept, self._ring = [ring for ring in self._kept if ring is not before], before
+            self._kept, self.ring = [ring for ring in self._kept if ring is not before], before
             raise
-        self._ring.keep, self._ring.seen = keep, self._seen
-        return self._ring
+        self.ring.keep, self.ring.seen = keep, self._seen
+        return self.ring
 
     def renew(self) -> SegmentRing:
         """Return a new ring of the same size in place of the one in use, whose name is gone: no later process would find it.
@@ -181,7 +172,7 @@ class RankMemory:
         Raises:
             ConfigurationError: there is no room yet, or a later start of the run has removed the name. Call it again later.
         """
-        lost = self._ring
+        lost = self.ring
         assert lost is not None
         for generation in lost.published:
             lost.discard(generation)
@@ -190,16 +181,16 @@ class RankMemory:
         self._expect_no_successor()
         with contextlib.suppress(OSError):  # the next use of the directory reports it
             self._directory.mkdir(mode=0o700, exist_ok=True)
-        self._ring = self._create(lost.slot_nbytes, lost.num_slots)
-        self._ring.keep, self._ring.seen = lost.keep, self._seen
+        self.ring = self._create(lost.slot_nbytes, lost.num_slots)
+        self.ring.keep, self.ring.seen = lost.keep, self._seen
         log.warning(
             "the name of ring %s was removed by something else; %s takes its place. Keep what tidies up %s, and logouts "
             "(`RemoveIPC=yes`), away from `moe-ckpt-*`",
             lost.path,
-            self._ring.path,
+            self.ring.path,
             self._directory,
         )
-        return self._ring
+        return self.ring
 
     def view(self, generation: GenerationId, step: int) -> Tensor | None:
         """Return memory that begins with a segment of a published generation; `None` if it is not here."""
@@ -207,16 +198,16 @@ class RankMemory:
 
     # -- completion
 
-    def complete_everywhere(self, generation: Hashable) -> None:
+    def complete_everywhere(self, generation: GenerationId) -> None:
         """Drop older generations and rings that are not in use: all ranks hold `generation` in memory."""
         for ring in self._all():
             if generation in ring.complete:
                 ring.complete_everywhere(generation)
-                if ring is self._ring and len(ring.complete) >= ring.keep:
+                if ring is self.ring and len(ring.complete) >= ring.keep:
                     self._forget_others()
                     self._remove_moved(generation)
 
-    def give_up(self, generation: Hashable) -> None:
+    def give_up(self, generation: GenerationId) -> None:
         """Stop keeping `generation` for other ranks: some rank will never hold it in memory."""
         for ring in self._all():
             ring.give_up(generation)
@@ -229,7 +220,7 @@ class RankMemory:
         Args:
             unlink: whether the names are removed too; otherwise names stay if a later process could restore something.
         """
-        rings, self._kept, self._ring = [*self._all(), *self._offered], [], None
+        rings, self._kept, self.ring = [*self._all(), *self._offered], [], None
         self._offered = []
         for ring in rings:
             nothing = not ring.published
@@ -248,10 +239,10 @@ class RankMemory:
     # -- private
 
     def _all(self) -> list[SegmentRing]:
-        return [*self._kept, *([self._ring] if self._ring is not None else [])]
+        return [*self._kept, *([self.ring] if self.ring is not None else [])]
 
     def _is_own(self, name: MemoryName) -> bool:
-        return (name.tag, name.owner, name.kind) == (self._tag, self._rank, self._kind)
+        return (name.tag, name.owner, name.kind) == (self._tag, self.rank, self._kind)
 
     def _claim(
         self, path: Path, resumed: GenerationId | None, *, older: bool, offered: Collection[GenerationId]
@@ -300,7 +291,7 @@ class RankMemory:
         """Create a ring under a name that no other memory still needs."""
         taken = {path.name for path in listing(self._directory)}  # by any process
         for turn in itertools.count():
-            name = shared_name(self._tag, self._rank, self._kind, turn=turn)
+            name = shared_name(self._tag, self.rank, self._kind, turn=turn)
             if name not in taken:
                 with contextlib.suppress(FileExistsError):  # another process was quicker
                     return SegmentRing.create(name, slot_nbytes, num_slots, self._directory, origin=self._origin)
@@ -334,48 +325,59 @@ class RankMemory:
             if ring is not None:
                 ring.close(unlink=True)
 
-    def _remove_moved(self, generation: Hashable) -> None:
+    def _remove_moved(self, generation: GenerationId) -> None:
         """Remove memory of ranks of this run that are on other nodes now; once per process, since they moved before it.
 
         All ranks hold `generation` in memory of this kind, so dead files with older generations only are not needed.
         """
-        if self._moved_are_removed or not isinstance(generation, GenerationId):
+        if self._moved_are_removed:
             return
         self._moved_are_removed = True
         for path, name in memory_files(self._directory):
-            if name.tag == self._tag and name.kind == self._kind and name.owner != self._rank:
-                _remove_if_older(path, generation)
+            if (name.tag, name.kind) == (self._tag, self._kind) and name.owner != self.rank:
+                try:
+                    ring = _adopted(path)
+                except OSError as error:  # training goes on with less room
+                    log.info("%s cannot be looked at, and stays: %s", path, error)
+                    continue
+                if ring is not None:
+                    older = all(each < generation for each in ring.published)
+                    if older:
+                        log.info("%s is of a rank that is on another node now", path)
+                    ring.close(unlink=older)
 
     def _remove_replaced_runs(self) -> None:
         """Remove memory of dead processes of other runs under the same URL, which cannot be resumed any more."""
         for path, name in memory_files(self._directory):
-            if name.tag != self._tag and _origin(path) == self._origin:
-                _remove_if_dead(path)
+            replaced = name.tag != self._tag and _origin(path) == self._origin
+            if replaced and (ring := _adopted(path)) is not None:
+                log.info("%s belongs to a run which another one under this URL has replaced", path)
+                ring.close(unlink=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnusedMemory:
-    """Memory of a rank under a name that its run no longer has, or has at another place."""
+def log_unused_memory(claim: MemoryClaim, rank: int, resumed: GenerationId | None) -> None:
+    """Log what memory of a rank of this run, on this node, its process cannot use, and why.
 
-    path: Path
-    newest: GenerationId
-    """Newest generation in it."""
-    here: bool
-    """Whether it belongs to this place, before the log was repaired. `RankMemory.claim` removes it once its owner is dead.
-    Otherwise it belongs to a copy of the run's folder, whose job may be alive, or to this folder before it was moved."""
-
-
-def unused_memory(claim: MemoryClaim, rank: int, directory: Path | None = None) -> list[UnusedMemory]:
-    """Return the memory of a rank of this run, on this node, that its process cannot use."""
+    It is under a name that the run no longer has, before its log was repaired: then `RankMemory.claim` removes it once its
+    owner is dead. Or the run has it at another place: a copy of the run's folder, whose job may be alive, or this folder
+    before it was moved.
+    """
     origin = digest_of(claim.url.encode())
-    found: list[UnusedMemory] = []
-    for path, name in memory_files(directory if directory is not None else shared_directory()):
-        if name.owner == rank and name.tag != claim.tag:
-            markers = [said.marker for each in marker_paths(path) if (said := read_statement(each)) is not None]
-            held = [marker.generation for marker in markers if marker.run_id == claim.run_id]
-            if held:
-                found.append(UnusedMemory(path=path, newest=max(held), here=_origin(path) == origin))
-    return found
+    for path, name in memory_files(shared_directory()):
+        if name.owner != rank or name.tag == claim.tag:
+            continue
+        markers = [said.marker for each in marker_paths(path) if (said := read_statement(each)) is not None]
+        held = [marker.generation for marker in markers if marker.run_id == claim.run_id]
+        if held:
+            why = (
+                "from before its log was repaired. What led to it is not known any more, and it is removed"
+                if _origin(path) == origin
+                else f"taken while it was stored elsewhere than at {claim.url}: that is a copy, or was moved. It is not used. "
+                "To go on from it, start the run where it was; if it was moved for good, remove the file and those whose names "
+                "begin with it"
+            )
+            older = resumed is not None and max(held) < resumed
+            log.log(logging.INFO if older else logging.WARNING, "%s has %s of this run, %s", path, max(held), why)
 
 
 def _suits(ring: SegmentRing, slot_nbytes: int, num_slots: int) -> bool:
@@ -389,28 +391,6 @@ def _adopted(path: Path) -> SegmentRing | None:
         return SegmentRing.adopt(path)
     except (FileNotFoundError, Corrupt):
         return None
-
-
-def _remove_if_older(path: Path, generation: GenerationId) -> None:
-    """Remove the memory of a dead process unless it has a generation as new as `generation`."""
-    try:
-        ring = _adopted(path)
-    except OSError as error:  # training goes on with less room
-        log.info("%s cannot be looked at, and stays: %s", path, error)
-        return
-    if ring is None:
-        return
-    older = all(each < generation for each in ring.published)
-    if older:
-        log.info("%s is of a rank that is on another node now", path)
-    ring.close(unlink=older)
-
-
-def _remove_if_dead(path: Path) -> None:
-    ring = _adopted(path)
-    if ring is not None:
-        log.info("%s belongs to a run which another one under this URL has replaced", path)
-        ring.close(unlink=True)
 
 
 def _remove(path: Path) -> None:

@@ -67,10 +67,10 @@ class Scrubber:
         self._known: set[tuple[str, GenerationId]] = set()
         self._marker: RankMarker | None = None
         self._copies: set[tuple[str, GenerationId]] = set()
-        """What the newest marker names: operators, and whose files have them."""
+        """Operators that the newest marker names, each with the generation whose file has it."""
         self._closing = threading.Event()
         self._said = ""
-        """What the last round failed at, which is worth a word once."""
+        """Failure of the last round, which is logged once."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Scrubber:
         self._thread.start()
 
     def take_found(self, most: int) -> list[BadCopy]:
-        """What turned out bad and was not taken yet; takes constant time."""
+        """Return copies that turned out bad and were not taken yet; takes constant time."""
         return [self._found.popleft() for _ in range(min(most, len(self._found)))]
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Scrubber:
         return copy in self._copies
 
     def _what_is_wrong(self, file: SegmentEntry, record: RecordEntry) -> str:
-        """With a record; empty if it is as it was written."""
+        """Return why a record is bad; empty if it is as it was written."""
         digest, chunk = xxhash.xxh3_128(), bytearray(min(self._pace.chunk_nbytes(_CHUNK_NBYTES), max(record.nbytes, 1)))
         try:
             for start in range(0, record.nbytes, len(chunk)):
@@ -160,7 +160,7 @@ class Scrubber:
 
 
 def _named(marker: RankMarker | None) -> Iterator[tuple[GenerationId, SegmentEntry, RecordEntry]]:
-    """Records that a marker names in older files."""
+    """Yield the records that a marker names in older files."""
     for each in () if marker is None else (*marker.referenced, *marker.spares):
         for record in each.segment.records:
             yield each.generation, each.segment, record

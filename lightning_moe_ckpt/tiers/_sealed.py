@@ -1,4 +1,4 @@
-"""A sealed segment and the marker over a generation's segments, as every tier keeps them: digested once, made once.
+"""Describe a sealed segment, and the marker over a generation's segments, as every tier keeps them: made once.
 
 Each tier has a thread of its own. Whichever asks first computes, the others wait for it and take the same value; so a
 copy in one tier can be checked against, and mended from, a copy in any other.
@@ -43,7 +43,7 @@ class StepRecord(Protocol):
     """What the optimizer step that led to a segment has consumed."""
 
     def gradients(self) -> Gradients | None:
-        """As they were; waits until they are copied, from any thread. `None` if they are not known for certain."""
+        """Return the gradients of the step, once they are copied; `None` if they are not known for certain. Any thread."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -56,94 +56,91 @@ class SealedFile:
     view: memoryview
     """All its bytes; not written to until the generation is released."""
     records: RecordRows
-    """What the marker says of its records, but for their digests."""
+    """Entries of its records in the marker, without digests."""
     ticket: Ticket | None = None
     audience: Audience = "durable"
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _entry: SegmentEntry | None = field(default=None, init=False, repr=False)
 
     def wait(self) -> None:
-        """Until its bytes are final. Raises `CheckpointError` if the copy failed."""
+        """Wait until its bytes are final. Raises `CheckpointError` if the copy failed."""
         if self.ticket is not None:
             self.ticket.wait()
 
     def digest(self) -> None:
-        """As `digested`, for a thread of its own: what goes wrong is raised by the next `digested`."""
+        """Make `digested` ready, on a thread of its own; what goes wrong is raised by the next `digested`."""
         with suppress(CheckpointError):
             self.digested()
 
     def digested(self) -> SegmentEntry:
-        """What the marker says of it; the first call waits for the copy and digests, from any thread.
+        """Return its entry in the marker; the first call waits for the copy and digests, from any thread.
 
         Raises:
             CheckpointError: the copy failed.
         """
         with self._lock:
             if self._entry is None:
-                self._entry = self._digest()
+                self.wait()
+                self._entry = SegmentEntry(
+                    step=self.step,
+                    key=segment_key(self.generation, self.rank, self.step, self.audience),
+                    nbytes=self.view.nbytes,
+                    digest=digest_of(self.view),
+                    records=self.records.with_digests(self.records.digests(self.view)),
+                )
             return self._entry
-
-    def _digest(self) -> SegmentEntry:
-        self.wait()
-        return SegmentEntry(
-            step=self.step,
-            key=segment_key(self.generation, self.rank, self.step, self.audience),
-            nbytes=self.view.nbytes,
-            digest=digest_of(self.view),
-            records=self.records.with_digests(self.records.digests(self.view)),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SealedSegment:
-    """What one boundary has written: files one behind the other, the durable one first."""
+    """Files that one boundary has written one behind the other, the durable one first."""
 
     files: Sequence[SealedFile]
     view: memoryview
     """Their bytes, all together."""
     step_record: StepRecord | None = None
-    """From which the durable file can be rebuilt by who has that of the boundary before."""
+    """With it, who has the durable file of the boundary before can rebuild this one."""
 
     @classmethod
     def of_file(cls, file: SealedFile) -> SealedSegment:
-        """A boundary that has written one file."""
+        """Return the segment of a boundary that has written one file."""
         return cls(files=[file], view=file.view)
 
     @property
     def generation(self) -> GenerationId:
-        """Whose it is."""
+        """Return the generation that it belongs to."""
         return self.files[0].generation
 
     @property
     def step(self) -> int:
-        """The boundary."""
+        """Return its boundary."""
         return self.files[0].step
 
     @property
     def ticket(self) -> Ticket | None:
-        """Of all copies."""
+        """Return the ticket of all copies."""
         return self.files[0].ticket
 
     def of(self, audiences: Collection[Audience]) -> SealedSegment:
-        """The part that a tier takes; the durable file, or all."""
+        """Return the part that a tier takes: the durable file, or all."""
         files = [each for each in self.files if each.audience in audiences]
         return replace(self, files=files, view=self.view[: sum(each.view.nbytes for each in files)])
 
     def digested(self) -> list[SegmentEntry]:
-        """What the marker says of its files; see `SealedFile.digested`."""
+        """Return the entries of its files in the marker; see `SealedFile.digested`."""
         return [each.digested() for each in self.files]
 
 
 class Markers:
-    """Makes the markers of one rank.
+    """Make the markers of one rank.
 
     Args:
-        run_id: of the run in storage.
+        run_id: name of the run in storage.
         rank: this rank; rank 0 is the coordinator, which commits and deletes.
-        world_size: ranks whose markers a commit needs.
-        policy: what the markers say of the policy, the same on all ranks; JSON values.
-        module: what the marker of rank 0 says of the module.
-        lineage: what it says of this incarnation's past.
+        world_size: number of ranks whose markers a commit needs.
+        policy: description of the policy in all markers, the same on all ranks; JSON values.
+        module: description of the module in the marker of rank 0.
+        lineage: past of this incarnation.
     """
 
     def __init__(
@@ -162,7 +159,7 @@ class Markers:
         self._module = None if module is None else ModuleLine.of(module)  # spelled once, not per generation
         self._lock = threading.Lock()
         self._made: dict[tuple[GenerationId, int, bool], RankMarker] = {}
-        """By generation, files, and whether they refer to others: tiers that hold the same have the same marker."""
+        """Markers by generation, number of files, and whether they refer to others."""
         self._times: dict[GenerationId, int] = {}
 
     def of(
@@ -175,15 +172,15 @@ class Markers:
         referenced: Sequence[ReferencedEntry] = (),
         spares: Sequence[ReferencedEntry] = (),
     ) -> RankMarker:
-        """The marker of a generation whose segments are all digested; from any thread.
+        """Return the marker of a generation whose segments are all digested; from any thread.
 
         Args:
             generation: its name.
-            entries: of all its segments, in any order.
+            entries: entries of all its segments, in any order.
             plan_hash: equal on all ranks, or the commit fails.
             plan_json: kept as `plan` in the marker's policy.
-            referenced: what older generations hold of this rank's part.
-            spares: what they hold besides, for what turns out bad.
+            referenced: entries of older generations that complete this rank's part.
+            spares: further copies in older generations, for what turns out bad.
         """
         segments = tuple(sorted(entries, key=lambda entry: entry.step))  # files of one step stay as they lie
         with self._lock:
@@ -212,6 +209,5 @@ class Markers:
 
 
 def _forget(remembered: dict[K, T], limit: int) -> None:
-    """Leave the `limit` newest entries."""
     for oldest in list(remembered)[:-limit]:
         del remembered[oldest]

@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 _NOISE = 1
 """Skipped generations in a row that are not logged; the metric counts them."""
-
-
 _CALM = 8
 """Generations in a row that have to be taken until a stretch is over, so that occasional skips are one stretch."""
+NO_NOISE = 3
+"""Windows in a row without a generation from which on an error is logged."""
 
 
 @dataclass(slots=True)
@@ -33,15 +33,6 @@ class _Stretch:
     num_taken: int = 0
     num_calm: int = 0
     """Generations taken since the last skipped one."""
-
-    @property
-    def is_said(self) -> bool:
-        """Whether the stretch is long enough to be logged."""
-        return self.num_skipped > _NOISE
-
-
-NO_NOISE = 3
-"""Windows in a row without a generation from which on an error is logged."""
 
 
 class Misses:
@@ -65,10 +56,7 @@ class Misses:
             log.error(
                 "%d windows in a row up to step %d gave no checkpoint, and there is none in any tier %s: %s Training goes on, "
                 "and a failure would cost all of that",
-                self.in_a_row,
-                step,
-                since,
-                cause,
+                *(self.in_a_row, step, since, cause),
             )
 
     def taken(self, step: int) -> None:
@@ -107,8 +95,7 @@ class SkipCounter:
             log.warning(
                 "%s is slower than training: generations from %s on are skipped, the newest goes first whenever it is "
                 "free. Take generations less often if that goes on",
-                self._tier,
-                self._stretch.first,
+                *(self._tier, self._stretch.first),
             )
 
     def taken(self) -> None:
@@ -124,12 +111,8 @@ class SkipCounter:
     def close(self) -> None:
         """End the stretch, if there is one."""
         stretch, self._stretch = self._stretch, None
-        if stretch is not None and stretch.is_said:
+        if stretch is not None and stretch.num_skipped > _NOISE:
             log.warning(
                 "%s was slower than training: %d generations were skipped, from %s to %s, and %d taken meanwhile",
-                self._tier,
-                stretch.num_skipped,
-                stretch.first,
-                stretch.last,
-                stretch.num_taken,
+                *(self._tier, stretch.num_skipped, stretch.first, stretch.last, stretch.num_taken),
             )

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Protocol
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.operators import Operator
 from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
@@ -28,20 +27,19 @@ from lightning_moe_ckpt.storage import (
     carry_spares,
     full_records,
 )
-from lightning_moe_ckpt.tiers._contract import STORAGE, SessionConfig
+from lightning_moe_ckpt.tiers._contract import STORAGE
 from lightning_moe_ckpt.tiers._scrubber import Scrubber
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._writer import Base, References, TierWorker, WriteJob
 
 log = logging.getLogger(__name__)
 
-
 _BASES = 4
 """Generations of which markers are kept; what ranks have agreed on is one of the two newest."""
 
 
 class GenerationSink(Protocol):
-    """What the worker needs of a run's storage; `RunStore` is one. Called from the worker's thread, but for `close`."""
+    """Storage of a run, such as `RunStore`. Called from the worker's thread, but for `read_range` and `close`."""
 
     def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
         """Store a segment; durable when its key is returned, and `view` is not read any more."""
@@ -56,48 +54,21 @@ class GenerationSink(Protocol):
         """Delete what `retention` does not keep. Coordinator only."""
 
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a stored segment; from any thread. Raises `Corrupt` or `StorageError`."""
+        """Fill `out` with bytes of a stored segment. Raises `Corrupt` or `StorageError`."""
 
     def close(self) -> None:
-        """Interrupt the call under way, from another thread: it fails soon and leaves nothing half written."""
-
-
-def join_storage(
-    store: GenerationSink,
-    markers: Markers,
-    config: SessionConfig,
-    in_turns: Iterable[Operator],
-    *,
-    on_commit: Callable[[GenerationId], None],
-) -> PersistWorker:
-    """The worker of one incarnation.
-
-    Args:
-        store: where to.
-        markers: makes this rank's markers.
-        config: what stays, and how long a commit may take.
-        in_turns: operators of this rank that generations take in turns, if any.
-        on_commit: called with each generation that this rank, the coordinator, has committed.
-    """
-    return PersistWorker(
-        store,
-        markers,
-        retention=config.retention,
-        commit_timeout=config.commit_timeout,
-        twofold=[operator.name for operator in in_turns if operator.kind == "expert"],
-        on_complete=(lambda generation, *_: on_commit(generation)) if markers.rank == 0 else None,
-    )
+        """Interrupt the call under way: it fails soon and leaves nothing half written."""
 
 
 class PersistWorker(TierWorker):
-    """Takes sealed segments of one rank and makes their generations durable.
+    """Take sealed segments of one rank and make their generations durable.
 
     A generation with only some of the operators references the others: its markers say in which older files they are. If
     those turn out to be gone, `lost_base` says so, and the next generation must be whole. Where experts are taken in turns,
     markers also say where the copy before the newest one of each is.
 
     Args:
-        store: where to.
+        store: storage of the run.
         markers: makes this rank's markers.
         retention: which committed generations stay.
         on_complete: see `TierWorker`.
@@ -128,7 +99,7 @@ class PersistWorker(TierWorker):
         """The newest of them that is known to be committed."""
 
     def build_on(self, marker: RankMarker) -> None:
-        """A committed generation of an earlier incarnation, of which `marker` is this rank's; later ones may be built on it."""
+        """Let later generations be built on a committed one of an earlier incarnation, of which `marker` is this rank's."""
         self._bases[marker.generation] = marker
         self._agreed = marker.generation
 
@@ -144,12 +115,12 @@ class PersistWorker(TierWorker):
 
     @property
     def newest_marker(self) -> RankMarker | None:
-        """Of the newest generation that this rank stored, or may build on; from any thread."""
+        """Return this rank's marker of the newest generation that it stored, or may build on; from any thread."""
         bases = list(self._bases.items())
         return max(bases, key=lambda each: each[0])[1] if bases else None
 
     def marker_of(self, generation: GenerationId) -> RankMarker | None:
-        """This rank's marker of one of the newest generations that it knows to be stored; from any thread."""
+        """Return this rank's marker of a generation, if it is one of the newest that are stored; from any thread."""
         return self._bases.get(generation)
 
     @override
