@@ -50,7 +50,6 @@ from lightning_moe_ckpt.tiers import (
     SessionConfig,
     claim_memory,
     join_peers,
-    log_reserved,
 )
 
 log = logging.getLogger(__name__)
@@ -505,7 +504,9 @@ class CheckpointSession:
         readers = sum(worker.readers for worker in self._tiers.workers)
         busy, keep = self.least_steps <= window, self._planner.generations_kept
         ring = made(self._rings).make(slot_nbytes, window, readers=readers, back_to_back=busy, keep=keep)
-        log_reserved(self._tiers.reserved(), ring.num_slots * self._planner.journal_nbytes)
+        sizes = ", ".join(f"{name} {nbytes / 2**20:.1f} MiB" for name, nbytes in self._tiers.reserved().items())
+        journals_nbytes = ring.num_slots * self._planner.journal_nbytes
+        log.info("shared memory: %s; of it journals %.1f MiB", sizes, journals_nbytes / 2**20)
         return ring
 
     def _report_failures(self) -> None:

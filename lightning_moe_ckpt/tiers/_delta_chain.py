@@ -132,30 +132,27 @@ class DeltaChain:
         """
         sent = self._sending
         assert sent is not None
-        data, now = marker.to_bytes(), self.figures
+        data = marker.to_bytes()
         self._rounded = 0 if sent.exact or not sent.by_delta else self._rounded + 1
         self._strikes = 0 if sent.by_delta else self._strikes
         if sent.by_delta and not sent.audit:
-            self.figures = replace(
-                now,
-                generations=now.generations + 1,
-                nbytes=now.nbytes + nbytes,
-                segments_nbytes=now.segments_nbytes + sent.nbytes + len(data),
-            )
+            self._count(generations=1, nbytes=nbytes, segments_nbytes=sent.nbytes + len(data))
         else:
-            self.figures = replace(
-                now, whole_generations=now.whole_generations + 1, whole_nbytes=now.whole_nbytes + nbytes
-            )
+            self._count(whole_generations=1, whole_nbytes=nbytes)
         if drift:
             self._audited(sent.generation, *drift)
         sent.marker = data
         self._newest, self._sending = sent, None
 
-    def _audited(self, generation: GenerationId, params: float, moments: float) -> None:
-        now = self.figures
+    def _count(self, **more: int) -> None:
         self.figures = replace(
-            now, audits=now.audits + 1, drift=max(now.drift, params), drift_moments=max(now.drift_moments, moments)
+            self.figures, **{name: getattr(self.figures, name) + each for name, each in more.items()}
         )
+
+    def _audited(self, generation: GenerationId, params: float, moments: float) -> None:
+        self._count(audits=1)
+        now = self.figures
+        self.figures = replace(now, drift=max(now.drift, params), drift_moments=max(now.drift_moments, moments))
         log.info(
             "%s: copies on other nodes, of %d generations of gradients rounded to bfloat16, had come to differ by %.1e in "
             "parameters and %.1e in moments, relative to the largest element; they are exact again",
@@ -169,7 +166,7 @@ class DeltaChain:
             return
         self._strikes += 1
         self.given_up = self._strikes >= _STRIKES
-        self.figures = replace(self.figures, refused=self.figures.refused + 1)
+        self._count(refused=1)
         if self.given_up:
             log.warning(
                 "steps of the optimizer cannot be repeated on other nodes to the last bit: generations are sent there "

@@ -1,13 +1,12 @@
-"""Keeps sealed segments where they are: the worker of the tier that survives the process.
+"""Keep sealed segments where they are: the tier that survives the process.
 
 The bytes are in named shared memory already. What is left to do is to wait for the copies, to digest, and to put the
-statement beside the ring that a restarted process looks for.
+marker beside the ring that a restarted process looks for.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from weakref import ref
 
 from torch import Tensor
@@ -23,7 +22,6 @@ from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
 from lightning_moe_ckpt.tiers._writer import Announced, TierWorker, WriteJob
 
 log = logging.getLogger(__name__)
-
 
 _DENSE_GENERATIONS = 3
 """Bytes of a ring in snapshots of everything, roughly: snapshot, persist and recovery each hold one."""
@@ -41,12 +39,12 @@ _LAST_SECONDS = 2.0
 def claim_memory(
     claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, keep: int = 1
 ) -> RankMemory:
-    """This rank's shared memory, with what earlier incarnations left in it of the generation that is resumed from.
+    """Return this rank's shared memory, with what earlier incarnations left in it of the generation that is resumed from.
 
     Args:
-        claim: of this incarnation.
-        rank: this one.
-        resumed: `None` for a fresh start.
+        claim: claim of this incarnation.
+        rank: this rank.
+        resumed: the generation that is resumed from; `None` for a fresh start.
         dense_nbytes: bytes of a snapshot of everything on this rank.
         keep: generations that memory keeps.
 
@@ -63,22 +61,17 @@ def claim_memory(
 
 
 class Rings:
-    """Makes the ring of one rank, and lets copies go to it fast.
-
-    Args:
-        memory: of this rank.
-        engine: copies to the ring in use.
-    """
+    """Make the ring of one rank, and register it with the engine that copies to it."""
 
     def __init__(self, memory: RankMemory, engine: CopyEngine) -> None:
         self._memory, self._engine = memory, engine
         self._registered: ref[Tensor] | None = None  # holds on to nobody's memory
 
     def make(self, slot_nbytes: int, window: int, *, readers: int, back_to_back: bool, keep: int = 1) -> SegmentRing:
-        """A ring for windows of `window` segments of up to `slot_nbytes`.
+        """Return a ring for windows of `window` segments of up to `slot_nbytes`.
 
         Args:
-            slot_nbytes: of the largest segment.
+            slot_nbytes: bytes of the largest segment.
             window: segments per generation.
             readers: tiers that read from it at their own pace.
             back_to_back: whether the next window begins as soon as one is full.
@@ -95,7 +88,7 @@ class Rings:
         return self._register(self._memory.make(slot_nbytes, slots, keep=keep))
 
     def renew(self) -> SegmentRing:
-        """Another one of the same size, see `RankMemory.renew`. Copies to the one before must be done."""
+        """Return another one of the same size, see `RankMemory.renew`. Copies to the one before must be done."""
         self._unregister()  # which would keep its memory
         return self._register(self._memory.renew())
 
@@ -112,12 +105,7 @@ class Rings:
 
 
 class HostWorker(TierWorker):
-    """Publishes the generations of one rank in its own memory; takes every one.
-
-    Args:
-        memory: its ring in use when a generation begins is the one that holds it.
-        markers: makes this rank's markers.
-    """
+    """Publish the generations of one rank in its own memory: every one, in the ring that was in use when it began."""
 
     takes_every = True
 
@@ -163,9 +151,3 @@ class HostWorker(TierWorker):
     def _end(self, job: WriteJob) -> None:
         self._rings.pop(job.generation, None)
         super()._end(job)
-
-
-def log_reserved(nbytes: Mapping[str, int], journals_nbytes: int) -> None:
-    """Say how much shared memory each tier has, and how much of a ring journals take."""
-    sizes = [f"{name} {size / 2**20:.1f} MiB" for name, size in nbytes.items()]
-    log.info("shared memory: %s; of it journals %.1f MiB", ", ".join(sizes), journals_nbytes / 2**20)

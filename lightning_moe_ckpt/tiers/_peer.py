@@ -35,10 +35,8 @@ class Replication:
         holders: ranks that keep replicas of this rank's segments; may be empty.
         owners: ranks whose replicas this rank keeps; may be empty.
         max_chunk: bytes of one message, the same on all ranks.
-        resumed: the generation that this process resumed from; see `ReplicaStore`.
-        keep: generations that holders keep.
+        resumed: see `ReplicaStore`, as for `keep` and `offered`.
         ahead: whether a generation is sent before all ranks know of the previous one, so that it may be delta-encoded.
-        offered: see `RankMemory.claim`.
         directory: directory of the replicas; default `shared_directory()`.
     """
 
@@ -78,7 +76,7 @@ class Replication:
         """Reserve memory for every replica that this rank will keep.
 
         Args:
-            slot_nbytes: largest segment of each rank, by rank.
+            slot_nbytes: bytes of the largest segment of each rank, by rank.
             num_segments: segments of a generation, on all ranks.
             keep: generations that holders keep, the same on all ranks; `None` leaves the number.
 
@@ -97,11 +95,7 @@ class Replication:
             receiver.start()
 
     def end(self, timeout: float) -> None:
-        """End the receivers. Our own last message must have been sent, or will never be.
-
-        Args:
-            timeout: seconds to wait for the owners' last messages.
-        """
+        """End the receivers, `timeout` s after the owners' last messages were due. Ours was sent, or will never be."""
         deadline = time.monotonic() + timeout
         for receiver in self.receivers if self.started else []:
             if not receiver.join(max(0.0, deadline - time.monotonic())):
@@ -110,12 +104,7 @@ class Replication:
                 receiver.join(1.0)
 
     def close(self, timeout: float, *, unlink: bool) -> None:
-        """End the receivers, then release the memory. Closing twice is allowed.
-
-        Args:
-            timeout: see `end`.
-            unlink: whether the replicas are removed too. Otherwise a later process finds them.
-        """
+        """End the receivers, then release the memory; with `unlink` no later process finds it. Closing twice is allowed."""
         self.end(timeout)
         for memory in self.memories:
             memory.close(unlink=unlink)

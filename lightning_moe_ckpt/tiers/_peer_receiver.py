@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -76,15 +76,7 @@ class ReplicaStore:
         self._generation: GenerationId | None = None
 
     def allocate(self, slot_nbytes: int, num_segments: int, *, keep: int | None = None) -> int:
-        """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`.
-
-        Args:
-            slot_nbytes: bytes of the largest segment.
-            num_segments: segments of a generation.
-            keep: generations to keep; `None` leaves the number.
-
-        Returns:
-            Bytes reserved.
+        """Reserve memory for generations of `num_segments` segments of up to `slot_nbytes`, and return its bytes.
 
         Raises:
             ConfigurationError: not enough room; the message says how many bytes are missing.
@@ -222,15 +214,7 @@ class _Incoming:
 
 
 class ReplicaReceiver:
-    """Receive and keep the replicas of one owner.
-
-    Args:
-        group: gloo group; see `Wire`.
-        owner: rank whose segments are received.
-        run_id: name of the run.
-        store: memory in which they are kept.
-        max_chunk: bytes of one message, as on the owner.
-    """
+    """Receive and keep the replicas of one owner, on a thread of its own; `max_chunk` is the owner's."""
 
     def __init__(
         self, group: dist.ProcessGroup, owner: int, *, run_id: str, store: ReplicaStore, max_chunk: int
@@ -266,24 +250,21 @@ class ReplicaReceiver:
             self._drop()
 
     def _receive_until_close(self) -> None:
+        handlers: dict[MessageKind, Callable[..., None]] = {
+            MessageKind.BEGIN: self._begin,
+            MessageKind.SEGMENT: self._begin_segment,
+            MessageKind.DELTA: self._begin_delta,
+            MessageKind.CHUNK: self._take_chunk,
+            MessageKind.MARKER: self._finish,
+            MessageKind.ABANDON: self._drop,
+        }
         while (message := self._wire.receive()).kind is not MessageKind.CLOSE:
-            if message.kind is MessageKind.BEGIN:
-                self._begin(message)
-            elif message.kind is MessageKind.ABANDON:
-                self._drop()
-            elif message.kind is MessageKind.SEGMENT:
-                self._begin_segment(*message.numbers)
-            elif message.kind is MessageKind.DELTA:
-                self._begin_delta(*message.numbers)
-            elif message.kind is MessageKind.CHUNK:
-                self._take_chunk(*message.numbers)
-            elif message.kind is MessageKind.MARKER:
-                self._finish(message)
-            else:
+            if message.kind not in handlers:
                 raise self._unexpected(message.kind)
+            handlers[message.kind](*message.numbers)
 
-    def _begin(self, message: Message) -> None:
-        *names, num_segments, slot_nbytes = message.numbers
+    def _begin(self, *numbers: int) -> None:
+        *names, num_segments, slot_nbytes = numbers
         self._drop()
         generation, keep, base = (generation_of(names[at : at + NUMBERS]) for at in range(0, 3 * NUMBERS, NUMBERS))
         if generation is None or num_segments < 1 or slot_nbytes < 1:
@@ -344,8 +325,7 @@ class ReplicaReceiver:
             # Digest now, while the owner waits for its next step.
             incoming.segments[incoming.step] = (incoming.out, digest_of(incoming.out.numpy().data))
 
-    def _finish(self, message: Message) -> None:
-        nbytes, by_difference = message.numbers
+    def _finish(self, nbytes: int, by_difference: int) -> None:
         incoming = self._expect(MessageKind.MARKER)
         told = self._wire.receive_bytes(nbytes, MAX_MARKER_NBYTES)
         try:
@@ -403,12 +383,7 @@ def _is_as_told(out_U8: Tensor, digest: str, marker: RankMarker, step: int) -> b
 
 
 def _rounded_marker(marker: RankMarker, segment_U8: Tensor, literal: frozenset[str]) -> RankMarker:
-    """Return the marker for a replica that was rebuilt from rounded gradients.
-
-    Args:
-        marker: the owner's marker over its own bytes.
-        segment_U8: bytes of the replica.
-        literal: names of the tensors that were sent whole.
+    """Return the marker for a replica that was rebuilt from rounded gradients, but for the `literal` tensors.
 
     Raises:
         Corrupt: a tensor that was sent whole differs from the owner's.

@@ -125,15 +125,7 @@ class Pacer:
             self._dealt_at = -1
 
     def take(self, most: int, wanted: Callable[[], bool]) -> int:
-        """Wait until bytes may be sent.
-
-        Args:
-            most: most bytes to grant, at least 1.
-            wanted: returns whether to go on waiting; see `wake`.
-
-        Returns:
-            Granted bytes, from 1 to `most`; 0 if they are not wanted any more.
-        """
+        """Wait until bytes may be sent, and return how many of `most`; 0 once `wanted` says that they are not any more."""
         assert most > 0, "nothing to send"
         with self._changed:
             transfer = self._transfers[0]
@@ -159,27 +151,16 @@ class Pacer:
 
 
 class NotReplicated(StorageError):
-    """A holder does not have the generation; the message says which one, and why.
-
-    Args:
-        message: text for the log.
-        refused: whether a holder that is alive has refused it.
-    """
+    """A holder does not have the generation; the message says which one, and why."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
         self.refused = refused
+        """Whether a holder that is alive has refused it."""
 
 
 class ReplicaStream:
-    """Send the segments of this rank to its holders.
-
-    Args:
-        group: gloo group; see `Wire`.
-        holders: ranks that keep replicas, at least one.
-        max_chunk: most bytes of one message.
-        pacer: grants the bytes that may be sent.
-    """
+    """Send the segments of this rank to its holders, in messages of at most `max_chunk` bytes that `pacer` grants."""
 
     def __init__(self, group: dist.ProcessGroup, holders: Sequence[int], *, max_chunk: int, pacer: Pacer) -> None:
         self._wires = [Wire(group, holder, to_holder=True, max_chunk=max_chunk) for holder in holders]
@@ -206,11 +187,11 @@ class ReplicaStream:
         """Announce a generation, and wait until every holder has made room for it or has refused it.
 
         Args:
-            generation: the generation to announce.
+            generation: its name.
             keep: the generation that is complete on all ranks; holders may give up the owner's other ones but for `base`.
             base: the generation that deltas may be based on; other ranks may not know yet whether it is complete.
             num_segments: number of its segments.
-            slot_nbytes: bytes of the largest segment.
+            slot_nbytes: bytes of the largest of them.
 
         Raises:
             NotReplicated: no holder takes it.

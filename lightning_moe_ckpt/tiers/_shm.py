@@ -349,6 +349,7 @@ class MemoryName:
     owner: int
     """Rank whose segments are in it."""
     kind: MemoryKind
+    """`ring` if the rank itself keeps them, `replica` if another rank does."""
     turn: int = 0
     """Tells rings of one rank apart."""
 
@@ -367,13 +368,7 @@ class MemoryName:
 
 
 def shared_name(tag: str, rank: int, kind: MemoryKind = "ring", *, turn: int = 0) -> str:
-    """Return the file name for memory that holds one rank's segments of one run of this user.
-
-    Args:
-        tag: tag of the run at its place.
-        rank: rank whose segments are in the file.
-        kind: `ring` if the rank itself keeps them, `replica` if another rank does.
-        turn: number that tells files of one rank apart.
+    """Return the file name for memory that holds one rank's segments of one run of this user; see `MemoryName`.
 
     Raises:
         ValueError: `tag` has characters that a file name should not have.

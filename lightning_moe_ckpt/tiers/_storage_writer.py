@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Protocol
 
 from typing_extensions import override
 
@@ -22,6 +21,7 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     RankMarker,
     Retention,
+    RunStore,
     SegmentEntry,
     carry_forward,
     carry_spares,
@@ -36,28 +36,6 @@ log = logging.getLogger(__name__)
 
 _BASES = 4
 """Generations of which markers are kept; what ranks have agreed on is one of the two newest."""
-
-
-class GenerationSink(Protocol):
-    """Storage of a run, such as `RunStore`. Called from the worker's thread, but for `read_range` and `close`."""
-
-    def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:
-        """Store a segment; durable when its key is returned, and `view` is not read any more."""
-
-    def put_marker(self, marker: RankMarker) -> None:
-        """State that all segments of `marker` are durable."""
-
-    def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> object:
-        """Wait for the markers of all ranks, or until `cancelled`, and make the generation visible. Coordinator only."""
-
-    def retain(self, retention: Retention) -> object:
-        """Delete what `retention` does not keep. Coordinator only."""
-
-    def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a stored segment. Raises `Corrupt` or `StorageError`."""
-
-    def close(self) -> None:
-        """Interrupt the call under way: it fails soon and leaves nothing half written."""
 
 
 class PersistWorker(TierWorker):
@@ -81,7 +59,7 @@ class PersistWorker(TierWorker):
 
     def __init__(
         self,
-        store: GenerationSink,
+        store: RunStore,
         markers: Markers,
         *,
         retention: Retention,

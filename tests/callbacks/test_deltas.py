@@ -24,8 +24,8 @@ from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.policies import Audience
 from lightning_moe_ckpt.session import _session
 from lightning_moe_ckpt.storage import RankMarker, SegmentEntry
-from lightning_moe_ckpt.tiers import Baseline, Gradients, encode_delta
-from lightning_moe_ckpt.tiers._delta import DeltaDecoder
+from lightning_moe_ckpt.tiers import Gradients
+from lightning_moe_ckpt.tiers._delta import Baseline, DeltaDecoder, encode_delta
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._writer import TierWorker, WriteJob
 

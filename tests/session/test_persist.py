@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -133,7 +133,7 @@ class Bench:
 
     def make(self, **options: Any) -> PersistWorker:
         return PersistWorker(
-            self.sink, Markers(run_id="run", rank=options.pop("rank", 0), world_size=1), retention=Retention(last=2),
+            cast(RunStore, self.sink), Markers(run_id="run", rank=options.pop("rank", 0), world_size=1), retention=Retention(last=2),
             on_complete=lambda g, *_: self.durable.append(g.step), **options,
         )  # fmt: skip
 

@@ -29,16 +29,9 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     dtype_code,
 )
-from lightning_moe_ckpt.tiers import (
-    DeltaFigures,
-    EncodedDelta,
-    Gradients,
-    HostTier,
-    SegmentRing,
-    encode_delta,
-    shared_name,
-)
+from lightning_moe_ckpt.tiers import DeltaFigures, Gradients, HostTier, SegmentRing, shared_name
 from lightning_moe_ckpt.tiers import _peer_receiver as receiving
+from lightning_moe_ckpt.tiers._delta import EncodedDelta, encode_delta
 from lightning_moe_ckpt.tiers._peer import Replication
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
 from lightning_moe_ckpt.tiers._peer_wire import Message, MessageKind, Wire

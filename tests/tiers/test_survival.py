@@ -16,8 +16,8 @@ from lightning_moe_ckpt.tiers import (
     percent,
     place_replicas,
     survival_probability,
-    survival_summary,
 )
+from lightning_moe_ckpt.tiers._survival import survival_summary
 
 
 def nodes_of(num_nodes: int, replicas: int, racks: int = 1) -> ReplicaPlacement:
