@@ -189,14 +189,14 @@ class CheckpointSession:
             keep = self._planner.generations_kept
             self._memory = claim_memory(runs.claim, markers.rank, resumed, dense_nbytes=self._dense_nbytes, keep=keep)
         self._rings = Rings(self._memory, self._engine)
-        saw, in_turns = self._memory.saw, () if self._policy.exact else self._operators
+        in_turns = () if self._policy.exact else self._operators
         self._storage = PersistWorker(
             runs.store,
             markers,
             retention=self._config.retention,
             commit_timeout=self._config.commit_timeout,
             twofold=[operator.name for operator in in_turns if operator.kind == "expert"],
-            on_complete=(lambda generation, *_: saw(generation)) if is_first else None,
+            on_complete=self._memory.saw if is_first else None,
         )
         self._dense = DenseCapture(
             name=runs.name,

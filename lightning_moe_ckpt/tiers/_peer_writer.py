@@ -90,7 +90,6 @@ class PeerWorker(TierWorker):
         keep: generations that holders keep.
         room: what holders reserve, once there is a plan; `None` for a slot of the ring.
         deltas: how gradients may be sent; of use if the replication has generations ahead.
-        on_complete: see `TierWorker`.
     """
 
     paced = True
@@ -104,9 +103,8 @@ class PeerWorker(TierWorker):
         keep: int = 1,
         room: Callable[[], PeerRoom | None] = lambda: None,
         deltas: Deltas | None = None,
-        on_complete: Callable[[GenerationId, float, int], None] | None = None,
     ) -> None:
-        super().__init__(PEER, markers, memories=replication.memories, on_complete=on_complete)
+        super().__init__(PEER, markers, memories=replication.memories)
         self._room = room
         self._waited = 0.0
         self._replication, self._keep, self._num_kept = replication, resumed, keep

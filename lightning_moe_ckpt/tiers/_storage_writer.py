@@ -63,7 +63,7 @@ class PersistWorker(TierWorker):
         markers: Markers,
         *,
         retention: Retention,
-        on_complete: Callable[[GenerationId, float, int], None] | None = None,
+        on_complete: Callable[[GenerationId], None] | None = None,
         commit_timeout: timedelta = timedelta(minutes=2),
         twofold: Collection[str] = (),
     ) -> None:

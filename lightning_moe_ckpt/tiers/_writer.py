@@ -101,9 +101,9 @@ class WriteJob:
     handed_over: int = 0
     num_put: int = 0
     entries: list[SegmentEntry] = field(default_factory=list)
-    """Of the files of these."""
+    """Entries of their files in the marker."""
     seconds: float = 0.0
-    """Spent by the worker on it so far."""
+    """Time that the worker has spent on its segments."""
 
     def __post_init__(self) -> None:
         self.on_released = self.announced.on_released
@@ -125,8 +125,7 @@ class TierWorker(ABC):
         name: name of the tier.
         markers: makes this rank's markers, for all tiers alike.
         memories: memory on this node that the tier owns.
-        on_complete: called from the worker's thread with a generation that is complete here, the seconds the worker
-            spent on it, and the bytes of this rank.
+        on_complete: called from the worker's thread with each generation that is complete here.
     """
 
     takes_every = False
@@ -144,7 +143,7 @@ class TierWorker(ABC):
         markers: Markers,
         *,
         memories: Sequence[RankMemory] = (),
-        on_complete: Callable[[GenerationId, float, int], None] | None = None,
+        on_complete: Callable[[GenerationId], None] | None = None,
     ) -> None:
         self.name, self.memories = name, memories
         self.fenced = False
@@ -331,15 +330,15 @@ class TierWorker(ABC):
         try:
             if segment is not None and self._wanted(job):
                 self._expect_not_fenced()
-                started = time.perf_counter() - job.seconds
+                started = time.perf_counter()
                 job.entries += self._put(job, segment)
                 job.num_put += 1
-                job.seconds = time.perf_counter() - started
+                job.seconds += time.perf_counter() - started
                 if self._wanted(job):
                     if job.num_put < job.announced.num_segments:
                         return
                     self._finish(job, self._marker(job))
-                    self._completed(job, time.perf_counter() - started)
+                    self._completed(job)
             self._end(job)
         except BaseException as error:  # thread entry: the session takes it from `take_failures`
             self._note(job.generation, f"not stored: {error or type(error).__name__}", error)
@@ -367,7 +366,7 @@ class TierWorker(ABC):
     def _wanted(self, job: WriteJob) -> bool:
         return not (job.abandoned or self._closing.is_set())
 
-    def _completed(self, job: WriteJob, seconds: float) -> None:
+    def _completed(self, job: WriteJob) -> None:
         nbytes = sum(entry.nbytes for entry in job.entries)
         with self._changed:
             self._complete.append(job.generation)
@@ -375,7 +374,7 @@ class TierWorker(ABC):
             self.nbytes_complete += nbytes
             self.rate = nbytes / max(job.seconds - self._take_waited(), _LEAST_SECONDS)
         if self._on_complete is not None:
-            self._on_complete(job.generation, seconds, nbytes)
+            self._on_complete(job.generation)
 
     def _note(self, generation: GenerationId, reason: str, error: BaseException) -> None:
         self.fenced = self.fenced or isinstance(error, Fenced)

@@ -65,7 +65,7 @@ class ByHand(TierWorker):
         """The generation is in the tier, or it failed."""
         job = self._jobs[generation(step)]
         if complete:
-            self._completed(job, 0.0)
+            self._completed(job)
         self._end(job)
 
     @override

@@ -382,6 +382,9 @@ def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_the
 
     def work(rank: Rank) -> list[list[str]]:
         made = replication(rank, holders)
+        rank.tell(f"connected-{rank.rank}")
+        for other in range(3):  # rank 2 has nothing to do, and would be gone before others have connected to it
+            rank.wait_for(f"connected-{other}")
         seen = []
         if rank.rank == 0:
             send(rank, made, G5)
