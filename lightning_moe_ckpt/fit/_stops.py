@@ -52,7 +52,7 @@ class Stops:
     def agreed(self) -> bool:
         """Return whether all ranks stop now. Every rank must ask at the same moments, between two batches or epochs."""
         self._leave_if_late()
-        if not self._agreed and (self._flag_arrived() if self._reducer is not None else self._ask_all()):
+        if not self._agreed and (self._ask_all() if self._reducer is None else bool(self._reducer.agreed[_FLAG])):
             self._agreed = True
             self._signal.start_clock()
         return self._agreed
@@ -97,10 +97,6 @@ class Stops:
         if self._signal.late:
             log.info("SIGTERM: leaves at once, with what is committed")
             raise stopped(EXIT_STATUS)
-
-    def _flag_arrived(self) -> bool:
-        assert self._reducer is not None
-        return bool(self._reducer.agreed[_FLAG])
 
     def _ask_all(self) -> bool:
         return self._any_rank(self._signal.requested)

@@ -170,11 +170,9 @@ class ExpertBudgets(Budgets):
     """What a budget leaves for experts: bytes per position. To memory and to storage.
 
     Args:
-        config: what the policy says.
-        device: where experts are copied from.
+        config, device, every_n_steps: as in `Budgets`.
         layouts: of the experts.
         sizes: measures this rank's segments, by level.
-        every_n_steps: steps between two generations.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
 from lightning_moe_ckpt.planning._first_steps import CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import LedgerKeeper, LossFigures
-from lightning_moe_ckpt.planning._popularity import PopularityMeter, Reordering
+from lightning_moe_ckpt.planning._popularity import PopularityMeter
 from lightning_moe_ckpt.policies import (
     MEMORY,
     Audience,
@@ -97,10 +97,9 @@ class Planner:
         low = autocast_dtype if "compute_dtypes" in policy.needs and may_probe else None
         self._probe = PrecisionProof(module, low) if low is not None else None
         config = policy.popularity if "popularity" in policy.needs and view.operators.num_experts else None
-        meter = None if config is None else PopularityMeter(config, view.operators, module)
-        self.order = None if config is None or meter is None else Reordering(config, meter)
+        self.order = None if config is None else PopularityMeter(config, view.operators, module)
         self.tokens = LedgerKeeper(policy, view, module) if "tokens" in policy.needs else None
-        proves = may_probe and meter is not None and meter.counts_tokens
+        proves = may_probe and self.order is not None and self.order.counts_tokens
         required = self.tokens is not None
         self._proof = CountProof(view.operators, module, exchange, required=required) if proves or required else None
         self._journal = JournalCapacity()
@@ -109,7 +108,7 @@ class Planner:
         self._layouts: OrderedDict[tuple[str, int], WindowLayout] = OrderedDict()
         self._deltas: Deltas | None = None
         self._current: WindowLayout | None = None
-        self._next: Background | None = None
+        self._next: Future[WindowLayout] | None = None
         self._step: int | None = None
         self._boundaries = 0
         self._kept: int | None = None
@@ -196,7 +195,7 @@ class Planner:
     def begin(self) -> None:
         """Start measuring."""
         if self.order is not None:
-            self.order.meter.install()
+            self.order.install()
         if self.tokens is not None:
             self.tokens.begin()
 
@@ -220,7 +219,7 @@ class Planner:
         if self._proof is not None:
             wrong = self._proof.before_step()
             if self.order is not None:
-                self.order.meter.distrust(wrong)
+                self.order.distrust(wrong)
         if self.tokens is not None and (self._step is None or self._policy.due(self._step + 1, None, 1)):
             self.tokens.counts.start()
         self._budgets.clock.forward_ends()
@@ -229,7 +228,7 @@ class Planner:
         """Note that optimizer step `step` has ended."""
         self._step = step
         if self.order is not None:
-            self.order.meter.stepped(step)
+            self.order.stepped(step)
 
     def collect(self, exchange: Exchange) -> None:
         """Take in the tokens counted since the last window, before a generation outside of windows. Collective."""
@@ -247,7 +246,7 @@ class Planner:
         if self._probe is not None:
             self._probe.leave()
         if self.order is not None:
-            self.order.meter.remove()
+            self.order.remove()
         if self.tokens is not None:
             self.tokens.close()
 
@@ -306,7 +305,7 @@ class Planner:
         self._layouts.clear()
         following, self._next = self._next, None
         if following is not None:
-            self._next = Background(lambda: self._lay_out(following.result().record))
+            self._next = _in_background(lambda: self._lay_out(following.result().record))
         larger = self._lay_out(layout.record)
         if self._reserve_nbytes:
             self._reserve_nbytes += max(0, larger.slot_nbytes - layout.slot_nbytes)
@@ -341,7 +340,7 @@ class Planner:
         """Note that a window begins; where tokens are counted, the next is planned from what is known now."""
         if self.tokens is not None:
             self.tokens.took(step, self._selection(layout.record.plan))
-            self._next = Background(partial(self._make, self._inputs(), {}))
+            self._next = _in_background(partial(self._make, self._inputs(), {}))
 
     # -- private
 
@@ -377,7 +376,7 @@ class Planner:
         record = self._current.record
         dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
         budgets = {MEMORY: record.budget_nbytes} if record.budget_nbytes else {}
-        self._next = Background(partial(self._make, self._inputs(popularity, budgets), dtypes))
+        self._next = _in_background(partial(self._make, self._inputs(popularity, budgets), dtypes))
 
     def _make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
         """Ask the policy, and lay out; from any thread."""
@@ -447,19 +446,15 @@ class Planner:
         return Selection.of_plan(plan, self._view.operators)
 
 
-class Background:
-    """A plan being made on a thread of its own: for thousands of operators that takes a good part of a second."""
+def _in_background(make: Callable[[], WindowLayout]) -> Future[WindowLayout]:
+    """Make a plan on a thread of its own: for thousands of operators that takes a good part of a second."""
+    made: Future[WindowLayout] = Future()
 
-    def __init__(self, make: Callable[[], WindowLayout]) -> None:
-        self._result: Future[WindowLayout] = Future()
-        threading.Thread(target=self._run, args=(make,), name="moe-ckpt-plan", daemon=True).start()
-
-    def _run(self, make: Callable[[], WindowLayout]) -> None:
+    def run() -> None:
         try:
-            self._result.set_result(make())
+            made.set_result(make())
         except BaseException as error:  # noqa: BLE001  # thread entry: raised by `result` on the training thread
-            self._result.set_exception(error)
+            made.set_exception(error)
 
-    def result(self) -> WindowLayout:
-        """Wait for the plan and return it."""
-        return self._result.result()
+    threading.Thread(target=run, name="moe-ckpt-plan", daemon=True).start()
+    return made

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class PopularityMeter:
-    """Measure the popularity of experts among the tokens of this rank.
+    """Measure the popularity of experts among this rank's tokens, and decide if the order of capture is out of date.
 
     Raises:
         ConfigurationError: a layer does not show what `config` needs.
@@ -51,6 +51,8 @@ class PopularityMeter:
         self._held: list[Tensor] = []
         self._arrivals, self._coming = Arrivals(), list[Arrival]()
         """Of what is held."""
+        self._planned: list[float] | None = None
+        """Popularity of the newest plan, in force or not."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -83,7 +85,69 @@ class PopularityMeter:
             if self._config.half_life_steps is None:
                 self._value_E = torch.zeros_like(self._value_E)
 
-    def take_held(self) -> Tensor:
+    def value(self) -> Tensor:
+        """Return the popularity of this rank's tokens now, float64 `[E]`."""
+        if not self._every_step:
+            self._fold()
+        return self._value_E
+
+    def restore_measure(self, state: Mapping[str, Any]) -> bool:
+        """Go on from a state; `False` if it measured something else, then this starts anew."""
+        if state["measure"] != self._measure:
+            return False
+        self._value_E, self._held, self._coming = state["value"].clone(), [], []
+        self._hold(state["held"])
+        return True
+
+    # -- at window boundaries
+
+    def first(self, exchange: Exchange) -> list[float]:
+        """Return the popularity for the first plan: what all ranks have measured, else that of the incarnation before."""
+        popularity: list[float] = sum_in_order(exchange.gather_tensor(self._newest().cpu())).tolist()
+        if self._planned is None or any(popularity):
+            self._planned = popularity
+        return self._planned
+
+    def inputs(self) -> list[int]:
+        """Return what this rank adds to the exchange that opens a window: bits of its popularity, usually nothing."""
+        values: list[int] = self._take_held().view(torch.int64).flatten().tolist()
+        return values
+
+    def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
+        """Take what every rank added, by rank. Return the popularity of which another plan is due, if one is."""
+        due = None
+        if rows[0]:
+            own = [torch.tensor(list(row), dtype=torch.int64).view(torch.float64) for row in rows]
+            for look_E in sum_in_order(own).view(-1, len(self._value_E)):
+                due = look_E.tolist() if self._is_out_of_date(look_E.tolist()) else due
+        return due
+
+    def state(self) -> dict[str, Any]:
+        """Return what a later incarnation needs to go on from this boundary; tensors may be on the device."""
+        planned = None if self._planned is None else torch.tensor(self._planned, dtype=torch.float64)
+        measured = {"measure": self._measure, "value": self.value().clone(), "held": list(self._held)}
+        return {**measured, "planned": planned}
+
+    def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
+        """Go on from a state.
+
+        Args:
+            state: of the boundary that this incarnation starts from.
+            in_force: popularity of the plan that it has adopted, if any.
+
+        Returns:
+            The popularity of a newer plan, if one was under way.
+        """
+        if not self.restore_measure(state):
+            log.info("popularity is measured otherwise than by the run before: it starts anew")
+            return None
+        planned: Tensor | None = state["planned"]
+        self._planned = None if planned is None else planned.tolist()
+        return None if in_force is None or list(in_force) == self._planned else self._planned
+
+    # -- private
+
+    def _take_held(self) -> Tensor:
         """Return what was held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
 
         Equally many on all ranks, since steps are. Only here something waits for the device, up to the step of the look.
@@ -93,36 +157,11 @@ class PopularityMeter:
             return torch.zeros(0, len(self._value_E), dtype=torch.float64)
         return torch.stack([value_E for each in coming for value_E in each.wait()])
 
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return len(self._value_E)
-
-    def value(self) -> Tensor:
-        """Return the popularity of this rank's tokens now, float64 `[E]`."""
-        if not self._every_step:
-            self._fold()
-        return self._value_E
-
-    def newest(self) -> Tensor:
+    def _newest(self) -> Tensor:
         """Return what a plan may be made of outside the looks: `value`, or the look just held if that has reset it."""
         if self._held and self._config.half_life_steps is None:
             return self._held[-1]
         return self.value()
-
-    def state(self) -> dict[str, Any]:
-        """Return what a later incarnation needs to go on from this boundary; tensors may be on the device."""
-        return {"measure": self._measure, "value": self.value().clone(), "held": list(self._held)}
-
-    def restore(self, state: Mapping[str, Any]) -> bool:
-        """Go on from a state; `False` if it measured something else, then this starts anew."""
-        if state["measure"] != self._measure:
-            return False
-        self._value_E, self._held, self._coming = state["value"].clone(), [], []
-        self._hold(state["held"])
-        return True
-
-    # -- private
 
     @property
     def _measure(self) -> dict[str, Any]:
@@ -150,6 +189,16 @@ class PopularityMeter:
         else:
             self._value_E = decayed_popularity(value_E, counts_E, half_life_steps=half_life)
 
+    def _is_out_of_date(self, popularity: list[float]) -> bool:
+        limits = {
+            "reorder_threshold": self._config.reorder_threshold,
+            "reorder_fraction": self._config.reorder_fraction,
+        }
+        if self._planned is not None and not should_reorder(self._planned, popularity, **limits):
+            return False
+        self._planned = popularity
+        return True
+
 
 def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
     """Return the sum over ranks, first rank first: the same bits on every rank and in every incarnation."""
@@ -163,65 +212,3 @@ def _require(counter: LoadCounter, wanted: str, what: str, instead: str, field: 
             f"`Popularity({wanted})`: {what} cannot be seen in {layers}. "
             f"Use `{instead}`, or `register_adapter` with a `MoELayerSpec({field}=...)` that says where they are."
         )
-
-
-class Reordering:
-    """Decide at window boundaries whether the order is out of date."""
-
-    def __init__(self, config: Popularity, meter: PopularityMeter) -> None:
-        self._config, self.meter = config, meter
-        self._planned: list[float] | None = None
-        """Popularity of the newest plan, in force or not."""
-
-    def first(self, exchange: Exchange) -> list[float]:
-        """Return the popularity for the first plan: what all ranks have measured, else that of the incarnation before."""
-        popularity: list[float] = sum_in_order(exchange.gather_tensor(self.meter.newest().cpu())).tolist()
-        if self._planned is None or any(popularity):
-            self._planned = popularity
-        return self._planned
-
-    def inputs(self) -> list[int]:
-        """Return what this rank adds to the exchange that opens a window: bits of its popularity, usually nothing."""
-        values: list[int] = self.meter.take_held().view(torch.int64).flatten().tolist()
-        return values
-
-    def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
-        """Take what every rank added, by rank. Return the popularity of which another plan is due, if one is."""
-        due = None
-        if rows[0]:
-            own = [torch.tensor(list(row), dtype=torch.int64).view(torch.float64) for row in rows]
-            for look_E in sum_in_order(own).view(-1, self.meter.num_experts):
-                due = look_E.tolist() if self._is_out_of_date(look_E.tolist()) else due
-        return due
-
-    def state(self) -> dict[str, Any]:
-        """Return what a later incarnation needs to go on from this boundary."""
-        planned = None if self._planned is None else torch.tensor(self._planned, dtype=torch.float64)
-        return {**self.meter.state(), "planned": planned}
-
-    def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
-        """Go on from a state.
-
-        Args:
-            state: of the boundary that this incarnation starts from.
-            in_force: popularity of the plan that it has adopted, if any.
-
-        Returns:
-            The popularity of a newer plan, if one was under way.
-        """
-        if not self.meter.restore(state):
-            log.info("popularity is measured otherwise than by the run before: it starts anew")
-            return None
-        planned: Tensor | None = state["planned"]
-        self._planned = None if planned is None else planned.tolist()
-        return None if in_force is None or list(in_force) == self._planned else self._planned
-
-    def _is_out_of_date(self, popularity: list[float]) -> bool:
-        limits = {
-            "reorder_threshold": self._config.reorder_threshold,
-            "reorder_fraction": self._config.reorder_fraction,
-        }
-        if self._planned is not None and not should_reorder(self._planned, popularity, **limits):
-            return False
-        self._planned = popularity
-        return True

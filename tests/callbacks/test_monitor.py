@@ -221,7 +221,7 @@ def planned(folder: Path, *others: Callback) -> list[float]:
                 planner = own._run.session._planner
                 assert isinstance(planner, Planner)
                 assert planner.order is not None
-                seen.extend(planner.order.meter.value().tolist())
+                seen.extend(planner.order.value().tolist())
 
     own = SparseCheckpoint(str(folder / "run"), window=2)
     fit(folder, *others, Peek(), own)

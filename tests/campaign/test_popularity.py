@@ -118,7 +118,7 @@ def test_without_the_journal_other_plans_are_followed(campaigns: Campaigns) -> N
     setup = VARIANTS["soft, decayed"]
     forgetful = Seam(
         module="lightning_moe_ckpt.planning._popularity",
-        attribute="PopularityMeter.restore",
+        attribute="PopularityMeter.restore_measure",
         replacement=_restore_nothing,
     )
     lives = campaigns.run(setup, kill(11), seams=[forgetful])
