@@ -40,8 +40,7 @@ _LAST_SECONDS = 2.0
 class ReplayHooks(Callback):
     """Restore random state and drop gradients of frozen parameters, before any other callback sees the model.
 
-    Args:
-        begin: opens the run and loads the generation to resume from; called in `on_fit_start`.
+    `begin` opens the run and loads the generation to resume from, in `on_fit_start`.
     """
 
     def __init__(self, begin: Callable[[Trainer, LightningModule], FitSession]) -> None:

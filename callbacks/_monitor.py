@@ -158,12 +158,7 @@ class ExpertLoadMonitor(Callback):
 
 
 class CheckpointFigures:
-    """Rows of figures, each over the steps since the previous row.
-
-    Args:
-        report: figures at the beginning of the first row.
-        step: step of `report`.
-    """
+    """Rows of figures, each over the steps since the previous row; the first since `report`, of `step`."""
 
     def __init__(self, report: Report, step: int) -> None:
         self._before, self._step, self._clock = report, step, time.perf_counter()

@@ -69,13 +69,7 @@ class LoopListener(Protocol):
 
 
 class FitLoopTaps:
-    """Call a listener from inside one trainer's fit loop, until `remove`.
-
-    Args:
-        trainer: the trainer whose loops call the listener.
-        listener: called at every moment.
-        resting: returns whether calls are suspended now.
-    """
+    """Call a listener from inside one trainer's fit loop, but not while `resting()`, until `remove`."""
 
     def __init__(self, trainer: Trainer, listener: LoopListener, resting: Callable[[], bool]) -> None:
         self._resting = resting
@@ -198,15 +192,10 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
 
 
 class BatchTap:
-    """Pass each training batch, as the loader gave it, to a function that may replace it.
-
-    Args:
-        trainer: the trainer whose precision plugin, the first to get a batch, is changed.
-        fetched: takes a batch and returns the one to train on.
-        resting: returns whether batches pass unchanged now.
-    """
+    """Train on what `fetched` returns for each batch as the loader gave it, but not while `resting()`, until `remove`."""
 
     def __init__(self, trainer: Trainer, fetched: Callable[[Any], Any], resting: Callable[[], bool]) -> None:
+        # The precision plugin is the first to get a batch.
         plugin = trainer.precision_plugin
         convert = plugin.convert_input
 

@@ -60,11 +60,7 @@ _UNKNOWN = object()
 class MovedAttributes:
     """Track changes of attributes of one run's module, data module, callbacks and data sets.
 
-    Args:
-        trainer: the trainer whose callbacks, data module and loaders are tracked.
-        module: the module that it trains.
-        skip: callbacks that are not the user's.
-        kept: names of modules whose attributes are recorded elsewhere.
+    Callbacks in `skip` are not the user's; attributes of modules in `kept` are recorded elsewhere.
     """
 
     def __init__(

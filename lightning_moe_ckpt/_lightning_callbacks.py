@@ -41,12 +41,7 @@ def resting(trainer: Trainer) -> Callable[[], bool]:
 
 
 class Findings:
-    """Values that tuners of one fit have found; they are part of every boundary.
-
-    Args:
-        trainer: a trainer in `on_fit_start`, before the search.
-        module: the module it trains.
-    """
+    """Values that tuners of one fit have found, which are part of every boundary. Made before the search."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._module = module

@@ -29,11 +29,7 @@ _UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved"
 
 
 class CheckpointFiles:
-    """Track the checkpoint files that one trainer writes, until `remove`.
-
-    Args:
-        trainer: a trainer in `on_fit_start`.
-    """
+    """Track the checkpoint files that one trainer writes, from `on_fit_start` until `remove`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._strategy = trainer, trainer.strategy
@@ -164,10 +160,7 @@ class LightningResume:
     """Skip Lightning's own resume if our checkpoints have something to resume from.
 
     `ckpt_path`, or the file that `OnExceptionCheckpoint` makes Lightning look for, is older than our newest step and may be
-    damaged. Lightning reads it before it is known whether our checkpoints have something.
-
-    Args:
-        trainer: a trainer in `setup`.
+    damaged. Lightning reads it before it is known whether our checkpoints have something, so this is made in `setup`.
     """
 
     def __init__(self, trainer: Trainer) -> None:

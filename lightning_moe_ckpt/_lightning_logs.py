@@ -32,11 +32,7 @@ KEPT = "metrics.kept.csv"
 
 
 class LogFolders:
-    """Continue the run's log files in one trainer, until `remove`.
-
-    Args:
-        trainer: a trainer in `on_fit_start`, whose loggers have opened their folders and written nothing.
-    """
+    """Continue the run's log files in one trainer, from `on_fit_start`, before a row is written, until `remove`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -68,12 +64,7 @@ class LogFolders:
 
 
 class _Log:
-    """Log of one logger in its folder.
-
-    Args:
-        logger: the logger, which every rank has.
-        owner: whether this rank writes the files; other ranks only count.
-    """
+    """Log of one logger in its folder. The `owner` is the rank that writes it; other ranks only count."""
 
     def __init__(self, logger: CSVLogger | TensorBoardLogger, *, owner: bool) -> None:
         self._logger, self._owner = logger, owner

@@ -57,8 +57,7 @@ class BoundaryRecorder:
     """Build the start halves of boundaries at moments of the fit loop and, in a resumed run, restore one.
 
     Args:
-        trainer: its loops report the moments.
-        module: the module it trains.
+        trainer, module: what is trained; the trainer's loops report the moments.
         skip_callbacks: callbacks whose state is not part of the journal (our own).
         parts: further state of a boundary, by name.
         trained: the state of `requires_grad` and optimizer groups.

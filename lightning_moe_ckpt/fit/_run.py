@@ -50,10 +50,8 @@ class FitSession:
     """Forward one trainer's hooks to the recorder of boundaries and to the process's `CheckpointSession`.
 
     Args:
-        config: where checkpoints live and how to resume.
-        policy: chooses what is taken at which step.
-        trainer: a trainer in `on_fit_start`: parameters are on their device, the optimizer exists.
-        module: the module that it trains.
+        config, policy: where checkpoints live and how to resume; what is taken at which step.
+        trainer, module: in `on_fit_start`, so parameters are on their device and the optimizer exists.
         own_callbacks: callback classes whose state is not part of the journal.
         stop_grace, batches, deterministic_dataset: as in `CheckpointArguments`.
     """

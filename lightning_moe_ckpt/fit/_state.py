@@ -119,9 +119,7 @@ class Trained:
     If the module zeroes gradients in its own way, which parameters have a gradient is taken too: the optimizer skips
     parameters without one, but moves parameters whose gradient is zero.
 
-    Args:
-        module: the module that is trained.
-        optimizer: the optimizer as the user configured it, with the groups that every process of the run begins with.
+    The optimizer is as the user configured it, with the groups that every process of the run begins with.
     """
 
     def __init__(self, module: LightningModule, optimizer: Optimizer) -> None:

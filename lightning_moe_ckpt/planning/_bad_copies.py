@@ -23,10 +23,9 @@ WIDTH = _AT_ONCE * _INTEGERS
 
 
 class BadCopyList:
-    """Those of one incarnation; the same on all ranks but for what this one has found and not told.
+    """Bad copies known to one incarnation; the same on all ranks but for what this one has found and not told.
 
-    Args:
-        names: of the operators of all experts, by place over all layers.
+    `names` are those of the operators of all experts, by place over all layers.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

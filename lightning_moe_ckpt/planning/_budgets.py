@@ -95,13 +95,7 @@ class StepClock:
 
 
 class Budgets:
-    """Bytes that one rank may write of a generation, by level; the same on all ranks.
-
-    Args:
-        config: what the policy says.
-        device: where records are copied from.
-        every_n_steps: steps between two generations.
-    """
+    """Bytes that one rank may write of a generation, by level; the same on all ranks. Records are copied from `device`."""
 
     def __init__(self, config: Mapping[str, Budget], device: torch.device, *, every_n_steps: int = 1) -> None:
         self._config, self._device, self._every_n_steps = config, device, every_n_steps
@@ -167,13 +161,7 @@ class Budgets:
 
 
 class ExpertBudgets(Budgets):
-    """What a budget leaves for experts: bytes per position. To memory and to storage.
-
-    Args:
-        config, device, every_n_steps: as in `Budgets`.
-        layouts: of the experts.
-        sizes: measures this rank's segments, by level.
-    """
+    """What a budget leaves for experts, to memory and to storage: bytes per position. `sizes` measures this rank's segments."""
 
     def __init__(
         self,

@@ -22,11 +22,7 @@ log = logging.getLogger(__name__)
 class CountProof:
     """Watch whole optimizer steps until every layer is judged by its counts. All ranks call it in the same steps.
 
-    Args:
-        operators: found in `module`.
-        module: the model.
-        exchange: control exchange between the ranks.
-        required: whether wrong counts end the fit, rather than being left out.
+    Wrong counts end the fit where they are `required`; else they are left out.
 
     Raises:
         WrongCounts: counts are required, and of some layer there is none.

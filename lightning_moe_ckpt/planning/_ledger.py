@@ -106,13 +106,7 @@ class CountCopies:
 
 
 class LedgerKeeper:
-    """Keep the ledger; `Tiers` says what they hold.
-
-    Args:
-        policy: says what restarts do to the ledger, and what copies on other nodes have.
-        view: live state.
-        module: the model, whose tokens are counted.
-    """
+    """Keep the ledger of the tokens of `module`. `Tiers` says what they hold, the policy what a restart changes."""
 
     def __init__(self, policy: Policy, view: StateView, module: torch.nn.Module) -> None:
         self._policy, self._view = policy, view
@@ -219,7 +213,7 @@ class LedgerKeeper:
             whole = torch.ones_like(ledger.alive, dtype=torch.bool)
             at = torch.full_like(ledger.alive, outcome["step"])
             ledger, _ = ledger.restore(ledger.alive, at, {STORAGE: whole})
-        # What others still hold of an earlier life is not gone through: they count as having nothing.
+        # What others still hold of an earlier incarnation is not gone through: they count as having nothing.
         ledger = ledger.with_peers(kept=PEER in self._levels.values())
         self.ledger = self._policy.after_restart(ledger, lost_E)
 

@@ -68,8 +68,7 @@ class Planner:
     Args:
         policy: what is taken when.
         view: live state, operators not split.
-        groups: this rank's place.
-        exchange: control exchange.
+        groups, exchange: of this rank.
         module: the model, in which the policy's needs are measured.
         autocast_dtype: low precision under autocast, `None` without.
         may_probe: whether the first steps may be watched by what later ones are not. If not, parameters are stored in
