@@ -1,4 +1,4 @@
-"""What the tiers have in common: their names, what a user configures, and how recovery reads one.
+"""Define what the tiers have in common: their names, what a user configures, and how recovery reads one.
 
 Every tier holds the segments of a rank, byte for byte as storage has them, and the rank's marker, which has all digests.
 A copy in any tier can therefore be checked against the marker of any other, and a bad record be read from elsewhere.
@@ -27,7 +27,7 @@ DEFAULT_MAX_CHUNK = 16 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """Where a run's checkpoints live and how it resumes."""
+    """Configuration of one incarnation of a run, besides what is taken when."""
 
     url: str
     retention: Retention = field(default_factory=Retention)
@@ -39,7 +39,7 @@ class SessionConfig:
     replicas: int | Literal["auto"] = "auto"
     """Copies of each rank's generations in memory of other nodes; `auto` is one where there are several nodes."""
     max_chunk: int = DEFAULT_MAX_CHUNK
-    """Bytes of one message of a copy."""
+    """Bytes of one message of a copy, the same on all ranks."""
     failure_domains: Sequence[FailureDomain] | None = None
     """Node and rack of every rank, by rank; `None` for what each finds out."""
     commit_timeout: timedelta = timedelta(seconds=120)

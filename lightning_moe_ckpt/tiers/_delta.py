@@ -191,12 +191,12 @@ class DeltaDecoder:
 
     @property
     def exact(self) -> bool:
-        """Whether the rebuilt bytes must be the sender's segment."""
+        """Return whether the rebuilt bytes must be the sender's segment."""
         return self.plan.whole or self.dtype is torch.float32
 
     @property
     def whole(self) -> bool:
-        """Whether the segment is rebuilt."""
+        """Return whether the segment is rebuilt."""
         return self._received == self.plan.payload_nbytes
 
     def expect_gradients(self) -> None:

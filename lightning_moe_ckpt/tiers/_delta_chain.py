@@ -37,7 +37,7 @@ class DeltaFigures:
     nbytes: int = 0
     """Sent for them, all in all."""
     segments_nbytes: int = 0
-    """Of their segments and markers, which sending them whole would have taken."""
+    """Bytes of their segments and markers, which sending them whole would have taken."""
     whole_generations: int = 0
     """Sent as they are."""
     whole_nbytes: int = 0
@@ -46,9 +46,9 @@ class DeltaFigures:
     audits: int = 0
     """Generations sent in both ways, which count as whole ones, to see what rounding gradients has done."""
     drift: float = 0.0
-    """The most that was found by them in parameters: difference relative to the largest element of a tensor."""
+    """Largest difference in parameters that they have found, relative to the largest element of a tensor."""
     drift_moments: float = 0.0
-    """The same of the optimizer's moments."""
+    """Largest difference in the optimizer's moments."""
 
     @property
     def share(self) -> float:

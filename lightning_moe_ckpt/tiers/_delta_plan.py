@@ -104,7 +104,7 @@ class SteppedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaPlan:
-    """Where every byte of a segment comes from."""
+    """Origin of every byte of a segment."""
 
     layout: SegmentLayout
     literal: Sequence[Run]
@@ -158,21 +158,21 @@ def plan_delta(base_header: bytes, header: bytes, codes: bytes, dtype: torch.dty
     base, index = index_of(base_header), index_of(header)
     if len(codes) != len(index.prefixes):
         raise wrong_delta()
-    told = {prefix: code for prefix, code in zip(index.prefixes, codes, strict=True) if code != LITERAL}
-    for prefix, code in told.items():
+    encoded = {prefix: code for prefix, code in zip(index.prefixes, codes, strict=True) if code != LITERAL}
+    for prefix, code in encoded.items():
         if not same_part(base, index, prefix) or (code >= STEPPED and not index.can_step(prefix)):
             raise wrong_delta()
-    known = set() if whole else {f"{prefix}/{key}" for prefix in told for key in index.spans(prefix)}
+    known = set() if whole else {f"{prefix}/{key}" for prefix in encoded for key in index.spans(prefix)}
     names = frozenset(index.layout.spans) - known
     literal = [(0, index.layout.nbytes)] if whole else list(_runs(index.layout, names))
     literal_nbytes = sum(stop - start for start, stop in literal)
-    stepped = list(_stepped(base, index, told, dtype, literal_nbytes))
+    stepped = list(_stepped(base, index, encoded, dtype, literal_nbytes))
     payload_nbytes = stepped[-1].end if stepped else literal_nbytes
     return DeltaPlan(
         layout=index.layout,
         literal=literal,
         literal_names=names,
-        kept=[] if whole else list(_kept(base, index, told)),
+        kept=[] if whole else list(_kept(base, index, encoded)),
         stepped=stepped,
         whole=whole,
         literal_nbytes=literal_nbytes,
@@ -204,18 +204,18 @@ def _runs(layout: SegmentLayout, names: frozenset[str]) -> Iterator[Run]:
         yield start, stop
 
 
-def _kept(base: SegmentIndex, index: SegmentIndex, told: dict[str, int]) -> Iterator[tuple[int, int, int]]:
-    for prefix, code in told.items():
+def _kept(base: SegmentIndex, index: SegmentIndex, encoded: dict[str, int]) -> Iterator[tuple[int, int, int]]:
+    for prefix, code in encoded.items():
         before, now = base.spans(prefix), index.spans(prefix)
         for key in now if code == UNCHANGED else (_PRESENT,):
             yield before[key].offset, now[key].offset, now[key].nbytes
 
 
 def _stepped(
-    base: SegmentIndex, index: SegmentIndex, told: dict[str, int], dtype: torch.dtype, begin: int
+    base: SegmentIndex, index: SegmentIndex, encoded: dict[str, int], dtype: torch.dtype, begin: int
 ) -> Iterator[SteppedPart]:
     gradient = 0
-    for prefix, code in told.items():
+    for prefix, code in encoded.items():
         if code < STEPPED:
             continue
         before, now = base.spans(prefix), index.spans(prefix)

@@ -327,18 +327,18 @@ class ReplicaReceiver:
 
     def _finish(self, nbytes: int, by_difference: int) -> None:
         incoming = self._expect(MessageKind.MARKER)
-        told = self._wire.receive_bytes(nbytes, MAX_MARKER_NBYTES)
+        data = self._wire.receive_bytes(nbytes, MAX_MARKER_NBYTES)
         try:
             if by_difference and self._newest is not None:
-                told = decompress(told, self._newest[1], MAX_MARKER_NBYTES)
-            marker = incoming.as_kept(RankMarker.from_bytes(told, f"marker of rank {self.owner}"))
+                data = decompress(data, self._newest[1], MAX_MARKER_NBYTES)
+            marker = incoming.as_kept(RankMarker.from_bytes(data, f"marker of rank {self.owner}"))
             self._check(incoming, marker)
             self._store.publish(marker)
         except (CheckpointError, OSError) as error:
             self._drop()
             self._refuse(str(error))
             return
-        self._incoming, self._newest = None, (incoming.generation, told)
+        self._incoming, self._newest = None, (incoming.generation, data)
         self._wire.send(Message(MessageKind.WHOLE, numbers_of_copy(marker.segments[-1].digest, incoming.drift)))
 
     def _check(self, incoming: _Incoming, marker: RankMarker) -> None:
@@ -346,7 +346,7 @@ class ReplicaReceiver:
         if found != (self._run_id, self.owner, incoming.generation):
             raise Corrupt(f"the marker is of run {found[0]}, rank {found[1]}, {found[2]}; {incoming.generation} came.")
         here = tuple(incoming.segments) == marker.steps
-        if not here or not all(_is_as_told(*incoming.segments[step], marker, step) for step in marker.steps):
+        if not here or not all(_is_as_marked(*incoming.segments[step], marker, step) for step in marker.steps):
             raise Corrupt(f"{incoming.generation}: segments did not arrive as their marker says. The next one may.")
 
     def _refuse(self, reason: str) -> None:
@@ -371,7 +371,7 @@ class ReplicaReceiver:
         return PeerLost(f"rank {self.owner} sent {kind.name} out of turn.")
 
 
-def _is_as_told(out_U8: Tensor, digest: str, marker: RankMarker, step: int) -> bool:
+def _is_as_marked(out_U8: Tensor, digest: str, marker: RankMarker, step: int) -> bool:
     """Return whether the bytes of a step have the digests in the marker."""
     files = [entry for entry in marker.segments if entry.step == step]
     if out_U8.numel() != sum(entry.nbytes for entry in files):

@@ -324,6 +324,6 @@ class ReplicaStream:
             self._lost[wire.peer] = self._missing[wire.peer] = str(error)
 
     def _not_replicated(self) -> NotReplicated:
-        told = "; ".join(self._missing.values())
+        reasons = "; ".join(self._missing.values())
         refused = bool(self._missing.keys() - self._lost.keys())
-        return NotReplicated(f"not every node that should keep a copy has one: {told}", refused=refused)
+        return NotReplicated(f"not every node that should keep a copy has one: {reasons}", refused=refused)

@@ -66,7 +66,7 @@ _SAME, _IN_PLACE, _ANEW = range(3)
 _LINE = struct.Struct("<BII")
 """Encoding of a line, its bytes, and the bytes that encode it."""
 _DICTIONARY_NBYTES = 2**15
-"""As far as zlib looks back."""
+"""Bytes of a dictionary that zlib can use."""
 
 
 class PeerLost(CheckpointError, ConnectionError):

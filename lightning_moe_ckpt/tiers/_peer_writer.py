@@ -10,17 +10,24 @@ has got. (TierCheck, arXiv 2605.17821, Sec. 3.4, Fig. 5, across two tiers.)
 
 Where generations may be delta-encoded (`_delta_chain`), one is taken while the one before is still under way: it has to
 be of the very next boundary. All ranks then know only one window later that a generation is complete everywhere.
+
+The worker's thread sends, one thread per owner receives, and the training thread only counts steps. Both sides end with the
+owner's last message. If it does not come in time, because the owner is stuck or training ended here only, this side
+closes its connections, so that no thread wakes up while the interpreter ends.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -28,18 +35,18 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Deltas
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
-from lightning_moe_ckpt.tiers._contract import PEER, SessionConfig
+from lightning_moe_ckpt.tiers._contract import DEFAULT_MAX_CHUNK, PEER, SessionConfig
 from lightning_moe_ckpt.tiers._delta_chain import DeltaChain, DeltaFigures
-from lightning_moe_ckpt.tiers._peer import Replication
-from lightning_moe_ckpt.tiers._peer_receiver import COPIES
-from lightning_moe_ckpt.tiers._peer_stream import NotReplicated
+from lightning_moe_ckpt.tiers._peer_receiver import COPIES, ReplicaReceiver, ReplicaStore
+from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Pacer, ReplicaStream
+from lightning_moe_ckpt.tiers._peer_wire import cut
 from lightning_moe_ckpt.tiers._placement import (
     FailureDomain,
     expect_domains,
     place_replicas,
     this_domain,
 )
-from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim
+from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim, RankMemory
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._sealed import Markers, SealedSegment
 from lightning_moe_ckpt.tiers._shm import expect_room, shared_directory
@@ -78,6 +85,92 @@ class PeerPlan(Protocol):
 
     def deltas(self) -> Deltas | None:
         """Return how gradients may be sent in place of segments, if at all; the same on all ranks. Collective."""
+
+
+class Replication:
+    """Own the sending stream of this rank and the receivers of other ranks' segments.
+
+    Args:
+        group: gloo group of all ranks that is used for nothing else; see `Wire`.
+        run_id: name of the run.
+        tag: tag of its memory at its place.
+        url: URL of the run; memory of replaced runs is found by it.
+        holders: ranks that keep replicas of this rank's segments; may be empty.
+        owners: ranks whose replicas this rank keeps; may be empty.
+        max_chunk: bytes of one message, the same on all ranks.
+        resumed: see `ReplicaStore`, as for `keep` and `offered`.
+        ahead: whether a generation is sent before all ranks know of the previous one, so that it may be delta-encoded.
+        directory: directory of the replicas; default `shared_directory()`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        run_id: str,
+        tag: str,
+        url: str,
+        holders: Sequence[int],
+        owners: Sequence[int],
+        max_chunk: int = DEFAULT_MAX_CHUNK,
+        resumed: GenerationId | None = None,
+        keep: int = 1,
+        ahead: bool = False,
+        offered: Collection[GenerationId] = (),
+        directory: Path | None = None,
+    ) -> None:
+        self._group, self.started, self.ahead = group, False, ahead
+        self.pacer = Pacer()
+        self.stream = ReplicaStream(group, holders, max_chunk=max_chunk, pacer=self.pacer)
+        self.stores: dict[int, ReplicaStore] = {}
+        self.receivers: list[ReplicaReceiver] = []
+        for owner in owners:
+            memory = RankMemory(tag, owner, url=url, directory=directory, kind="replica")
+            store = ReplicaStore(memory, resumed, keep=keep, ahead=ahead, offered=offered)
+            self.stores[owner] = store
+            self.receivers.append(ReplicaReceiver(group, owner, run_id=run_id, store=store, max_chunk=max_chunk))
+
+    @property
+    def memories(self) -> list[RankMemory]:
+        """Memory of the replicas that this rank keeps."""
+        return [store.memory for store in self.stores.values()]
+
+    def allocate(self, slot_nbytes: Sequence[int], num_segments: int, *, keep: int | None = None) -> None:
+        """Reserve memory for every replica that this rank will keep.
+
+        Args:
+            slot_nbytes: bytes of the largest segment of each rank, by rank.
+            num_segments: segments of a generation, on all ranks.
+            keep: generations that holders keep, the same on all ranks; `None` leaves the number.
+
+        Raises:
+            ConfigurationError: not enough room; the message says how many bytes are missing.
+        """
+        nbytes = sum(
+            store.allocate(slot_nbytes[owner], num_segments, keep=keep) for owner, store in self.stores.items()
+        )
+        log.info("%.1f MiB are reserved for copies of the segments of ranks %s", nbytes / 2**20, sorted(self.stores))
+
+    def start(self) -> None:
+        """Begin to receive. Call it on every rank after all have allocated."""
+        self.started = True
+        for receiver in self.receivers:
+            receiver.start()
+
+    def end(self, timeout: float) -> None:
+        """End the receivers, `timeout` s after the owners' last messages were due. Ours was sent, or will never be."""
+        deadline = time.monotonic() + timeout
+        for receiver in self.receivers if self.started else []:
+            if not receiver.join(max(0.0, deadline - time.monotonic())):
+                log.info("rank %d did not say goodbye; its connections are closed from here", receiver.owner)
+                cut(self._group, receiver.owner)
+                receiver.join(1.0)
+
+    def close(self, timeout: float, *, unlink: bool) -> None:
+        """End the receivers, then release the memory; with `unlink` no later process finds it. Closing twice is allowed."""
+        self.end(timeout)
+        for memory in self.memories:
+            memory.close(unlink=unlink)
 
 
 class PeerWorker(TierWorker):

@@ -1,6 +1,6 @@
 """Hold segments in host memory: a ring of equal slots in named shared memory, with rules for the use of slots.
 
-A slot is FREE, FILLING or SEALED. A *generation* owns the slots of its segments and plays roles:
+A slot is free, being filled, or sealed. A *generation* owns the slots of its segments and plays roles:
 
 * *snapshot*: its window is open; slots are acquired, filled and sealed.
 * *persist*: pinned by a reader; its sealed segments may be read while the window is still open.
@@ -178,29 +178,29 @@ class SegmentRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Return the bytes of the file."""
         return RING_HEADER_NBYTES + self.num_slots * self.slot_nbytes
 
     @property
     def memory(self) -> Tensor:
-        """All slots as one uint8 tensor, e.g. to register it with a device."""
+        """Return all slots as one uint8 tensor, e.g. to register it with a device."""
         assert self._memory is not None, "the ring is closed"
         return self._memory
 
     @property
     def is_named(self) -> bool:
-        """Whether a restarted process would find the ring; another process may have removed its name."""
+        """Return whether a restarted process would find the ring; another process may have removed its name."""
         return self._file is None or self._file.is_mine()
 
     @property
     def usage(self) -> str:
-        """Text for messages that says what takes slots."""
+        """Return a text for messages that says what takes slots."""
         with self._lock:
             return self._usage()
 
     @property
     def free_slots(self) -> int:
-        """Slots that can be acquired now."""
+        """Return the number of slots that can be acquired now."""
         with self._lock:
             return len(self._free)
 
@@ -225,7 +225,8 @@ class SegmentRing:
         """Open a window; it takes the snapshot role. One is open at a time, and a name is used once."""
         with self._lock:
             assert generation not in self._generations, f"{generation} was begun before"
-            assert self._open_window() is None, "the window before is still open"
+            is_open = any(entry.state is GenerationState.OPEN for entry in self._generations.values())
+            assert not is_open, "the window before is still open"
             self._generations[generation] = _Generation()
 
     def acquire(self, generation: Hashable, step: int) -> Slot:
@@ -395,9 +396,6 @@ class SegmentRing:
         assert entry is not None, f"{generation} is not in the ring"
         assert entry.state in states, f"{generation} is {entry.state.value}"
         return entry
-
-    def _open_window(self) -> Hashable | None:
-        return next((g for g, e in self._generations.items() if e.state is GenerationState.OPEN), None)
 
     def _published_entry(self, generation: Hashable) -> _Generation:
         entry = self._generations.get(generation)

@@ -40,7 +40,7 @@ _REMEMBERED_TIMES = 1000
 
 
 class StepRecord(Protocol):
-    """What the optimizer step that led to a segment has consumed."""
+    """Record of the optimizer step that led to a segment."""
 
     def gradients(self) -> Gradients | None:
         """Return the gradients of the step, once they are copied; `None` if they are not known for certain. Any thread."""

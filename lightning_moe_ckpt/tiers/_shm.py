@@ -159,7 +159,7 @@ class SharedFile:
         return file
 
     def is_mine(self) -> bool:
-        """Whether the name still leads to this file, and this process owns it."""
+        """Return whether the name still leads to this file, and this process owns it."""
         if self.descriptor < 0 or self.pid != os.getpid():
             return False  # closed, or a forked child
         try:

@@ -40,7 +40,7 @@ class Misses:
 
     def __init__(self) -> None:
         self.in_a_row = 0
-        """Up to now."""
+        """Windows without a generation since the newest one that gave one."""
         self._newest: int | None = None
 
     @property

@@ -62,7 +62,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """What completes a generation that has only some operators."""
+    """Generation that completes one which has only some operators."""
 
     generation: GenerationId | None
     """The newest one that is complete in the tier on all ranks; `None` if there is none, and this one cannot be whole."""
@@ -85,9 +85,9 @@ class Announced:
     on_released: Released | None = None
     """Called once, from any thread, when the segments' memory is not read any more; not for what is held until the end."""
     base: Base | None = None
-    """What completes it, where it has only some operators."""
+    """Completes it, where it has only some operators."""
     bad: BadCopies = field(default_factory=dict)
-    """Copies that turned out bad: it names none of them, however many operators it has."""
+    """Copies that turned out bad: its marker names none of them, however many operators it has."""
 
 
 @dataclass(kw_only=True, eq=False)

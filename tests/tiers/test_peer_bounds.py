@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, TensorSpec
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
-from lightning_moe_ckpt.tiers._peer import Replication
 from lightning_moe_ckpt.tiers._peer_stream import NotReplicated, Pacer, ReplicaStream
 from lightning_moe_ckpt.tiers._peer_wire import _MAGIC, MessageKind, Wire, compress, decompress
+from lightning_moe_ckpt.tiers._peer_writer import Replication
 
 from ._nodes import Cluster, Rank, cluster, run
 
