@@ -290,11 +290,18 @@ def take_loop_state(trainer: Trainer) -> LoopState:
     return state
 
 
+_COUNTS = {int, bool, type(None)}
+
+
 def _copied(value: Any) -> Any:
     """Return a deep copy of nested counters, in a tenth of the time of `deepcopy`."""
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    return value if type(value) in {int, bool, type(None)} else copy.deepcopy(value)
+    if type(value) is not dict:
+        return copy.deepcopy(value)
+    own = dict(value)
+    for key, each in value.items():
+        if type(each) not in _COUNTS:
+            own[key] = _copied(each)
+    return own
 
 
 def _load_loops(trainer: Trainer, state: LoopState) -> None:

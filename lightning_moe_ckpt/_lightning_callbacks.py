@@ -37,7 +37,7 @@ def tries_only(trainer: Trainer) -> bool:
 def resting(trainer: Trainer) -> Callable[[], bool]:
     """Return a function that says whether the trainer's callbacks are put aside; call in `on_fit_start`."""
     first = callbacks_of(trainer)[0]
-    return lambda: not any(each is first for each in trainer.callbacks)  # type: ignore[attr-defined]  # untyped
+    return lambda: first not in trainer.callbacks  # type: ignore[attr-defined]  # untyped
 
 
 class Findings:

@@ -66,7 +66,7 @@ class Exchange:
 
     def all_agree(self, flag: bool) -> bool:
         """Return whether every rank passes true."""
-        return all(row[0] for row in self.gather([int(flag)]))
+        return [0] not in self.gather([int(flag)])
 
     @contextmanager
     def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.journal import Unread
 from lightning_moe_ckpt.operators import StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 from lightning_moe_ckpt.policies import Policy
-from lightning_moe_ckpt.process import HookClock, clocked
+from lightning_moe_ckpt.process import clocked
 from lightning_moe_ckpt.session import CheckpointSession
 from lightning_moe_ckpt.tiers import SessionConfig
 
@@ -88,6 +88,7 @@ class FitSession:
             averages=averages_of(trainer),
             as_user=lambda start: self._trains.restore(start["trained"]),
         )
+        self.clock = self.session.clock
         _warn_if_short(trainer, self.session.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
         self._batches = self._batch_log(batches, keep=policy.replays)
@@ -137,11 +138,6 @@ class FitSession:
             original=self._original_batches,
             compared=lambda: self._recorder.compares_batch,
         )
-
-    @property
-    def clock(self) -> HookClock:
-        """Clock that adds up the time of this class's hooks."""
-        return self.session.clock
 
     def begin(self) -> bool:
         """Open the run and return whether it was resumed from an earlier process."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class Trained:
         graded = (param.grad is not None for param in self._params.values()) if self._keeps_gradients else ()
         return {
             "gradients": bytes(graded),
-            "requires_grad": bytes(param.requires_grad for param in self._params.values()),
+            "requires_grad": bytes(map(attrgetter("requires_grad"), self._params.values())),
             "added": [[self._names[id(param)] for param in group["params"]] for group in added],
         }
 

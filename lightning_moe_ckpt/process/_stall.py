@@ -13,13 +13,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, Protocol, TypeVar
 
 import torch
-from typing_extensions import ParamSpec, Self
+from typing_extensions import ParamSpec
 
 _cuda: Any = torch.cuda
 """Events are partly untyped in torch."""
@@ -29,7 +28,7 @@ R = TypeVar("R")
 
 
 class StallMeter:
-    """Sums of seconds per cause, for the current step and since the start.
+    """Sums of seconds per cause since the start.
 
     Causes in use: `arrival`, `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`, `plan`. A wait inside a
     measured wait counts in both.
@@ -40,43 +39,32 @@ class StallMeter:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
-        self._step: dict[str, float] = {}
-        self._total: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
         self._on_device: dict[str, float] = {}
         self._passing: deque[tuple[str, Any, Any]] = deque()
         """Waits that the device may not have reached yet: cause, and the events around them."""
 
-    def measure(self, cause: str) -> _Measurement:
+    def measure(self, cause: str) -> AbstractContextManager[object]:
         """Return a context manager that adds the seconds spent inside to `cause`, also when the body raises."""
-        return _Measurement(self, cause)
+        return _Measurement(self._seconds, cause)
+
+    def measure_both(self, cause: str) -> AbstractContextManager[object]:
+        """Measure like `measure`, and also the time for which training's stream waits."""
+        return _Measurement(self._seconds, cause) if self._device is None else self._measure_both(cause)
 
     @contextmanager
-    def measure_both(self, cause: str) -> Iterator[None]:
-        """Measure like `measure`, and also the time for which training's stream waits."""
+    def _measure_both(self, cause: str) -> Iterator[None]:
         begin = self._mark()
         try:
             with self.measure(cause):
                 yield
         finally:
-            if begin is not None:
-                self._passing.append((cause, begin, self._mark()))
-                self._collect()
-
-    def add(self, cause: str, seconds: float) -> None:
-        """Add seconds measured elsewhere."""
-        self._step[cause] = self._step.get(cause, 0.0) + seconds
-
-    def end_step(self) -> dict[str, float]:
-        """Return the seconds per cause since the last call, and start the next step."""
-        step, self._step = self._step, {}
-        for cause, seconds in step.items():
-            self._total[cause] = self._total.get(cause, 0.0) + seconds
-        return step
+            self._passing.append((cause, begin, self._mark()))
+            self._collect()
 
     def totals(self) -> dict[str, float]:
-        """Seconds per cause since the start, including the current step."""
-        causes = [*self._total, *(cause for cause in self._step if cause not in self._total)]
-        return {cause: self._total.get(cause, 0.0) + self._step.get(cause, 0.0) for cause in causes}
+        """Return the seconds per cause since the start."""
+        return dict(self._seconds)
 
     def device_totals(self) -> dict[str, float]:
         """Seconds per cause that training's stream stood still since the start, as far as the device has come."""
@@ -84,8 +72,6 @@ class StallMeter:
         return dict(self._on_device)
 
     def _mark(self) -> Any:
-        if self._device is None:
-            return None
         event = _cuda.Event(enable_timing=True)
         event.record(_cuda.current_stream(self._device))
         return event
@@ -97,55 +83,38 @@ class StallMeter:
 
 
 class _Measurement:
-    __slots__ = ("_cause", "_meter", "_start")
+    __slots__ = ("_cause", "_seconds", "_start")
 
-    def __init__(self, meter: StallMeter, cause: str) -> None:
-        self._meter = meter
-        self._cause = cause
+    def __init__(self, seconds: dict[str, float], cause: str) -> None:
+        self._seconds, self._cause = seconds, cause
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._start = time.perf_counter()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._meter.add(self._cause, time.perf_counter() - self._start)
+    def __exit__(self, *error: object) -> None:
+        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + time.perf_counter() - self._start
 
 
 class HookClock:
     """Seconds of the training thread inside our hooks, waits included. A hook that runs inside another counts once."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._start = 0.0
-        self._depth = 0
+        self.ended = 0.0
+        """Seconds of the hooks that have ended."""
+        self.start: float | None = None
+        """When the hook under way began."""
 
     @property
     def seconds(self) -> float:
         """Seconds up to now, including a hook under way."""
-        return self._seconds + (time.perf_counter() - self._start if self._depth else 0.0)
-
-    def __enter__(self) -> Self:
-        if self._depth == 0:
-            self._start = time.perf_counter()
-        self._depth += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._seconds += time.perf_counter() - self._start
+        return self.ended + (0.0 if self.start is None else time.perf_counter() - self.start)
 
 
 class Clocked(Protocol):
     """Object whose hooks are timed."""
 
-    @property
-    def clock(self) -> HookClock:
-        """Clock that adds up the time of the hooks."""
+    clock: HookClock
+    """Clock that adds up the time of the hooks."""
 
 
 C = TypeVar("C", bound=Clocked)
@@ -156,7 +125,13 @@ def clocked(hook: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P],
 
     @wraps(hook)
     def timed(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.clock:
+        clock = self.clock
+        if clock.start is not None:
             return hook(self, *args, **kwargs)
+        clock.start = time.perf_counter()
+        try:
+            return hook(self, *args, **kwargs)
+        finally:
+            clock.ended, clock.start = clock.seconds, None
 
     return timed

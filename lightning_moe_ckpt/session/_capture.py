@@ -164,20 +164,21 @@ class CaptureSession:
         inputs = plans.inputs() if plans is not None else []
         with self._stalls.measure("exchange"):
             votes = self._exchange.gather([*self._votes(following), *self._tiers.votes(), *inputs])
+        room, journals, spoiled, fits, unnamed, *_ = zip(*votes, strict=True)
         behind = _VOTES + self._tiers.num_votes
         if plans is not None:
             plans.agreed([vote[behind:] for vote in votes])
-        self._close_last_window(spoiled=[rank for rank, vote in enumerate(votes) if vote[2]])
+        self._close_last_window(spoiled=[rank for rank, each in enumerate(spoiled) if each])
         self._hear([vote[_VOTES:behind] for vote in votes])
-        following, grown = self._grow_journal(max(vote[1] for vote in votes), following)
+        following, grown = self._grow_journal(max(journals), following)
         if following is not None and use is not None:
-            self._follow(following, use, fits=all(vote[3] for vote in votes))
-        why_not = self._restore_names() if not grown or any(vote[4] for vote in votes) else None
+            self._follow(following, use, fits=all(fits))
+        why_not = self._restore_names() if not grown or any(unnamed) else None
         whole = self._tiers.wants_whole(self._name(step), self._layout)
         self.whole_at = step if whole else None
         if whole:
             return False
-        if why_not is None and not all(vote[0] for vote in votes):
+        if why_not is None and not all(room):
             why_not = self._make_room()
         if why_not is not None:
             self.windows_skipped += 1
@@ -200,7 +201,9 @@ class CaptureSession:
             return
         layout = window.layout.steps[step - window.first]
         try:
-            slot = ring.acquire(window.generation, step)
+            # To prepare a slot for another step of the plan takes long, and the ring's size may be no multiple of theirs.
+            others = [index for index, writer in self._writers.items() if writer.layout is not layout]
+            slot = ring.acquire(window.generation, step, avoid=others)
         except RingFull as error:
             self._spoil(str(error))
             return
@@ -484,7 +487,7 @@ class CaptureSession:
         window.ring.abort_window(window.generation)
 
     def _writer(self, layout: StepLayout, slot: Slot) -> SegmentWriter:
-        """The writer that last filled this place, if it filled the same slot of the plan."""
+        """Return the writer that last filled this place, if it filled it with the same step of the plan."""
         writer = self._writers.get(slot.index)
         if writer is None or writer.layout is not layout:
             writer = self._writers[slot.index] = SegmentWriter(layout, slot.view, self._engine, self._arrivals)

@@ -429,7 +429,7 @@ class CheckpointSession:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank. Collective."""
-        return any(row[0] for row in self._exchange.gather([int(flag)]))
+        return [1] in self._exchange.gather([int(flag)])
 
     def leave_nothing_behind(self) -> None:
         """Leave nothing half written, nor memory nobody will want; from any thread, right before the process is ended."""

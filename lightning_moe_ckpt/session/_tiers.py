@@ -34,7 +34,6 @@ from lightning_moe_ckpt.tiers import (
     STORAGE,
     Announced,
     Base,
-    Failure,
     PersistWorker,
     SealedSegment,
     SegmentRing,
@@ -63,8 +62,8 @@ class Window:
     spoiled: bool = False
     """A segment could not be taken: the window runs to its end, so that ranks stay in step, but gives no generation."""
     segments: list[SealedSegment] = field(default_factory=list)
-    tiers: set[str] = field(default_factory=set)
-    """Names of the tiers it was given to."""
+    workers: list[TierWorker] = field(default_factory=list)
+    """Of the tiers it was given to."""
 
 
 class TierWatcher(Protocol):
@@ -115,20 +114,21 @@ class _Lane:
 
     def votes(self) -> list[int]:
         idle = self.worker.idle  # first: what went wrong with a generation is known when the worker is idle again
-        holds = sum(1 << index for index, each in enumerate(self.given) if self.worker.holds(each))
-        gave_up = sum(1 << index for index, each in enumerate(self.given) if self.worker.gave_up(each))
+        holds = gave_up = 0
+        for index, each in enumerate(self.given):
+            holds |= self.worker.holds(each) << index
+            gave_up |= self.worker.gave_up(each) << index
         return [int(idle), holds, gave_up, int(self.worker.lost_base)]
 
     def agreed(
         self, votes: Sequence[Sequence[int]], filling: GenerationId | None
     ) -> tuple[list[GenerationId], list[GenerationId]]:
         """Take every rank's votes; the generations that became complete everywhere, and those given up, oldest first."""
-        self.idle = all(idle for idle, *_ in votes)
-        if any(lost for *_, lost in votes):
-            self.base = None
-        common, lacking = -1, 0
-        for _, holds, gave_up, _ in votes:
-            common, lacking = common & holds, lacking | gave_up
+        self.idle, common, lacking = True, -1, 0
+        for idle, holds, gave_up, lost in votes:
+            self.idle, common, lacking = self.idle and bool(idle), common & holds, lacking | gave_up
+            if lost:
+                self.base = None
         complete = [each for index, each in enumerate(self.given) if common >> index & 1]
         given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]
         self.given = [each for each in self.given[common.bit_length() :] if each not in given_up]
@@ -260,7 +260,7 @@ class Tiers:
         if newest is None:
             return
         for lane in self._lanes:
-            if lane.idle and lane.worker.name not in newest.tiers:
+            if lane.idle and lane.worker not in newest.workers:
                 self._begin(lane, newest)
                 for segment in newest.segments:
                     lane.worker.add(segment.generation, segment)
@@ -276,6 +276,8 @@ class Tiers:
 
         The same on all ranks; ask once before each window. Whoever hands it over begins it with the worker.
         """
+        if not layout.is_incomplete:
+            return False
         lanes = [lane for lane in self._lanes if lane.idle and lane.cannot_take(layout) and lane.attempt()]
         for lane in lanes:
             log.warning(
@@ -288,16 +290,16 @@ class Tiers:
 
     def want_gradients(self, window: Window) -> bool:
         """Whether a tier that takes a generation wants to know what led to it."""
-        return any(worker.wants_gradients for worker in self._of(window))
+        return any(worker.wants_gradients for worker in window.workers)
 
     def add(self, window: Window, segment: SealedSegment) -> None:
         """Hand a sealed segment to every tier that takes its generation."""
-        for worker in self._of(window):
+        for worker in window.workers:
             worker.add(segment.generation, segment)
 
     def abandon(self, window: Window) -> None:
         """Tell every tier that took a generation that it will not be whole."""
-        for worker in self._of(window):
+        for worker in window.workers:
             worker.abandon(window.generation)
 
     def withdraw(self, window: Window) -> None:
@@ -311,7 +313,7 @@ class Tiers:
     def superseded(self, window: Window) -> None:
         """A newer generation is complete: who has not had this one never will."""
         for lane in self._lanes:
-            if lane.worker.name not in window.tiers:
+            if lane.worker not in window.workers:
                 lane.skips.skipped(window.generation)
 
     def flush(self, timeout: float) -> None:
@@ -326,15 +328,6 @@ class Tiers:
     def busy(self) -> list[str]:
         """Names of tiers that have a generation under way on this rank."""
         return [worker.name for worker in self.workers if not worker.idle]
-
-    @property
-    def fenced(self) -> bool:
-        """Whether a tier found that a later incarnation has begun."""
-        return any(worker.fenced for worker in self.workers)
-
-    def take_failures(self) -> list[tuple[str, Failure]]:
-        """What went wrong since the last call, with the names of the tiers."""
-        return [(worker.name, failure) for worker in self.workers for failure in worker.take_failures()]
 
     def newest(self) -> dict[str, int]:
         """Step of the newest generation of this incarnation that this rank holds, by tier."""
@@ -382,7 +375,7 @@ class Tiers:
 
     def _begin(self, lane: _Lane, window: Window) -> None:
         worker, layout = lane.worker, window.layout
-        window.tiers.add(worker.name)
+        window.workers.append(worker)
         if self._watcher is not None:
             self._watcher.given(worker.name, window.generation, layout, worker.generations_kept)
         lane.take(window.generation)
@@ -404,9 +397,6 @@ class Tiers:
             )
         )
 
-    def _of(self, window: Window) -> list[TierWorker]:
-        return [worker for worker in self.workers if worker.name in window.tiers]
-
 
 def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
     """Say what went wrong since the last call.
@@ -419,11 +409,14 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
     Raises:
         Fenced: a later incarnation has begun.
     """
-    for tier, failure in tiers.take_failures():
-        log.error("%s: a checkpoint was not saved; training goes on: %s", tier, failure)
+    fenced = False
+    for worker in tiers.workers:
+        for failure in worker.take_failures():
+            log.error("%s: a checkpoint was not saved; training goes on: %s", worker.name, failure)
+        fenced = fenced or worker.fenced
     while not_taken:
         log.error("a checkpoint was not taken; training goes on: %s", not_taken.pop(0))
-    if tiers.fenced:
+    if fenced:
         raise Fenced(
             f"{url}: a later start of this run has taken over, nothing of this process is stored any more. Stop this "
             "process, or give one of the two jobs another URL."

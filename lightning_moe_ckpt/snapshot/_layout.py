@@ -106,14 +106,11 @@ class StateView:
             name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, _ in module.named_buffers()
         } | self.averages.buffer_owners()
+        self.buffer_names = tuple(self._buffer_owners)
+        """Persistent or not, in the order of the modules."""
         self.compute_dtypes = dict(compute_dtypes)
         self.gradient_dtype: torch.dtype | None = None
         """As what gradients of experts are kept behind segments; `None` if they are not."""
-
-    @property
-    def buffer_names(self) -> tuple[str, ...]:
-        """Persistent or not, in the order of the modules."""
-        return tuple(self._buffer_owners)
 
     def buffer(self, name: str) -> Tensor | None:
         """The live tensor; `None` if the module has dropped it."""
@@ -162,11 +159,12 @@ class StateView:
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
         """What there is of these parameters beside themselves: optimizer state, and averages."""
-        return [
-            tensor
-            for fqn in fqns
-            for tensor in (*self.schema.tensors(self.params[fqn]), *self.averages.of(fqn).values())
-        ]
+        found: list[Tensor] = []
+        for fqn in fqns:
+            found += self.schema.tensors(self.params[fqn])
+            if self.averages.names:
+                found += self.averages.of(fqn).values()
+        return found
 
     def base(self, field: Field) -> Tensor | None:
         """The parameter, average or state tensor a field is a slice of."""
@@ -229,11 +227,8 @@ class FileLayout:
         local = [] if journal_nbytes is None else self._local_specs(journal_nbytes)
         self._local = [spec.name for spec in local]
         self.segment = SegmentLayout([*(field.spec for field in self.own), *local], metadata=SEGMENT_METADATA)
-
-    @property
-    def stop(self) -> int:
+        self.stop = start + self.segment.nbytes
         """Behind its last byte, in the memory of its step."""
-        return self.start + self.segment.nbytes
 
     def bytes_in(self, slot_U8: Tensor) -> Tensor:
         """The file in the memory of its step, without a copy."""
@@ -320,13 +315,10 @@ class StepLayout:
     def __init__(self, *files: FileLayout) -> None:
         self.files = list(files)
         self.durable, self.view, self.groups = files[0], files[0].view, files[0].groups
+        self.files_nbytes = files[-1].stop
+        """Of all files."""
         self.gradients = self._places_of_gradients()
         """Of the experts that leave the node."""
-
-    @property
-    def files_nbytes(self) -> int:
-        """Of all files."""
-        return self.files[-1].stop
 
     @property
     def gradients_at(self) -> int:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import is_
+from operator import attrgetter, is_
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,6 +20,8 @@ from lightning_moe_ckpt.native import Copy, CopyEngine, CopyList, Ticket
 from lightning_moe_ckpt.snapshot._layout import JOURNAL, PRESENT, StepLayout, as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord
+
+_version_of = attrgetter("_version")  # torch has no public name for it
 
 
 class BufferChanged(Exception):
@@ -57,7 +58,7 @@ class LocalState:
     """What a segment has besides records, on its way."""
 
     journal: Journal
-    values: Arrival
+    values: Arrival | None
     """Of all tensors in the journal, if some may be on a device."""
     buffers: Ticket | None
     """Of those on a device."""
@@ -83,6 +84,10 @@ class SegmentWriter:
         """Of each file."""
         for file, each_U8 in zip(layout.files, self._views, strict=True):
             file.segment.write_header(each_U8)
+        self._memories = [as_memoryview(each_U8) for each_U8 in self._views]
+        """The same, as the tiers take them."""
+        self._memory = as_memoryview(view_U8)[: layout.files_nbytes]
+        self._journal = as_memoryview(self._local(JOURNAL))
         self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for file in layout.files for f in file.own))
         self._params = [layout.view.params[fqn] for fqn in self._fqns]
         self._bases: list[Tensor] = []
@@ -146,9 +151,10 @@ class SegmentWriter:
             else:
                 place.copy_(buffer)
         ticket = self._engine.submit(on_device) if on_device else None
+        if not self._may_wait:
+            return LocalState(journal, None, ticket)
         values: list[Tensor] = []
-        if self._may_wait:
-            journal = held(journal, values)  # by the time it is written, training may have changed what it is made of
+        journal = held(journal, values)  # by the time it is written, training may have changed what it is made of
         return LocalState(journal, self._arrivals.start(values), ticket)
 
     def write_local(self, local: LocalState) -> None:
@@ -158,9 +164,9 @@ class SegmentWriter:
             JournalOverflow: the record is too small.
             CodecError: a value in the journal cannot be stored exactly.
         """
-        place = self._local(JOURNAL)
-        payload = encode_journal(local.journal, place.numel(), local.values.by_identity())
-        place[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        values = None if local.values is None else local.values.by_identity()
+        payload = encode_journal(local.journal, len(self._journal), values)
+        self._journal[: len(payload)] = payload
 
     def sealed(
         self, generation: GenerationId, step: int, ticket: Ticket, step_record: StepRecord | None = None
@@ -179,14 +185,13 @@ class SegmentWriter:
                 rank=self.layout.groups.rank,
                 step=step,
                 audience=file.audience,
-                view=as_memoryview(view_U8),
+                view=memory,
                 records=records,
                 ticket=ticket,
             )
-            for file, view_U8, records in zip(self.layout.files, self._views, self._records, strict=True)
+            for file, memory, records in zip(self.layout.files, self._memories, self._records, strict=True)
         ]
-        view = as_memoryview(self.view)[: self.layout.files_nbytes]
-        return SealedSegment(files=files, view=view, step_record=step_record)
+        return SealedSegment(files=files, view=self._memory, step_record=step_record)
 
     def _local(self, name: str) -> Tensor:
         """Where a buffer or the journal goes."""
@@ -196,7 +201,7 @@ class SegmentWriter:
         """Make the list of copies anew if it is out of date, once nothing writes to the segment any more."""
         bases = [*self._params, *self.layout.view.states(self._fqns)]
         # A tensor keeps its identity when its memory is swapped (`param.data = ...`), and copies hold addresses.
-        addresses = [base.data_ptr() for base in bases]
+        addresses = list(map(Tensor.data_ptr, bases))
         same = len(bases) == len(self._bases) and all(map(is_, bases, self._bases))
         if self._copies is None or not same or addresses != self._addresses:
             if under_way is not None:
@@ -261,11 +266,12 @@ class BoundaryCapture:
     @property
     def waits_for_device(self) -> bool:
         """Whether `arrive` has something to wait for."""
-        return self._local is not None and self._local.values.is_under_way
+        return self._local is not None and self._local.values is not None and self._local.values.is_under_way
 
     def arrive(self) -> None:
         """Wait until the device has come to where `take_rest` was called."""
         assert self._local is not None
+        assert self._local.values is not None
         self._local.values.wait()
 
     def sealed(self, generation: GenerationId) -> SealedSegment:
@@ -282,4 +288,4 @@ class BoundaryCapture:
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Count in-place changes of tensors and of all that share their memory; changes through `.data` stay unseen."""
-    return [tensor._version for tensor in tensors]  # noqa: SLF001  # torch has no public name for it
+    return list(map(_version_of, tensors))

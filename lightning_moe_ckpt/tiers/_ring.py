@@ -31,7 +31,7 @@ import logging
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -229,8 +229,13 @@ class SegmentRing:
             assert not is_open, "the window before is still open"
             self._generations[generation] = _Generation()
 
-    def acquire(self, generation: Hashable, step: int) -> Slot:
+    def acquire(self, generation: Hashable, step: int, *, avoid: Collection[int] = ()) -> Slot:
         """Return a slot to fill for the segment of `step`.
+
+        Args:
+            generation: whose segment it is.
+            step: its boundary.
+            avoid: indices of slots that are taken if no other is free.
 
         Raises:
             RingFull: every slot is in use.
@@ -242,8 +247,11 @@ class SegmentRing:
                     f"All {self.num_slots} segment slots are in use ({self._usage()}); the capture of step {step} is "
                     "skipped. Raise `max_window` or free memory if this happens often."
                 )
-            # First in, first out: windows of equal length then find each slot of the plan in the same place again.
-            index = self._free.pop(0)
+            # First in, first out: windows of equal length then find each step of the plan in the same place again.
+            index = self._free[0]
+            if index in avoid:
+                index = next((each for each in self._free if each not in avoid), index)
+            self._free.remove(index)
             entry.slots[index] = False
             entry.steps[step] = index
         start = index * self.slot_nbytes
