@@ -29,7 +29,7 @@ from lightning_moe_ckpt.benchmarks._native_device import (
     DeviceCopies,
     GoalMeasurement,
     NativeFigure,
-    attempt,
+    figure_of,
     in_turns,
     judge,
     median,
@@ -215,7 +215,7 @@ class Kernels:
 
     def _rows(self, what: str, ways: Mapping[str, Action], nbytes: int) -> Iterator[NativeFigure]:
         costs = dict[str, Cost]()
-        first = attempt(what, _OURS, lambda: costs.update(self._costs(ways)) or 0.0, unit="ms")
+        first = figure_of(what, _OURS, lambda: costs.update(self._costs(ways)) or 0.0, unit="ms")
         if not costs:
             yield first
         for how, cost in costs.items():

@@ -94,14 +94,14 @@ def judge(measurements: Mapping[str, GoalMeasurement], reason: str) -> list[Nati
             note = f"{note}: not run on a GPU: {reason}"
             row = NativeFigure(what=what, how=how, value=None, unit=goal.unit, note=note)
         else:
-            row = attempt(what, how, measure, unit=goal.unit, note=note)
+            row = figure_of(what, how, measure, unit=goal.unit, note=note)
         if row.value is not None:
             row = replace(row, note=f"{note}: {goal.outcome(row.value)}")
         rows.append(row)
     return rows
 
 
-def attempt(what: str, how: str, measure: GoalMeasurement, *, unit: str, note: str = "") -> NativeFigure:
+def figure_of(what: str, how: str, measure: GoalMeasurement, *, unit: str, note: str = "") -> NativeFigure:
     """Return a row with what `measure` returns; one that fails must not cost the others, and says where it did."""
     try:
         return NativeFigure(what=what, how=how, value=measure(), unit=unit, note=note)
@@ -123,11 +123,6 @@ def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
 def median(action: Action, repeats: int) -> float:
     """Return seconds; the first run, which also meets untouched memory, does not count."""
     return in_turns({"": action}, repeats)[""].wall
-
-
-def seconds_of(action: Action) -> float:
-    """Return the wall time of one call."""
-    return Cost.of(action).wall
 
 
 # -- copies
@@ -182,7 +177,7 @@ class DeviceCopies:
 
     def rates(self) -> Iterator[NativeFigure]:
         """Yield GB/s of every arrangement that can be chosen, and its effect on matrices and on a small copy of training."""
-        gigabytes = partial(attempt, unit="GB/s")
+        gigabytes = partial(figure_of, unit="GB/s")
         yield gigabytes("device to host", "torch, one pinned copy", self._baseline)
         yield gigabytes("64 KiB slices", "torch's streams, slice by slice", self._rate_of_twin)
         for size, pack in product(_SMALL_NBYTES, (0, 2**30)):
@@ -194,8 +189,8 @@ class DeviceCopies:
             what = f"1 MiB slices, chunks of {chunk} MiB, {depth} queued"
             yield gigabytes(what, "idle device", partial(self._rate, MIB, *chosen))
             slowdown = lambda chosen=chosen: self._slowdown(self._matrices(), *chosen)  # noqa: E731
-            yield attempt(what, "slowdown of matrices", slowdown, unit="%")
-            yield attempt(what, "added to a 4 KiB copy, p99", partial(self._added_delay, *chosen), unit="ms")
+            yield figure_of(what, "slowdown of matrices", slowdown, unit="%")
+            yield figure_of(what, "added to a 4 KiB copy, p99", partial(self._added_delay, *chosen), unit="ms")
 
     def slices(self, size: int) -> list[Copy]:
         """Return as many copies of `size` bytes as there is memory for."""
@@ -249,7 +244,7 @@ class DeviceCopies:
 
     def _rate_beside_matrices(self) -> float:
         work, rates = self._matrices(), list[float]()
-        with self._copying() as (copy, nbytes), self._beside(lambda: rates.append(nbytes / seconds_of(copy) / 1e9)):
+        with self._copying() as (copy, nbytes), self._beside(lambda: rates.append(nbytes / Cost.of(copy).wall / 1e9)):
             self._loop_seconds(work)
         return statistics.median(rates)
 
@@ -270,7 +265,7 @@ class DeviceCopies:
             self._synchronize()
 
         def percentile() -> float:
-            return sorted(seconds_of(one) for _ in range(_NUM_DELAYS))[int(0.99 * _NUM_DELAYS)]
+            return sorted(Cost.of(one).wall for _ in range(_NUM_DELAYS))[int(0.99 * _NUM_DELAYS)]
 
         with self._copying(MIB, arrangement, depth) as (copy, _):
             copy()
@@ -316,7 +311,7 @@ class DeviceCopies:
         """Return GB/s until a fresh mapping is registered, which copies into it then need not wait for."""
         memory = torch.frombuffer(mmap.mmap(-1, self._nbytes), dtype=torch.uint8)
         with self._engine() as engine:
-            return memory.nbytes / seconds_of(lambda: self._register(engine, memory)) / 1e9
+            return memory.nbytes / Cost.of(lambda: self._register(engine, memory)).wall / 1e9
 
     def _matrices(self) -> Action:
         shape = (self._scale.matrix, self._scale.matrix)

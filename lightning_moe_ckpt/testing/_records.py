@@ -76,7 +76,8 @@ class Recorder(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._line(trainer, "train", batch_idx, loss=bits(outputs), data=self._batch, lr=_lrs(trainer))
+        rates = [float(group["lr"]).hex() for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._line(trainer, "train", batch_idx, loss=bits(outputs), data=self._batch, lr=rates)
 
     @override
     def on_validation_batch_end(
@@ -150,10 +151,6 @@ def _leaves(batch: Any) -> Iterator[Tensor]:
         yield from _leaves(vars(batch))
     else:
         yield torch.tensor(batch)
-
-
-def _lrs(trainer: Trainer) -> list[str]:
-    return [float(group["lr"]).hex() for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def capture_end(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
