@@ -223,8 +223,11 @@ class Replay:
         spans, nbytes = layout.spans(region, writer)
         if not spans:
             return
-        own, start = writer == self._groups.rank, layout.segment.spans[spans[0][0].name].offset
-        source = segment[start : start + nbytes] if own else torch.empty(nbytes, dtype=torch.uint8)
+        if writer == self._groups.rank:
+            start = layout.segment.spans[spans[0][0].name].offset
+            source = segment[start : start + nbytes]
+        else:
+            source = torch.empty(nbytes, dtype=torch.uint8)
         source = self._broadcast(source, region, writer)
         present: dict[str, bool] = {}
         copies: list[Copy] = []
