@@ -11,9 +11,8 @@ from lightning_moe_ckpt.storage._carry import BadCopies as BadCopies
 from lightning_moe_ckpt.storage._carry import carry_forward as carry_forward
 from lightning_moe_ckpt.storage._carry import carry_spares as carry_spares
 from lightning_moe_ckpt.storage._carry import full_records as full_records
-from lightning_moe_ckpt.storage._entries import HuggingFaceEntry as HuggingFaceEntry
-from lightning_moe_ckpt.storage._entries import ModuleEntry as ModuleEntry
-from lightning_moe_ckpt.storage._entries import ModuleLine as ModuleLine
+from lightning_moe_ckpt.storage._entries import RecordEntry as RecordEntry
+from lightning_moe_ckpt.storage._entries import RecordRows as RecordRows
 from lightning_moe_ckpt.storage._entries import ReferencedEntry as ReferencedEntry
 from lightning_moe_ckpt.storage._entries import SegmentEntry as SegmentEntry
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
@@ -36,9 +35,10 @@ from lightning_moe_ckpt.storage._open import checked_url as checked_url
 from lightning_moe_ckpt.storage._open import open_backend as open_backend
 from lightning_moe_ckpt.storage._open import wrapping_backends as wrapping_backends
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
-from lightning_moe_ckpt.storage._record_table import RecordEntry as RecordEntry
-from lightning_moe_ckpt.storage._record_table import RecordRows as RecordRows
 from lightning_moe_ckpt.storage._records import Commit as Commit
+from lightning_moe_ckpt.storage._records import HuggingFaceEntry as HuggingFaceEntry
+from lightning_moe_ckpt.storage._records import ModuleEntry as ModuleEntry
+from lightning_moe_ckpt.storage._records import ModuleLine as ModuleLine
 from lightning_moe_ckpt.storage._records import RankMarker as RankMarker
 from lightning_moe_ckpt.storage._repair import RepairedLog as RepairedLog
 from lightning_moe_ckpt.storage._repair import repair_log as repair_log

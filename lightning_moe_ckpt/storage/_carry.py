@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from types import MappingProxyType
 
-from lightning_moe_ckpt.storage._entries import ReferencedEntry, SegmentEntry
+from lightning_moe_ckpt.storage._entries import RecordEntry, ReferencedEntry, SegmentEntry
 from lightning_moe_ckpt.storage._names import GenerationId
-from lightning_moe_ckpt.storage._record_table import RecordEntry
 from lightning_moe_ckpt.storage._records import RankMarker
 
 _FULL = "full"

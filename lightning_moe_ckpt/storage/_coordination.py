@@ -105,15 +105,10 @@ class Coordination:
 
     def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
         incarnation = next_incarnation(self.history, self.log, known)
-        # A run of an older release has no key yet.
-        keyed = replace(
-            self.history,
-            key=self.history.key or uuid.uuid4().hex,
-            has_commits=self.history.has_commits or bool(self.offered),
-        )
-        if resumed is not None and keyed.why_dead(resumed) is not None:
-            keyed = keyed.adopted(resumed)
-        history = keyed.opened(incarnation, resumed, new_nonce())
+        history = replace(self.history, has_commits=self.history.has_commits or bool(self.offered))
+        if resumed is not None and history.why_dead(resumed) is not None:
+            history = history.adopted(resumed)
+        history = history.opened(incarnation, resumed, new_nonce())
         volatile = resumed is not None and resumed not in self.offered
         if not self.log.append(open_event(incarnation, resumed, volatile=volatile), history):
             return False

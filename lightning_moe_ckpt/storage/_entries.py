@@ -1,20 +1,247 @@
-"""Parts of a marker: a rank's own segments, records in older files that it refers to, and the description of the module."""
+"""Files that a marker names, and the records in them: one entry per tensor, in a line behind the marker's document.
+
+A marker is one line of JSON about its segments, then one line of records per segment. The first line has length and
+digest of the others. So a commit over many ranks parses only first lines and digests the rest. From one generation to
+the next only the digests in a line of records change; its other text is encoded once per plan, and parsed on demand.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from itertools import chain
+from math import prod
+from operator import attrgetter
+from typing import Any, TypeVar, overload
 
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._json import Fields, digest_of, read_text
+from lightning_moe_ckpt.storage._json import INTEGER, MAX_INTEGER, TEXT, Form, digest_of, keys, many
 from lightning_moe_ckpt.storage._names import GenerationId
-from lightning_moe_ckpt.storage._record_table import RecordEntry, RecordTable
+from lightning_moe_ckpt.storage._segment import itemsize_of
+
+T = TypeVar("T")
 
 _NONCE = re.compile(r"[0-9a-f]{12}")
+
+
+def _read_nonce(value: object, where: str) -> str:
+    if not isinstance(value, str) or not _NONCE.fullmatch(value):
+        raise Corrupt(f"{where}: the name of an incarnation has 12 hexadecimal digits, found {value!r:.40}.")
+    return value
+
+
+NONCE: Form[str] = Form(_read_nonce, str)
+GENERATION = keys(GenerationId, step=INTEGER, incarnation=INTEGER, nonce=NONCE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordEntry:
+    """One tensor of a segment: a flat interval of a global tensor."""
+
+    name: str
+    """Tensor name in the safetensors file."""
+    operator: str
+    """Operator the record belongs to; empty for the journal."""
+    kind: str
+    """`RecordKind` value, or `journal`."""
+    fqn: str
+    """Parameter or buffer name; empty for the journal."""
+    state_key: str
+    """Which tensor of the parameter's state: e.g. `param`, `exp_avg`; empty for the journal."""
+    dtype: str
+    """safetensors code, e.g. `BF16`."""
+    global_shape: tuple[int, ...]
+    """Shape of the tensor over all ranks."""
+    global_start: int
+    """First element of the interval in the flattened global tensor."""
+    numel: int
+    """Elements in the interval."""
+    offset: int
+    """From the start of the file, in bytes."""
+    nbytes: int
+    digest: str
+    """Digest of the file's bytes `[offset, offset + nbytes)`."""
+    present: bool = True
+    """False if only the space is reserved: the optimizer has no such state yet."""
+
+
+RECORD_COLUMNS = [column.name for column in fields(RecordEntry) if column.name != "digest"]
+"""Columns of a row in a line of records; the line has the digests in a separate list."""
+
+_ROW = attrgetter(*RECORD_COLUMNS)
+
+
+class RecordTable(Sequence[RecordEntry]):
+    """The records of one segment, backed by a line of a marker; parsed on first access.
+
+    Args:
+        line: the stored bytes, with the newline.
+        where: key of the marker, for messages.
+    """
+
+    def __init__(self, line: bytes, where: str = "records") -> None:
+        self.line = line
+        self._where = where
+        self.file_nbytes = MAX_INTEGER
+        """Size of the segment file; a record that ends beyond it is refused."""
+
+    @classmethod
+    def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
+        """Encode records as a line."""
+        if isinstance(records, RecordTable):
+            return records
+        return cls(_line([record.digest for record in records], _rows(records)))
+
+    @overload
+    def __getitem__(self, index: int) -> RecordEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RecordEntry]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> RecordEntry | Sequence[RecordEntry]:
+        """Return one record or a slice of them. Raises `Corrupt` if the line does not hold records."""
+        return self._records[index]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @override
+    def __iter__(self) -> Iterator[RecordEntry]:
+        return iter(self._records)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._records == tuple(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._records)
+
+    @cached_property
+    def _records(self) -> tuple[RecordEntry, ...]:
+        try:
+            line = json.loads(self.line)
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"{self._where}: a line of records is not JSON ({error}).") from error
+        digests, rows = _LINE.read(line, self._where)
+        if len(digests) != len(rows):
+            raise Corrupt(f"{self._where}: {len(digests)} digests for {len(rows)} records.")
+        records = _read_columns(rows, digests, f"{self._where}: rows")
+        for record in records:
+            if (reason := _contradiction(record, self.file_nbytes)) is not None:
+                raise Corrupt(f"{self._where}: {record.name} {reason}. Another copy may be good.")
+        return records
+
+
+class RecordRows:
+    """The records of a segment without digests: everything known before the bytes are final.
+
+    Args:
+        records: one per tensor; their digests are ignored.
+    """
+
+    def __init__(self, records: Sequence[RecordEntry]) -> None:
+        self._places = [(record.offset, record.offset + record.nbytes) for record in records]
+        self._rows = _rows(records)
+
+    def digested(self, segment: memoryview) -> RecordTable:
+        """Digest every record of a finished segment and return the records with digests.
+
+        Args:
+            segment: all bytes of the file.
+        """
+        return self.with_digests(self.digests(segment))
+
+    def digests(self, segment: memoryview) -> list[str]:
+        """Digest every record of a finished segment, in order."""
+        return [digest_of(segment[start:stop]) for start, stop in self._places]
+
+    def with_digests(self, digests: Sequence[str]) -> RecordTable:
+        """Return the records with digests that the caller has computed, one per record in order."""
+        if len(digests) != len(self._places):
+            raise ValueError(f"`with_digests`: {len(digests)} digests for {len(self._places)} records.")
+        return RecordTable(_line(digests, self._rows))
+
+
+def _rows(records: Sequence[RecordEntry]) -> bytes:
+    return json.dumps([_ROW(record) for record in records], separators=(",", ":")).encode("ascii")
+
+
+def _line(digests: Sequence[str], rows: bytes) -> bytes:
+    quoted = ",".join([f'"{digest}"' for digest in digests]).encode("ascii")
+    return b'{"digests":[%s],"rows":%s}\n' % (quoted, rows)
+
+
+def _read_row(value: object, where: str) -> list[object]:
+    if not isinstance(value, list) or len(value) != len(RECORD_COLUMNS):
+        raise Corrupt(f"{where}: a row of {len(RECORD_COLUMNS)} columns was expected.")
+    return value
+
+
+_LINE: Form[tuple[Sequence[str], Sequence[list[Any]]]] = keys(
+    lambda digests, rows: (digests, rows), digests=many(TEXT), rows=many(Form(_read_row, list))
+)
+
+
+def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str) -> tuple[RecordEntry, ...]:
+    """Build records from rows. Values are checked by column, which is faster: a restore reads every row."""
+    columns = dict(zip(RECORD_COLUMNS, zip(*rows, strict=True), strict=True)) if rows else {}
+    for name, column in columns.items():
+        _CHECKS[name](column, f"{where}: {name}")
+    return tuple(
+        RecordEntry(**dict(zip(RECORD_COLUMNS, row, strict=True)) | {"global_shape": tuple(shape), "digest": digest})
+        for row, shape, digest in zip(rows, columns.get("global_shape", ()), digests, strict=True)
+    )
+
+
+def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:
+    """Return how a record contradicts itself or the file; `None` if it does not. Readers allocate by its sizes."""
+    numel, itemsize = prod(record.global_shape), itemsize_of(record.dtype)
+    if itemsize is None:
+        return f"has the unknown type {record.dtype!r:.40}"
+    if record.numel * itemsize != record.nbytes:
+        return f"has {record.nbytes} bytes for {record.numel} elements of {record.dtype}"
+    if record.global_start + record.numel > numel:
+        return f"ends at element {record.global_start + record.numel} of {numel}"
+    if record.offset + record.nbytes > file_nbytes:
+        return f"ends at byte {record.offset + record.nbytes} of {file_nbytes}"
+    return None
+
+
+def _expect_kind(kind: type, column: Iterable[object], where: str) -> None:
+    # Exact types, because `True` is an `int` in Python.
+    if strange := set(map(type, column)) - {kind}:
+        found = sorted(each.__name__ for each in strange)
+        raise Corrupt(f"{where} must be {kind.__name__}, found {', '.join(found)}.")
+
+
+def _expect_integers(column: Sequence[Any], where: str) -> None:
+    _expect_kind(int, column, where)
+    if column and not 0 <= min(column) <= max(column) <= MAX_INTEGER:
+        raise Corrupt(
+            f"{where} must be whole numbers of zero or more, in 64 bits, found {min(column)} to {max(column)}."
+        )
+
+
+def _expect_shapes(column: Sequence[Any], where: str) -> None:
+    _expect_kind(list, column, where)
+    _expect_integers(list(chain.from_iterable(column)), where)
+
+
+_CHECKS: dict[str, Callable[[Sequence[Any], str], None]] = {
+    **dict.fromkeys(("name", "operator", "kind", "fqn", "state_key", "dtype"), partial(_expect_kind, str)),
+    **dict.fromkeys(("global_start", "numel", "offset", "nbytes"), _expect_integers),
+    "global_shape": _expect_shapes,
+    "present": partial(_expect_kind, bool),
+}
+
+
+# -- files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,216 +259,56 @@ class SegmentEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferencedEntry:
-    """Records that a generation refers to a file of an older generation of the same rank."""
+    """Records in a file of an older generation of the same rank, to which a generation refers."""
 
     generation: GenerationId
-    """The generation that the file belongs to; committed before the one that references."""
+    """The generation that the file belongs to; committed before the one that refers to it."""
     segment: SegmentEntry
     """The file as its own marker describes it, reduced to the referenced records."""
 
 
 class MarkerLines:
-    """Reader of the lines after a marker's document, one after another."""
+    """The lines behind a marker's document: taken one after another when it is read, collected when it is written.
 
-    def __init__(self, data: bytes, start: int, where: str) -> None:
-        self._data, self._next, self._where = data, start, where
+    Args:
+        data: all bytes of the marker.
+        start: where the first line begins.
+    """
 
-    def take(self, value: object, where: str) -> bytes:
-        """Return the next line; `value` has its length and digest. Raises `Corrupt` for other bytes."""
-        body = Fields(value, where)
-        nbytes, digest = body.integer("nbytes"), body.text("digest")
-        body.end()
+    def __init__(self, data: bytes = b"", start: int = 0) -> None:
+        self._data, self._next = data, start
+        self.written: list[bytes] = []
+
+    def form(self, read: Callable[[bytes, str], T], line_of: Callable[[T], bytes]) -> Form[T]:
+        """Return the form of what is in the next line; the document has the line's length and digest."""
+        return Form(lambda value, where: read(self._take(value, where), where), lambda value: self._put(line_of(value)))
+
+    def segment(self) -> Form[SegmentEntry]:
+        """Return the form of a file, whose records are in the next line."""
+        records = self.form(RecordTable, lambda records: RecordTable.of(records).line)
+        return keys(_segment, step=INTEGER, key=TEXT, nbytes=INTEGER, digest=TEXT, records=records)
+
+    def end(self, where: str) -> None:
+        """Raise `Corrupt` if bytes are left over."""
+        if self._next != len(self._data):
+            raise Corrupt(f"{where}: {len(self._data) - self._next} bytes too many. Another copy may be good.")
+
+    def _take(self, value: object, where: str) -> bytes:
+        nbytes, digest = _DESCRIBED.read(value, where)
         line = self._data[self._next : self._next + nbytes]
         self._next += nbytes
         if len(line) != nbytes or digest_of(line) != digest:
             raise Corrupt(f"{where}: a line of it is not the one that was written. Another copy may be good.")
         return line
 
-    def end(self) -> None:
-        """Raise `Corrupt` if bytes are left over."""
-        if self._next != len(self._data):
-            raise Corrupt(f"{self._where}: {len(self._data) - self._next} bytes too many. Another copy may be good.")
+    def _put(self, line: bytes) -> dict[str, object]:
+        self.written.append(line)
+        return {"nbytes": len(line), "digest": digest_of(line)}
 
 
-def line_body(line: bytes) -> dict[str, object]:
-    """Return length and digest of a line, for the document before it."""
-    return {"nbytes": len(line), "digest": digest_of(line)}
+_DESCRIBED: Form[tuple[int, str]] = keys(lambda nbytes, digest: (nbytes, digest), nbytes=INTEGER, digest=TEXT)
 
 
-def segment_body(segment: SegmentEntry, table: RecordTable) -> dict[str, object]:
-    """Encode a segment as JSON; its records are in a line of their own."""
-    return {
-        "step": segment.step,
-        "key": segment.key,
-        "nbytes": segment.nbytes,
-        "digest": segment.digest,
-        "records": line_body(table.line),
-        "side_file": None,
-    }
-
-
-def read_segment(value: object, where: str, lines: MarkerLines) -> SegmentEntry:
-    """Read a segment; the next line holds its records. Raises `Corrupt`."""
-    body = Fields(value, where)
-    nbytes = body.integer("nbytes")
-    segment = SegmentEntry(
-        step=body.integer("step"),
-        key=body.text("key"),
-        nbytes=nbytes,
-        digest=body.text("digest"),
-        records=RecordTable(lines.take(body.plain("records"), where), where, file_nbytes=nbytes),
-    )
-    body.optional("side_file", _refuse_side_file)
-    body.end()
-    return segment
-
-
-def reference_body(referenced: ReferencedEntry, table: RecordTable) -> dict[str, object]:
-    """Encode a referenced entry as JSON; its records are in a line of their own."""
-    return {"generation": generation_body(referenced.generation), "segment": segment_body(referenced.segment, table)}
-
-
-def read_reference(value: object, where: str, lines: MarkerLines) -> ReferencedEntry:
-    """Read referenced records; the next line holds them. Raises `Corrupt`."""
-    body = Fields(value, where)
-    referenced = ReferencedEntry(
-        generation=read_generation(body.plain("generation"), where),
-        segment=read_segment(body.plain("segment"), where, lines),
-    )
-    body.end()
-    return referenced
-
-
-def generation_body(generation: GenerationId) -> dict[str, object]:
-    """Encode a generation as JSON."""
-    body: dict[str, object] = {"step": generation.step, "incarnation": generation.incarnation}
-    return body | {"nonce": generation.nonce} if generation.nonce else body
-
-
-def read_generation(value: object, where: str) -> GenerationId:
-    """Read a generation. Raises `Corrupt`."""
-    body = Fields(value, where)
-    nonce = read_nonce(body.text("nonce"), where) if body.has("nonce") else ""
-    generation = GenerationId(step=body.integer("step"), incarnation=body.integer("incarnation"), nonce=nonce)
-    body.end()
-    return generation
-
-
-def read_nonce(value: object, where: str) -> str:
-    """Read the name of an incarnation. Raises `Corrupt`."""
-    if not isinstance(value, str) or not _NONCE.fullmatch(value):
-        raise Corrupt(f"{where}: the name of an incarnation has 12 hexadecimal digits, found {value!r}.")
-    return value
-
-
-def _refuse_side_file(value: object, where: str) -> None:
-    raise Corrupt(f"{where}: `side_file` is {value!r}, and must be null.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HuggingFaceEntry:
-    """A Hugging Face model inside the module that was trained."""
-
-    prefix: str
-    """Name of the submodule: `model` if its parameters are called `model.*`; empty if it is the module itself."""
-    class_name: str
-    config: str
-    """Content of its `config.json`."""
-    generation_config: str | None
-    """Content of its `generation_config.json`."""
-    tied: tuple[str, ...]
-    """Names of tied parameters within it, which Hugging Face files leave out."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleEntry:
-    """Description of a module, with which other programs can load its parameters and buffers.
-
-    Records name parameters and buffers. Only the training process knows which of them a strict `load_state_dict` wants,
-    under which further names, and what else a Hugging Face folder needs. So that process writes this entry.
-    """
-
-    class_name: str
-    unsaved: tuple[str, ...]
-    """Stored names that the `state_dict` leaves out, such as non-persistent buffers."""
-    aliases: Mapping[str, str]
-    """Further names in the `state_dict` (tied weights), each with the name under which it is stored."""
-    foreign: tuple[str, ...]
-    """Names in the `state_dict` that are neither parameters nor buffers and are not stored."""
-    optimizer: str
-    """Class of the optimizer."""
-    param_groups: tuple[tuple[str, ...], ...]
-    """Parameters of each group of the optimizer, in its order."""
-    hugging_face: tuple[HuggingFaceEntry, ...]
-    """Outermost Hugging Face models in the module."""
-    extra: str
-    """What the trainer adds to its own checkpoints: a value of the journal's codec, in base64."""
-
-
-class ModuleLine:
-    """The last line of rank 0's marker, parsed on demand.
-
-    Args:
-        line: the stored bytes, with the newline.
-        where: key of the marker, for messages.
-    """
-
-    def __init__(self, line: bytes, where: str = "module") -> None:
-        self.line = line
-        self._where = where
-
-    @classmethod
-    def of(cls, entry: ModuleEntry) -> ModuleLine:
-        """Encode a description as a line."""
-        return cls(json.dumps(asdict(entry), sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
-
-    def read(self) -> ModuleEntry:
-        """Parse the line. Raises `Corrupt` if it does not describe a module."""
-        try:
-            value = json.loads(self.line)
-        except (ValueError, RecursionError) as error:
-            raise Corrupt(f"{self._where}: the line about the module is not JSON ({error}).") from error
-        return _read_module(value, self._where)
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModuleLine) and self.line == other.line
-
-    @override
-    def __hash__(self) -> int:
-        return hash(self.line)
-
-
-def _read_module(value: object, where: str) -> ModuleEntry:
-    body = Fields(value, where)
-    module = ModuleEntry(
-        class_name=body.text("class_name"),
-        unsaved=body.rows("unsaved", read_text),
-        aliases={key: read_text(name, where) for key, name in body.plain("aliases").items()},
-        foreign=body.rows("foreign", read_text),
-        optimizer=body.text("optimizer"),
-        param_groups=body.rows("param_groups", _read_names),
-        hugging_face=body.rows("hugging_face", _read_hugging_face),
-        extra=body.text("extra"),
-    )
-    body.end()
-    return module
-
-
-def _read_names(value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise Corrupt(f"{where}: a list of names was expected, found {type(value).__name__}.")
-    return tuple(read_text(each, where) for each in value)
-
-
-def _read_hugging_face(value: object, where: str) -> HuggingFaceEntry:
-    body = Fields(value, where)
-    model = HuggingFaceEntry(
-        prefix=body.text("prefix"),
-        class_name=body.text("class_name"),
-        config=body.text("config"),
-        generation_config=body.optional("generation_config", read_text),
-        tied=body.rows("tied", read_text),
-    )
-    body.end()
-    return model
+def _segment(*, nbytes: int, records: RecordTable, **others: Any) -> SegmentEntry:
+    records.file_nbytes = nbytes
+    return SegmentEntry(nbytes=nbytes, records=records, **others)

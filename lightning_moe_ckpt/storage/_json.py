@@ -1,19 +1,23 @@
-r"""Canonical JSON documents that carry the digest of their own bytes.
+r"""Canonical JSON documents that carry the digest of their own bytes, and the forms of what is in them.
 
 ```text
-{"digest":"<32 hex digits>","document":{"body":{...},"format":"lightning-moe-ckpt/<kind>","version":1}}\n
+{"digest":"<32 hex digits>","document":{"body":{...},"format":"lightning-moe-ckpt/<kind>","version":7}}\n
 ```
 
 The digest covers the bytes of the value of `document`. Keys are sorted, no blanks, ASCII only, no NaN: one value has
 one spelling. The reader encodes what it parsed and compares the bytes, so it also sees damage that JSON tolerates (a
 letter's case in an escape, a blank, a repeated key).
+
+A `Form` describes a value once, for the writer and for the reader: every key with the form of its value.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 import xxhash
 
@@ -40,15 +44,8 @@ def digest_of(view: bytes | memoryview) -> str:
     return str(xxhash.xxh3_128_hexdigest(view))
 
 
-VERSION = 1
-"""Version of the document grammar."""
-BORROWING = 2
-"""Version of documents of generations that reference; others keep `VERSION`, which older releases can read."""
-SPARING = 3
-"""Version of documents that also name spares."""
-
-OF_A_LIFE = 3
-"""Added to the version if the generation names its incarnation, so that older releases refuse the document."""
+VERSION = 7
+"""Version of every document; no other one is read."""
 
 T = TypeVar("T")
 
@@ -57,20 +54,105 @@ MAX_INTEGER = 2**63 - 1
 _HEAD_NBYTES = len('{"digest":"') + 32 + len('","document":')
 
 
-def encode(kind: str, body: Mapping[str, object], *, version: int | None = None) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Form(Generic[T]):
+    """How a kind of value is written as JSON and read back strictly: a missing or strange value is never a default."""
+
+    read: Callable[[object, str], T]
+    """Takes the parsed value and its place, for messages. Raises `Corrupt`."""
+    body: Callable[[T], object]
+    """Returns the JSON value."""
+
+
+class _Nothing:
+    """Stands for the value of a missing key."""
+
+
+def _name_of(value: object) -> str:
+    return "nothing" if value is _Nothing else type(value).__name__
+
+
+def _plain(kind: type[T]) -> Form[T]:
+    return Form(lambda value, where: _expect(kind, value, where), lambda value: value)
+
+
+def _expect(kind: type[T], value: object, where: str) -> T:
+    if not isinstance(value, kind):
+        raise Corrupt(f"{where} must be {kind.__name__}, found {_name_of(value)}.")
+    return value
+
+
+def _read_integer(value: object, where: str) -> int:
+    number = _expect(int, value, where)
+    if isinstance(value, bool) or not 0 <= number <= MAX_INTEGER:
+        raise Corrupt(f"{where}: a whole number of zero or more, in 64 bits, was expected, found {value!r:.40}.")
+    return number
+
+
+TEXT, FLAG = _plain(str), _plain(bool)
+OBJECT: Form[dict[str, Any]] = _plain(dict)
+INTEGER: Form[int] = Form(_read_integer, lambda value: value)
+
+
+def many(form: Form[T]) -> Form[tuple[T, ...]]:
+    """Return the form of a list."""
+    return Form(
+        lambda value, where: tuple(form.read(each, where) for each in _expect(list, value, where)),
+        lambda values: [form.body(each) for each in values],
+    )
+
+
+def maybe(form: Form[T]) -> Form[T | None]:
+    """Return the form of a value that may be `null`."""
+    return Form(
+        lambda value, where: None if value is None else form.read(value, where),
+        lambda value: None if value is None else form.body(value),
+    )
+
+
+def keys(make: Callable[..., T], fixed: Mapping[str, object] = MappingProxyType({}), /, **forms: Form[Any]) -> Form[T]:
+    """Return the form of an object with exactly these keys.
+
+    Args:
+        make: makes the value from what the keys hold; its attributes of these names are written.
+        fixed: further keys, each with its only value.
+        forms: keys in the order in which they are read.
+    """
+
+    def read(value: object, where: str) -> T:
+        if not isinstance(value, dict):
+            raise Corrupt(f"{where}: an object was expected, found {_name_of(value)}.")
+        for name, only in fixed.items():
+            if (found := value.get(name)) != only:
+                raise Corrupt(
+                    f"{where}: {name!r} is {found!r:.200}, this release reads {only!r}. Read it with the release that wrote it."
+                )
+        made = {name: form.read(value.get(name, _Nothing), f"{where}: {name!r}") for name, form in forms.items()}
+        if unknown := value.keys() - forms.keys() - fixed.keys():
+            raise Corrupt(f"{where}: unknown keys {sorted(unknown)}.")
+        return make(**made)
+
+    return Form(
+        read, lambda value: {**fixed, **{name: form.body(getattr(value, name)) for name, form in forms.items()}}
+    )
+
+
+_DOCUMENT: Form[dict[str, Any]] = keys(dict, body=OBJECT, format=TEXT, version=INTEGER)
+
+
+def encode(kind: str, body: object) -> bytes:
     """Encode a document.
 
     Args:
-        kind: what the document is: `log`, `marker` or `commit`.
+        kind: what the document is, such as `log`, `marker` or `commit`.
         body: JSON values; keys must be strings, numbers finite.
-        version: version of the keys; `VERSION` by default.
 
     Raises:
         ValueError: a number is not finite.
         TypeError: a value has no JSON form.
         StorageRefused: the document would be too large to be read back.
     """
-    payload = _canonical({"body": body, "format": _format(kind), "version": VERSION if version is None else version})
+    payload = _canonical({"body": body, "format": _format(kind), "version": VERSION})
     if len(payload) > MAX_DOCUMENT_NBYTES - 2**10:
         raise StorageRefused(
             f"a {kind} would have {len(payload)} bytes; {MAX_DOCUMENT_NBYTES} are read back. Keep fewer generations, or plan for "
@@ -79,22 +161,18 @@ def encode(kind: str, body: Mapping[str, object], *, version: int | None = None)
     return _sealed(payload)
 
 
-def decode(data: bytes, *, kind: str, where: str) -> Fields:
-    """Decode and check a document of version `VERSION`.
+def decode(data: bytes, form: Form[T], *, kind: str, where: str) -> T:
+    """Decode and check a document.
 
     Args:
         data: all bytes of the object.
+        form: of the body.
         kind: what the document must be.
         where: key or path, for messages.
 
     Raises:
-        Corrupt: grammar, spelling, digest, kind or version is not as written by `encode`.
+        Corrupt: grammar, spelling, digest, kind or version is not as written by `encode`, or the body has another form.
     """
-    return decode_any(data, kind=kind, where=where, versions=(VERSION,))[1]
-
-
-def decode_any(data: bytes, *, kind: str, where: str, versions: tuple[int, ...]) -> tuple[int, Fields]:
-    """Decode a document of one of `versions`; return its version and body. Raises `Corrupt` like `decode`."""
     if len(data) > MAX_DOCUMENT_NBYTES:
         raise Corrupt(f"{where}: {len(data)} bytes are more than a document has. Another copy may be good.")
     payload = data[_HEAD_NBYTES:-2]
@@ -103,22 +181,17 @@ def decode_any(data: bytes, *, kind: str, where: str, versions: tuple[int, ...])
     if _sealed(payload) != data:
         raise Corrupt(f"{where}: its bytes do not match the digest they carry. Another copy may be good.")
     try:
-        document = json.loads(payload.decode("ascii"))
-        again = _canonical(document)
+        parsed = json.loads(payload.decode("ascii"))
+        again = _canonical(parsed)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{where}: not a document of this format ({error}). Another copy may be good.") from error
     if again != payload:
         raise Corrupt(f"{where}: is not spelled as this format is. Another copy may be good.")
-    fields = Fields(document, where)
-    written, version = fields.text("format"), fields.integer("version")
-    if written != _format(kind) or version not in versions:
-        raise Corrupt(
-            f"{where}: is {(written, version)}, expected {_format(kind)!r} of version {' or '.join(map(str, versions))}. "
-            "Read it with the release that wrote it."
-        )
-    body = fields.mapping("body")
-    fields.end()
-    return version, body
+    document = _DOCUMENT.read(parsed, where)
+    found, wanted = (document["format"], document["version"]), (_format(kind), VERSION)
+    if found != wanted:
+        raise Corrupt(f"{where}: is {found}, expected {wanted}. Read it with the release that wrote it.")
+    return form.read(document["body"], where)
 
 
 def described_nbytes(head: bytes) -> int | None:
@@ -152,76 +225,3 @@ def _canonical(value: object) -> bytes:
 
 def _sealed(payload: bytes) -> bytes:
     return b'{"digest":"%s","document":%s}\n' % (digest_of(payload).encode("ascii"), payload)
-
-
-class Fields:
-    """Typed reader of one JSON object: a missing, foreign or left-over key is `Corrupt`, never a default."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise Corrupt(f"{where}: an object was expected, found {type(value).__name__}.")
-        self._left = dict(value)
-        self._where = where
-
-    def has(self, name: str) -> bool:
-        """Whether the key is there and was not taken yet."""
-        return name in self._left
-
-    def integer(self, name: str) -> int:
-        """Take a whole number of zero or more."""
-        return read_integer(self._take(name, int), f"{self._where}: {name}")
-
-    def text(self, name: str) -> str:
-        """Take a string."""
-        return self._take(name, str)
-
-    def flag(self, name: str) -> bool:
-        """Take true or false."""
-        return self._take(name, bool)
-
-    def mapping(self, name: str) -> Fields:
-        """Take an object, wrapped in its own `Fields`."""
-        return Fields(self._take(name, dict), f"{self._where}: {name}")
-
-    def plain(self, name: str) -> dict[str, object]:
-        """Take an object as a plain `dict`."""
-        return self._take(name, dict)
-
-    def rows(self, name: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
-        """Take a list; `read(element, where)` converts each element."""
-        where = f"{self._where}: {name}"
-        return tuple(read(value, where) for value in self._take(name, list))
-
-    def optional(self, name: str, read: Callable[[object, str], T]) -> T | None:
-        """Take `null`, or a value that `read(value, where)` converts."""
-        value = self._take(name, object)
-        return None if value is None else read(value, f"{self._where}: {name}")
-
-    def end(self) -> None:
-        """Raise `Corrupt` if a key was not taken."""
-        if self._left:
-            raise Corrupt(f"{self._where}: unknown keys {sorted(self._left)}.")
-
-    def _take(self, name: str, kind: type[T]) -> T:
-        value = self._left.pop(name, _MISSING)
-        if value is _MISSING or not isinstance(value, kind):
-            found = "nothing" if value is _MISSING else type(value).__name__
-            raise Corrupt(f"{self._where}: {name!r} must be {kind.__name__}, found {found}.")
-        return value
-
-
-_MISSING = object()
-
-
-def read_text(value: object, where: str) -> str:
-    """Check a string inside a list."""
-    if not isinstance(value, str):
-        raise Corrupt(f"{where}: a string was expected, found {type(value).__name__}.")
-    return value
-
-
-def read_integer(value: object, where: str) -> int:
-    """Check a whole number of zero or more inside a list."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_INTEGER:
-        raise Corrupt(f"{where}: a whole number of zero or more, in 64 bits, was expected, found {value!r:.40}.")
-    return value

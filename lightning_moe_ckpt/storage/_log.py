@@ -22,8 +22,8 @@ from itertools import chain
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
-from lightning_moe_ckpt.storage._entries import generation_body, read_nonce
-from lightning_moe_ckpt.storage._json import VERSION, Fields, decode_any, encode, read_integer, read_text
+from lightning_moe_ckpt.storage._entries import GENERATION, NONCE
+from lightning_moe_ckpt.storage._json import FLAG, INTEGER, OBJECT, TEXT, Form, decode, encode, keys, many, maybe
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ class Cut:
     incarnation: int
     step: int | None
     """`None` if the incarnation began from nothing."""
-    nonce: str = ""
-    """Name of the incarnation; empty if an older release began it."""
+    nonce: str
 
     @property
     def floor(self) -> int:
@@ -64,87 +63,23 @@ class Lineage:
         """Numbers and names of the incarnations before."""
         return {(cut.incarnation, cut.nonce) for cut in self.cuts[:-1]}
 
-    def body(self) -> dict[str, object]:
-        """JSON form."""
-        return {
-            "opened_ns": self.opened_ns,
-            "first_incarnation": self.first_incarnation,
-            "watermark": self.watermark,
-            "kept": kept_body(self.kept),
-            "cuts": cuts_body(self.cuts),
-        }
 
-    @classmethod
-    def read(cls, body: Fields, generation: GenerationId, where: str) -> Lineage | None:
-        """Read the lineage in a generation's document; `None` if the document has none. Raises `Corrupt`."""
-        if not body.has("lineage"):
-            return None
-        fields = body.mapping("lineage")
-        lineage = cls(
-            opened_ns=fields.integer("opened_ns"),
-            first_incarnation=fields.integer("first_incarnation"),
-            watermark=fields.integer("watermark"),
-            kept=read_kept(fields),
-            cuts=read_cuts(fields),
-        )
-        fields.end()
-        if not generation.nonce or [(c.incarnation, c.nonce) for c in lineage.cuts[-1:]] != [
-            (generation.incarnation, generation.nonce)
-        ]:
-            raise Corrupt(
-                f"{where}: its lineage does not end with the incarnation that wrote it. Another copy may be good."
-            )
-        return lineage
-
-
-def cuts_body(cuts: Sequence[Cut]) -> list[dict[str, object]]:
-    """Encode cuts as JSON."""
-    return [{"incarnation": cut.incarnation, "step": cut.step, "nonce": cut.nonce} for cut in cuts]
-
-
-def read_cuts(body: Fields) -> tuple[Cut, ...]:
-    """Read the list of cuts. Raises `Corrupt`."""
-    return body.rows("cuts", _read_cut)
-
-
-def kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
+def _kept_body(kept: Iterable[GenerationId]) -> list[dict[str, object]]:
     """Encode kept generations as JSON, grouped by incarnation to be short: every entry repeats them."""
-    lives: dict[tuple[int, str], list[int]] = {}
+    grouped: dict[tuple[int, str], list[int]] = {}
     for each in sorted(kept, key=lambda each: (each.incarnation, each.nonce, each.step)):
-        lives.setdefault((each.incarnation, each.nonce), []).append(each.step)
-    return [
-        {"incarnation": incarnation, "nonce": nonce, "steps": steps} for (incarnation, nonce), steps in lives.items()
-    ]
+        grouped.setdefault((each.incarnation, each.nonce), []).append(each.step)
+    return [{"incarnation": number, "nonce": nonce, "steps": steps} for (number, nonce), steps in grouped.items()]
 
 
-def read_kept(body: Fields) -> frozenset[GenerationId]:
-    """Read the kept generations. Raises `Corrupt`."""
-    return frozenset(chain.from_iterable(body.rows("kept", _read_kept)))
+def _group(incarnation: int, nonce: str, steps: Sequence[int]) -> list[GenerationId]:
+    return [GenerationId(step=step, incarnation=incarnation, nonce=nonce) for step in steps]
 
 
-def _read_kept(value: object, where: str) -> list[GenerationId]:
-    body = Fields(value, where)
-    incarnation, nonce = body.integer("incarnation"), _read_nonce(body, where)
-    kept = [GenerationId(step=step, incarnation=incarnation, nonce=nonce) for step in body.rows("steps", read_integer)]
-    body.end()
-    return kept
-
-
-def _read_cut(value: object, where: str) -> Cut:
-    body = Fields(value, where)
-    cut = Cut(body.integer("incarnation"), body.optional("step", read_integer), _read_nonce(body, where))
-    body.end()
-    return cut
-
-
-def _read_nonce(body: Fields, where: str) -> str:
-    """Read the name of an incarnation; empty in documents of older releases."""
-    nonce = body.text("nonce") if body.has("nonce") else ""
-    return read_nonce(nonce, where) if nonce else ""
-
-
-_OF_LIVES = 2
-"""Version of entries that name incarnations."""
+_GROUPS = many(keys(_group, incarnation=INTEGER, nonce=NONCE, steps=many(INTEGER)))
+_KEPT = Form(lambda value, where: frozenset(chain.from_iterable(_GROUPS.read(value, where))), _kept_body)
+_CUTS = many(keys(Cut, incarnation=INTEGER, step=maybe(INTEGER), nonce=NONCE))
+LINEAGE = keys(Lineage, opened_ns=INTEGER, first_incarnation=INTEGER, watermark=INTEGER, kept=_KEPT, cuts=_CUTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +99,7 @@ class History:
     """The incarnations that still decide something, oldest first. Every incarnation with a living generation is here,
     unless all of those are in `kept`."""
     key: str = ""
-    """Secret of the run, from which names of its shared memory derive; empty in logs of older releases."""
+    """Secret of the run, from which names of its shared memory derive."""
     replaced: tuple[str, ...] = ()
     """Runs under this URL that this one replaced, oldest first."""
     has_commits: bool = False
@@ -174,13 +109,11 @@ class History:
 
     @property
     def nonce(self) -> str:
-        """Name of the newest incarnation."""
+        """Name of the newest incarnation; empty before the first one began."""
         return next((cut.nonce for cut in self.cuts if cut.incarnation == self.last_incarnation), "")
 
-    def lineage(self, opened_ns: int) -> Lineage | None:
-        """Return what the newest incarnation stores of this history; `None` if that incarnation has no name."""
-        if not self.nonce:
-            return None
+    def lineage(self, opened_ns: int) -> Lineage:
+        """Return what the newest incarnation stores of this history."""
         return Lineage(
             opened_ns=opened_ns,
             first_incarnation=self.first_incarnation,
@@ -189,7 +122,7 @@ class History:
             cuts=self.cuts,
         )
 
-    def opened(self, incarnation: int, resumed: GenerationId | None, nonce: str = "") -> History:
+    def opened(self, incarnation: int, resumed: GenerationId | None, nonce: str) -> History:
         """Return the history after `incarnation` began from `resumed`."""
         after = replace(self, last_incarnation=incarnation, num_lost=0)
         if resumed is None:
@@ -238,7 +171,7 @@ class History:
         wrote = next((cut.nonce for cut in self.cuts if cut.incarnation == generation.incarnation), None)
         if wrote is None and self.last_incarnation < generation.incarnation <= self.last_incarnation + self.num_lost:
             return None
-        if generation.nonce == (wrote or ""):
+        if generation.nonce == wrote:
             return None
         return (
             f"written by an incarnation that the log does not name ({generation.directory}): the log is a copy, was put back to an "
@@ -264,11 +197,12 @@ def _below(step: int) -> int | None:
 def _deciding(cuts: Sequence[Cut], watermark: int) -> tuple[Cut, ...]:
     """Drop cuts that decide nothing about generations at or above the watermark.
 
-    A later cut with the same or a lower floor implies an older one. Below the watermark the newest cut is enough.
+    A later cut with a lower floor implies an older one. With the same floor it does not: the older incarnation may have
+    written a generation of the step that it began from. Below the watermark the newest cut is enough.
     """
     kept: list[Cut] = []
     for cut in reversed(cuts):
-        if not kept or watermark <= kept[-1].floor > cut.floor:
+        if not kept or watermark <= kept[-1].floor >= cut.floor:
             kept.append(cut)
     return tuple(reversed(kept))
 
@@ -280,6 +214,7 @@ class Log:
         self._backend = backend
         self._newest = -1  # index of the newest known entry, readable or not
         self._nonce: str | None = None  # nonce of that entry, if it could be read
+        self._defect = ""  # of the entry that could not be read last
         self.num_lost = 0
         """Unreadable entries after the one the history was read from; each may have opened an incarnation."""
 
@@ -300,7 +235,7 @@ class Log:
         if indices:
             raise Corrupt(
                 f"{self._backend.url}: none of the {len(indices)} log entries can be read. "
-                "Rebuild the log with `moe-ckpt repair URL`, restore `_log/` from a copy, or start a new run with "
+                f"{self._defect} Rebuild the log with `moe-ckpt repair URL`, restore `_log/` from a copy, or start a new run with "
                 'resume="never".'
             )
         return None
@@ -316,10 +251,10 @@ class Log:
             False if another process took the index first; nothing was written then.
         """
         nonce = uuid.uuid4().hex
-        body = {"index": self._newest + 1, "event": event, "nonce": nonce, "history": _body(history)}
-        if not create_once(self._backend, log_key(self._newest + 1), encode("log", body, version=_OF_LIVES)):
+        entry = _Entry(self._newest + 1, nonce, event, history)
+        if not create_once(self._backend, log_key(entry.index), encode("log", _ENTRY.body(entry))):
             return False
-        self._newest, self._nonce = self._newest + 1, nonce
+        self._newest, self._nonce = entry.index, nonce
         return True
 
     def news(self, own: History) -> History | None:
@@ -347,7 +282,7 @@ class Log:
     def _expect_own(self) -> None:
         """Raise `Fenced` if our newest entry changed or vanished: then the log was put back or replaced."""
         try:
-            found = _parse_entry(self._backend.get(log_key(self._newest)), self._newest).nonce
+            found = read_entry(self._backend.get(log_key(self._newest)), self._newest).nonce
         except KeyMissing:
             found = "missing"
         except Corrupt:
@@ -361,8 +296,9 @@ class Log:
 
     def _read_entry(self, index: int) -> _Entry | None:
         try:
-            return _parse_entry(self._backend.get(log_key(index)), index)
+            return read_entry(self._backend.get(log_key(index)), index)
         except (Corrupt, KeyMissing) as error:
+            self._defect = str(error)
             log.error("log entry %d cannot be read and is skipped: %s", index, error)
             return None
 
@@ -381,7 +317,7 @@ def open_event(incarnation: int, resumed: GenerationId | None, *, volatile: bool
     event = {
         "type": "open",
         "incarnation": incarnation,
-        "resumed": None if resumed is None else generation_body(resumed),
+        "resumed": maybe(GENERATION).body(resumed),
     }
     return {**event, "volatile": True} if volatile else event
 
@@ -393,9 +329,11 @@ def watermark_event(incarnation: int, step: int) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The parts of an entry that are read back."""
+    """One entry; readers take only its `nonce` and `history`."""
 
+    index: int
     nonce: str
+    event: dict[str, object]
     history: History
 
 
@@ -404,48 +342,17 @@ def _names(history: History) -> tuple[str, int, str]:
     return history.run_id, history.last_incarnation, history.nonce
 
 
-def _body(history: History) -> dict[str, object]:
-    return {
-        "run_id": history.run_id,
-        "first_incarnation": history.first_incarnation,
-        "last_incarnation": history.last_incarnation,
-        "watermark": history.watermark,
-        "kept": kept_body(history.kept),
-        "cuts": cuts_body(history.cuts),
-        "key": history.key,
-        "replaced": list(history.replaced),
-        "has_commits": history.has_commits,
-    }
+HISTORY = keys(
+    History, run_id=TEXT, first_incarnation=INTEGER, last_incarnation=INTEGER, watermark=INTEGER, kept=_KEPT, cuts=_CUTS,
+    key=TEXT, replaced=many(TEXT), has_commits=FLAG,
+)  # fmt: skip
+_ENTRY = keys(_Entry, index=INTEGER, nonce=TEXT, event=OBJECT, history=HISTORY)
 
 
-def _parse_entry(data: bytes, index: int) -> _Entry:
+def read_entry(data: bytes, index: int) -> _Entry:
+    """Read an entry. Raises `Corrupt` unless the bytes are entry `index`."""
     where = log_key(index)
-    version, entry = decode_any(data, kind="log", where=where, versions=(VERSION, _OF_LIVES))
-    if (written := entry.integer("index")) != index:
-        raise Corrupt(f"{where}: is entry {written} under a wrong name.")
-    nonce = entry.text("nonce")
-    entry.plain("event")
-    body = entry.mapping("history")
-    entry.end()
-    history = History(
-        run_id=body.text("run_id"),
-        first_incarnation=body.integer("first_incarnation"),
-        last_incarnation=body.integer("last_incarnation"),
-        watermark=body.integer("watermark"),
-        kept=read_kept(body),
-        cuts=read_cuts(body),
-    )
-    if version == _OF_LIVES:
-        history = replace(
-            history,
-            key=body.text("key"),
-            replaced=body.rows("replaced", read_text),
-            has_commits=body.flag("has_commits"),
-        )
-    body.end()
-    return _Entry(nonce, history)
-
-
-def check_entry(data: bytes, index: int) -> None:
-    """Raise `Corrupt` unless the bytes are entry `index`."""
-    _parse_entry(data, index)
+    entry = decode(data, _ENTRY, kind="log", where=where)
+    if entry.index != index:
+        raise Corrupt(f"{where}: is entry {entry.index} under a wrong name.")
+    return entry

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.storage._entries import generation_body, read_generation
-from lightning_moe_ckpt.storage._json import Fields, decode, digest_of, encode
+from lightning_moe_ckpt.storage._entries import GENERATION
+from lightning_moe_ckpt.storage._json import INTEGER, TEXT, decode, digest_of, encode, keys, many, maybe
 from lightning_moe_ckpt.storage._names import GenerationId
 from lightning_moe_ckpt.storage._records import RankMarker
 
@@ -43,21 +44,15 @@ class RingHeader:
 
     def to_bytes(self) -> bytes:
         """Encode the page."""
-        body = {name: getattr(self, name) for name in ("nonce", "slot_nbytes", "num_slots", "origin")}
-        return encode("ring", body).ljust(RING_HEADER_NBYTES, b"\0")
+        return encode("ring", _RING.body(self)).ljust(RING_HEADER_NBYTES, b"\0")
 
     @classmethod
     def from_bytes(cls, page: bytes, where: str) -> RingHeader:
         """Read the page back. Raises `Corrupt`."""
-        body = decode(page[: page.find(b"\n") + 1], kind="ring", where=where)
-        header = cls(
-            nonce=body.text("nonce"),
-            slot_nbytes=body.integer("slot_nbytes"),
-            num_slots=body.integer("num_slots"),
-            origin=body.text("origin"),
-        )
-        body.end()
-        return header
+        return decode(page[: page.find(b"\n") + 1], _RING, kind="ring", where=where)
+
+
+_RING = keys(RingHeader, nonce=TEXT, slot_nbytes=INTEGER, num_slots=INTEGER, origin=TEXT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,32 +71,25 @@ class MemoryMarker:
         """Encode the file: one document, then the rank's marker with the same bytes as in storage."""
         data = self.marker.to_bytes()
         slots = [{"step": step, "slot": self.slots[step]} for step in sorted(self.slots)]
-        seen = None if self.seen is None else generation_body(self.seen)
+        seen = maybe(GENERATION).body(self.seen)
         return encode("memory", {"ring": self.ring, "slots": slots, "marker": digest_of(data), "seen": seen}) + data
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> MemoryMarker:
         """Read the file back. Raises `Corrupt`."""
         end = data.find(b"\n") + 1
-        body = decode(data[:end], kind="memory", where=where)
-        ring, digest = body.text("ring"), body.text("marker")
-        slots = dict(body.rows("slots", _read_slot))
-        seen = body.optional("seen", read_generation)
-        body.end()
-        if digest_of(data[end:]) != digest:
+        body = decode(data[:end], _MEMORY_MARKER, kind="memory", where=where)
+        slots = dict(body["slots"])
+        if digest_of(data[end:]) != body["marker"]:
             raise Corrupt(f"{where}: the marker in it is not the one that was written. Another copy may be good.")
         marker = RankMarker.from_bytes(data[end:], where)
         if tuple(slots) != marker.steps or len(set(slots.values())) != len(slots):
             raise Corrupt(f"{where}: its slots are not those of its segments. Another copy may be good.")
-        return cls(ring=ring, slots=slots, marker=marker, seen=seen)
+        return cls(ring=body["ring"], slots=slots, marker=marker, seen=body["seen"])
 
 
-def _read_slot(value: object, where: str) -> tuple[int, int]:
-    body = Fields(value, where)
-    pair = body.integer("step"), body.integer("slot")
-    body.end()
-    return pair
-
+_SLOT = keys(lambda step, slot: (step, slot), step=INTEGER, slot=INTEGER)
+_MEMORY_MARKER = keys(dict[str, Any], ring=TEXT, slots=many(_SLOT), marker=TEXT, seen=maybe(GENERATION))
 
 _MEMORY = Path("/proc/meminfo")
 

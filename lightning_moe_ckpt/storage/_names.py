@@ -26,10 +26,10 @@ DURABLE, NODE = "durable", "node"
 
 # At most as many digits as 64 bits hold.
 _LOG = re.compile(r"_log/(00\d{18})\.json")
-_SNAP = re.compile(r"snap/(\d{12,18})/i(\d{6,18})(?:-([0-9a-f]{12}))?/([^/]+)")
+_SNAP = re.compile(r"snap/(\d{12,18})/i(\d{6,18})-([0-9a-f]{12})/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
 _DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
-_OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/i\d{6,18}(-[0-9a-f]{12})?(/[^/]+)?)?)?")
+_OURS = re.compile(r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?)?")
 
 MAX_DOCUMENT_NBYTES = 16 * 2**20
 """Largest document. Larger ones are not parsed, because parsing is slow and takes many times their size in memory."""
@@ -47,7 +47,7 @@ class GenerationId:
     incarnation: int
     """Number of the incarnation that wrote it."""
     nonce: str = ""
-    """Random name of that incarnation: see `new_nonce`. Empty in files of older releases."""
+    """Random name of that incarnation, see `new_nonce`; nothing is stored without one."""
 
     def __str__(self) -> str:
         return f"step {self.step} (incarnation {self.incarnation})"
@@ -60,7 +60,7 @@ class GenerationId:
     @property
     def directory(self) -> str:
         """Part of every key that names the incarnation."""
-        return f"i{self.incarnation:06d}-{self.nonce}" if self.nonce else f"i{self.incarnation:06d}"
+        return f"i{self.incarnation:06d}-{self.nonce}"
 
 
 def new_nonce() -> str:
@@ -124,7 +124,7 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
     match = _SNAP.fullmatch(key)
     if match is None:
         return None
-    return GenerationId(step=int(match[1]), incarnation=int(match[2]), nonce=match[3] or ""), match[4]
+    return GenerationId(step=int(match[1]), incarnation=int(match[2]), nonce=match[3]), match[4]
 
 
 def parse_data_name(name: str) -> int | None:

@@ -12,48 +12,112 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from operator import attrgetter
+
+from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt, StorageRefused
 from lightning_moe_ckpt.storage._entries import (
+    GENERATION,
+    RECORD_COLUMNS,
     MarkerLines,
-    ModuleLine,
     ReferencedEntry,
     SegmentEntry,
-    generation_body,
-    line_body,
-    read_generation,
-    read_reference,
-    read_segment,
-    reference_body,
-    segment_body,
 )
 from lightning_moe_ckpt.storage._json import (
-    BORROWING,
     DIGEST_NAME,
-    OF_A_LIFE,
-    SPARING,
-    VERSION,
-    Fields,
-    decode_any,
+    FLAG,
+    INTEGER,
+    OBJECT,
+    TEXT,
+    Form,
+    decode,
     encode,
-    read_integer,
-    read_text,
+    keys,
+    many,
+    maybe,
 )
-from lightning_moe_ckpt.storage._log import Lineage
-from lightning_moe_ckpt.storage._names import (
-    DURABLE,
-    MAX_MARKER_NBYTES,
-    NODE,
-    GenerationId,
-    marker_key,
-    segment_key,
-)
-from lightning_moe_ckpt.storage._record_table import RECORD_COLUMNS, RecordTable
+from lightning_moe_ckpt.storage._log import LINEAGE, Lineage
+from lightning_moe_ckpt.storage._names import DURABLE, MAX_MARKER_NBYTES, NODE, GenerationId, marker_key, segment_key
 
 _PLANS = 8
 """Number of plan texts remembered as valid; all ranks, and most generations, share one plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HuggingFaceEntry:
+    """A Hugging Face model inside the module that was trained."""
+
+    prefix: str
+    """Name of the submodule: `model` if its parameters are called `model.*`; empty if it is the module itself."""
+    class_name: str
+    config: str
+    """Content of its `config.json`."""
+    generation_config: str | None
+    """Content of its `generation_config.json`."""
+    tied: tuple[str, ...]
+    """Names of tied parameters within it, which Hugging Face files leave out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleEntry:
+    """Description of a module, with which other programs can load its parameters and buffers.
+
+    Records name parameters and buffers. Only the training process knows which of them a strict `load_state_dict` wants,
+    under which further names, and what else a Hugging Face folder needs. So that process writes this entry.
+    """
+
+    class_name: str
+    unsaved: tuple[str, ...]
+    """Stored names that the `state_dict` leaves out, such as non-persistent buffers."""
+    aliases: Mapping[str, str]
+    """Further names in the `state_dict` (tied weights), each with the name under which it is stored."""
+    foreign: tuple[str, ...]
+    """Names in the `state_dict` that are neither parameters nor buffers and are not stored."""
+    optimizer: str
+    """Class of the optimizer."""
+    param_groups: tuple[tuple[str, ...], ...]
+    """Parameters of each group of the optimizer, in its order."""
+    hugging_face: tuple[HuggingFaceEntry, ...]
+    """Outermost Hugging Face models in the module."""
+    extra: str
+    """What the trainer adds to its own checkpoints: a value of the journal's codec, in base64."""
+
+
+class ModuleLine:
+    """The last line of rank 0's marker, parsed on demand.
+
+    Args:
+        line: the stored bytes, with the newline.
+        where: key of the marker, for messages.
+    """
+
+    def __init__(self, line: bytes, where: str = "module") -> None:
+        self.line = line
+        self._where = where
+
+    @classmethod
+    def of(cls, entry: ModuleEntry) -> ModuleLine:
+        """Encode a description as a line."""
+        return cls(json.dumps(asdict(entry), sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
+
+    def read(self) -> ModuleEntry:
+        """Parse the line. Raises `Corrupt` if it does not describe a module."""
+        try:
+            value = json.loads(self.line)
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"{self._where}: the line about the module is not JSON ({error}).") from error
+        return _MODULE.read(value, self._where)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleLine) and self.line == other.line
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self.line)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,13 +163,9 @@ class RankMarker:
 
     def to_bytes(self) -> bytes:
         """Encode as a JSON document, then a line of records for each file that it names, then the module's line."""
-        segments = [*self.segments, *(each.segment for each in (*self.referenced, *self.spares))]
-        tables = [RecordTable.of(segment.records) for segment in segments]
-        module = b"" if self.module is None else self.module.line
-        document = encode(
-            "marker", _marker_body(self, tables), version=_version(self.generation, self.referenced, self.spares)
-        )
-        data = b"".join([document, *(table.line for table in tables), module])
+        lines = MarkerLines()
+        document = encode("marker", _marker(lines).body(self))
+        data = b"".join([document, *lines.written])
         if len(data) > MAX_MARKER_NBYTES:
             raise StorageRefused(
                 f"the marker of {self.generation} would have {len(data)} bytes; {MAX_MARKER_NBYTES} are read back. Plan shorter "
@@ -117,32 +177,10 @@ class RankMarker:
     def from_bytes(cls, data: bytes, where: str) -> RankMarker:
         """Read a stored marker. All digests are checked now, records are parsed on first use. Raises `Corrupt`."""
         end = data.find(b"\n") + 1
-        version, body = decode_any(data[:end], kind="marker", where=where, versions=_VERSIONS)
-        form = _form(version)
-        lines = MarkerLines(data, end, where)
-        _expect_digest(body, where)
-        if body.rows("record_columns", read_text) != RECORD_COLUMNS:
-            raise Corrupt(f"{where}: unknown record columns. Read it with the release that wrote it.")
-        marker = cls(
-            run_id=body.text("run_id"),
-            rank=body.integer("rank"),
-            world_size=body.integer("world_size"),
-            generation=read_generation(body.plain("generation"), where),
-            plan_hash=body.text("plan_hash"),
-            segments=body.rows("segments", lambda value, at: read_segment(value, at, lines)),
-            referenced=()
-            if form == VERSION
-            else body.rows("referenced", lambda value, at: read_reference(value, at, lines)),
-            spares=() if form != SPARING else body.rows("spares", lambda value, at: read_reference(value, at, lines)),
-            policy=_read_policy(body, where),
-            module=body.optional("module", lambda value, at: ModuleLine(lines.take(value, at), where)),
-            unix_time=body.integer("unix_time"),
-            rounded=body.has("rounded") and body.flag("rounded"),
-        )
-        marker = replace(marker, lineage=Lineage.read(body, marker.generation, where))
-        body.end()
-        lines.end()
-        _expect_version(version, marker.generation, marker.referenced, marker.spares, where)
+        lines = MarkerLines(data, end)
+        marker = decode(data[:end], _marker(lines), kind="marker", where=where)
+        lines.end(where)
+        _expect_own_lineage(marker, where)
         _expect_own_keys(marker, where)
         _expect_older_files(marker, marker.referenced, where)
         _expect_older_files(marker, marker.spares, where)
@@ -212,37 +250,13 @@ class Commit:
 
     def to_bytes(self) -> bytes:
         """Encode as a JSON document."""
-        version = _version(self.generation, self.needs, self.spares)
-        body = {name.name: getattr(self, name.name) for name in fields(self) if name.name not in _SOMETIMES}
-        body |= {"generation": generation_body(self.generation), "digests": DIGEST_NAME} | _lineage_body(self.lineage)
-        if _form(version) != VERSION:
-            body["needs"] = [generation_body(need) for need in self.needs]
-        if _form(version) == SPARING:
-            body["spares"] = [generation_body(each) for each in self.spares]
-        return encode("commit", body, version=version)
+        return encode("commit", _COMMIT.body(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Commit:
         """Read a stored commit. Raises `Corrupt`."""
-        version, body = decode_any(data, kind="commit", where=where, versions=_VERSIONS)
-        form = _form(version)
-        _expect_digest(body, where)
-        commit = cls(
-            run_id=body.text("run_id"),
-            generation=read_generation(body.plain("generation"), where),
-            plan_hash=body.text("plan_hash"),
-            world_size=body.integer("world_size"),
-            steps=body.rows("steps", read_integer),
-            markers=body.rows("markers", read_text),
-            nbytes=body.integer("nbytes"),
-            policy=_read_policy(body, where),
-            unix_time=body.integer("unix_time"),
-            needs=() if form == VERSION else body.rows("needs", read_generation),
-            spares=body.rows("spares", read_generation) if form == SPARING else (),
-        )
-        commit = replace(commit, lineage=Lineage.read(body, commit.generation, where))
-        body.end()
-        _expect_version(version, commit.generation, commit.needs, commit.spares, where)
+        commit = decode(data, _COMMIT, kind="commit", where=where)
+        _expect_own_lineage(commit, where)
         if not commit.steps:
             raise Corrupt(f"{where}: names no step. The generation is skipped.")
         if len(commit.markers) != commit.world_size:
@@ -262,64 +276,9 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-_FORMS = (VERSION, BORROWING, SPARING)
-_VERSIONS = (*_FORMS, *(form + OF_A_LIFE for form in _FORMS))
-
-
-_SOMETIMES = frozenset({"needs", "spares", "lineage"})
-"""Optional keys of a manifest."""
-
-
-def _form(version: int) -> int:
-    """Return the version without `OF_A_LIFE`: it says which keys the document has."""
-    return version - OF_A_LIFE if version > OF_A_LIFE else version
-
-
-def _version(generation: GenerationId, referenced: Sequence[object], spares: Sequence[object]) -> int:
-    """Return a document's version, so that a release without references refuses a generation that references."""
-    of_a_life = OF_A_LIFE if generation.nonce else 0
-    if spares:
-        return of_a_life + SPARING
-    return of_a_life + (BORROWING if referenced else VERSION)
-
-
-def _expect_version(
-    version: int, generation: GenerationId, referenced: Sequence[object], spares: Sequence[object], where: str
-) -> None:
-    if version != (wanted := _version(generation, referenced, spares)):
-        raise Corrupt(f"{where}: is of version {version}, what it says of version {wanted}. Another copy may be good.")
-
-
-def _marker_body(marker: RankMarker, tables: Sequence[RecordTable]) -> dict[str, object]:
-    own, others = tables[: len(marker.segments)], tables[len(marker.segments) :]
-    bodies = [reference_body(*each) for each in zip((*marker.referenced, *marker.spares), others, strict=True)]
-    referenced, spares = bodies[: len(marker.referenced)], bodies[len(marker.referenced) :]
-    return {
-        **({"referenced": referenced} if referenced or spares else {}),
-        **({"spares": spares} if spares else {}),
-        **_lineage_body(marker.lineage),
-        **({"rounded": True} if marker.rounded else {}),
-        "run_id": marker.run_id,
-        "rank": marker.rank,
-        "world_size": marker.world_size,
-        "generation": generation_body(marker.generation),
-        "plan_hash": marker.plan_hash,
-        "digests": DIGEST_NAME,
-        "record_columns": RECORD_COLUMNS,
-        "segments": [segment_body(*each) for each in zip(marker.segments, own, strict=True)],
-        "policy": marker.policy,
-        "unix_time": marker.unix_time,
-        "module": None if marker.module is None else line_body(marker.module.line),
-    }
-
-
-def _lineage_body(lineage: Lineage | None) -> dict[str, object]:
-    return {} if lineage is None else {"lineage": lineage.body()}
-
-
-def _read_policy(body: Fields, where: str) -> dict[str, object]:
+def _read_policy(value: object, where: str) -> dict[str, object]:
     """Read the policy's fields; a plan among them must be the text of a JSON object."""
-    policy = body.plain("policy")
+    policy = OBJECT.read(value, where)
     if "plan" in policy:
         plan = policy["plan"]
         defect = _plan_defect(plan) if isinstance(plan, str) else f"must be text, found {type(plan).__name__}"
@@ -337,9 +296,13 @@ def _plan_defect(plan: str) -> str | None:
     return None if isinstance(found, dict) else f"must be an object, found {type(found).__name__}"
 
 
-def _expect_digest(body: Fields, where: str) -> None:
-    if (name := body.text("digests")) != DIGEST_NAME:
-        raise Corrupt(f"{where}: digests are {name!r}, this release reads {DIGEST_NAME!r}.")
+def _expect_own_lineage(found: RankMarker | Commit, where: str) -> None:
+    """Refuse a lineage of another incarnation than the one that wrote it."""
+    own = (found.generation.incarnation, found.generation.nonce)
+    if found.lineage is not None and [(cut.incarnation, cut.nonce) for cut in found.lineage.cuts[-1:]] != [own]:
+        raise Corrupt(
+            f"{where}: its lineage does not end with the incarnation that wrote it. Another copy may be good."
+        )
 
 
 def _expect_own_keys(marker: RankMarker, where: str) -> None:
@@ -362,7 +325,37 @@ def _expect_older_files(marker: RankMarker, entries: Sequence[ReferencedEntry], 
             and each.generation.incarnation <= marker.generation.incarnation
         )
         if each.segment.key != key or not older:
-            raise Corrupt(f"{where}: refers to {each.segment.key}, which is not an older file of rank {marker.rank}.")
+            raise Corrupt(f"{where}: references {each.segment.key}, which is not an older file of rank {marker.rank}.")
     names = [(each.generation, each.segment.step) for each in entries]
     if names != sorted(set(names)):
         raise Corrupt(f"{where}: what it references is not listed file by file, oldest first.")
+
+
+def _read_aliases(value: object, where: str) -> dict[str, str]:
+    return {name: TEXT.read(each, where) for name, each in OBJECT.read(value, where).items()}
+
+
+_HUGGING_FACE = keys(
+    HuggingFaceEntry, prefix=TEXT, class_name=TEXT, config=TEXT, generation_config=maybe(TEXT), tied=many(TEXT)
+)
+_MODULE = keys(
+    ModuleEntry, class_name=TEXT, unsaved=many(TEXT), aliases=Form(_read_aliases, dict), foreign=many(TEXT),
+    optimizer=TEXT, param_groups=many(many(TEXT)), hugging_face=many(_HUGGING_FACE), extra=TEXT,
+)  # fmt: skip
+_POLICY: Form[Mapping[str, object]] = Form(_read_policy, dict)
+_COMMIT = keys(
+    Commit, {"digests": DIGEST_NAME}, run_id=TEXT, generation=GENERATION, plan_hash=TEXT, world_size=INTEGER,
+    steps=many(INTEGER), markers=many(TEXT), nbytes=INTEGER, policy=_POLICY, unix_time=INTEGER,
+    needs=many(GENERATION), spares=many(GENERATION), lineage=maybe(LINEAGE),
+)  # fmt: skip
+
+
+def _marker(lines: MarkerLines) -> Form[RankMarker]:
+    """Return the form of a marker; its lines come in this order: own segments, referenced ones, spares, the module."""
+    segments, module = lines.segment(), lines.form(ModuleLine, attrgetter("line"))
+    references = many(keys(ReferencedEntry, generation=GENERATION, segment=segments))
+    return keys(
+        RankMarker, {"digests": DIGEST_NAME, "record_columns": RECORD_COLUMNS}, run_id=TEXT, rank=INTEGER,
+        world_size=INTEGER, generation=GENERATION, plan_hash=TEXT, segments=many(segments), referenced=references,
+        spares=references, policy=_POLICY, module=maybe(module), unix_time=INTEGER, rounded=FLAG, lineage=maybe(LINEAGE),
+    )  # fmt: skip

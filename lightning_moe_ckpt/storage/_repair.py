@@ -3,10 +3,6 @@
 Each manifest has the lineage of the incarnation that wrote it, so one manifest is enough for the whole history. There
 are several lineages if a backup was restored while a job with another lineage continued. Then the incarnation counts
 that began last and committed something.
-
-Manifests of older releases have no lineage. An incarnation is then assumed to have begun right below its oldest
-generation that is still there, because it wrote nothing at or below the step it began from. Generations of earlier
-incarnations from there on are dead.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, N
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_manifest, read_marker
 from lightning_moe_ckpt.storage._commit import complete_markers
-from lightning_moe_ckpt.storage._log import Cut, History, Lineage, Log
+from lightning_moe_ckpt.storage._log import History, Lineage, Log
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key
 from lightning_moe_ckpt.storage._records import Commit
 
@@ -58,7 +54,7 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
         )
     catalog = read_catalog(backend)
     commits, mended, left_out = _manifests(backend, [each for each in catalog.values() if each.committed])
-    if not commits:
+    if all(each.lineage is None for each in commits):
         raise NoUsableGeneration(f"{backend.url} holds no committed generation that can be read. Check the URL.")
     history = _history_of(commits, last_incarnation=max(each.incarnation for each in catalog))
     for commit in commits:
@@ -113,11 +109,11 @@ def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
 
 def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:
     """Return the history of the incarnation that began last."""
-    ancestors = {nonce for each in commits if each.lineage is not None for nonce in each.lineage.ancestors}
+    named = [(each, each.lineage) for each in commits if each.lineage is not None]
+    ancestors = {one for _, lineage in named for one in lineage.ancestors}
     # An ancestor began earlier, whatever the clocks of two nodes say.
-    leaves = [each for each in commits if (each.generation.incarnation, each.generation.nonce) not in ancestors]
-    newest = max(leaves or commits, key=_beginning)
-    lineage = newest.lineage or _guessed([each for each in commits if each.run_id == newest.run_id])
+    leaves = [pair for pair in named if (pair[0].generation.incarnation, pair[0].generation.nonce) not in ancestors]
+    newest, lineage = max(leaves or named, key=_beginning)
     return History(
         run_id=newest.run_id,
         first_incarnation=lineage.first_incarnation,
@@ -130,23 +126,7 @@ def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:
     )
 
 
-def _beginning(commit: Commit) -> tuple[int, int, int, int]:
+def _beginning(named: tuple[Commit, Lineage]) -> tuple[int, int, int, int]:
     """Return the sort key of incarnations by their beginning, and of the generations of each."""
-    opened_ns = 0 if commit.lineage is None else commit.lineage.opened_ns
-    return opened_ns, commit.generation.incarnation, commit.unix_time, commit.generation.step
-
-
-def _guessed(commits: Sequence[Commit]) -> Lineage:
-    """Guess the lineage of a run whose manifests have none."""
-    own = sorted(commits, key=lambda each: each.unix_time)
-    # Two incarnations with one number: a copied or restored log. The one that committed last counts.
-    lives = {each.generation.incarnation: each.generation.nonce for each in own}
-    cuts = []
-    for incarnation in sorted(lives):
-        first = min(
-            c.generation.step
-            for c in own
-            if (c.generation.incarnation, c.generation.nonce) == (incarnation, lives[incarnation])
-        )
-        cuts.append(Cut(incarnation, first - 1 if first else None, lives[incarnation]))
-    return Lineage(opened_ns=0, first_incarnation=min(lives), watermark=0, kept=frozenset(), cuts=tuple(cuts))
+    commit, lineage = named
+    return lineage.opened_ns, commit.generation.incarnation, commit.unix_time, commit.generation.step

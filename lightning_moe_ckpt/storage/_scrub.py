@@ -13,8 +13,7 @@ import xxhash
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._entries import SegmentEntry
-from lightning_moe_ckpt.storage._record_table import RecordEntry
+from lightning_moe_ckpt.storage._entries import RecordEntry, SegmentEntry
 from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of, header_nbytes
 
 _LENGTH_NBYTES = 8

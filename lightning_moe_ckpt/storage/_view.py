@@ -20,7 +20,7 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
     read_manifest,
 )
-from lightning_moe_ckpt.storage._log import History, Log, check_entry
+from lightning_moe_ckpt.storage._log import History, Log, read_entry
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, parse_log_key
 from lightning_moe_ckpt.storage._needs import needed_by, spare_for, what_lacks
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
@@ -120,13 +120,10 @@ class RunView:
                 damage.append(f"{LOG_PREFIX}: {which} missing, later ones are there.")
             due = index + 1
             try:
-                self._check_entry(key, index)
+                read_entry(self._backend.get(key), index)
             except CheckpointError as error:
                 damage.append(str(error))
         return damage
-
-    def _check_entry(self, key: str, index: int) -> None:
-        check_entry(self._backend.get(key), index)
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
         """Read a rank's marker and check it against the digest in the manifest.

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored._damage import require_damage_is_seen
+from stored._lives import named
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import (
@@ -20,14 +21,14 @@ from lightning_moe_ckpt.storage import (
     full_records,
     segment_key,
 )
-from lightning_moe_ckpt.storage._json import BORROWING, VERSION, digest_of
+from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._records import Commit, StoredMarker
 
 EXPERTS = [f"blocks.{layer}.moe/expert.{i}" for layer in range(2) for i in range(3)]
 
 
 def generation(step: int) -> GenerationId:
-    return GenerationId(step=step, incarnation=1)
+    return named(step=step, incarnation=1)
 
 
 def record(operator: str, step: int, rank: int, kind: str = "full") -> RecordEntry:
@@ -103,25 +104,11 @@ def test_a_commit_needs_what_any_rank_needs() -> None:
     assert Commit.from_bytes(commit.to_bytes(), "here") == commit
 
 
-def test_only_documents_that_borrow_are_of_the_second_version() -> None:
-    """What needs nothing is byte for byte what the first version writes; each version has its own keys."""
-    dense, partial = marker(0, EXPERTS), marker(1, EXPERTS[:1], marker(0, EXPERTS))
-    alone = dataclasses.replace(partial, rank=0, world_size=1)
-    documents: list[tuple[RankMarker | Commit, int]] = [
-        (dense, VERSION), (partial, BORROWING),
-        (Commit.of([stored(dataclasses.replace(dense, world_size=1))]), VERSION), (Commit.of([stored(alone)]), BORROWING),
-    ]  # fmt: skip
-    for document, version in documents:
-        data = document.to_bytes()
-        assert f'"version":{version}}}}}'.encode() in data
-        assert (b'"referenced"' in data or b'"needs"' in data) == (version == BORROWING)
-
-
 def test_a_marker_may_only_borrow_older_files_of_its_own_rank() -> None:
     """Not another rank's, not its own or newer ones, none twice, and no side files."""
     good = marker(3, [], marker(2, EXPERTS[:2], marker(1, EXPERTS)))
     first, second = good.referenced
-    future = GenerationId(step=1, incarnation=2)
+    future = named(step=1, incarnation=2)
     spoilt = [
         (dataclasses.replace(first, segment=dataclasses.replace(first.segment, key=segment_key(generation(1), 1, 1))),),
         (

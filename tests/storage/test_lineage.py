@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -15,9 +14,8 @@ import pytest
 from stored._runs import begin, save, steps, write
 from stored._segments import read_segment
 
-from lightning_moe_ckpt.errors import ConfigurationError, Fenced, NoUsableGeneration, StorageRefused
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, Fenced, NoUsableGeneration, StorageRefused
 from lightning_moe_ckpt.storage import (
-    Backend,
     GenerationId,
     PosixBackend,
     Resume,
@@ -28,9 +26,7 @@ from lightning_moe_ckpt.storage import (
     repair_log,
 )
 from lightning_moe_ckpt.storage._commit import await_markers, publish
-from lightning_moe_ckpt.storage._json import decode_any, encode
 from lightning_moe_ckpt.storage._log import History, Log
-from lightning_moe_ckpt.storage._names import log_key
 from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 
 KEEP = Retention(last=3)
@@ -58,11 +54,9 @@ def history(place: Path) -> History:
     return found
 
 
-def publish_late(
-    place: Path, store: RunStore, step: int, unix_time: int = 0, *, with_line: bool = True
-) -> GenerationId:
+def publish_late(place: Path, store: RunStore, step: int, unix_time: int = 0) -> GenerationId:
     """A job that looked at the log before it was fenced commits afterwards."""
-    marker = write(store, step, unix_time, with_line=with_line)
+    marker = write(store, step, unix_time)
     backend = PosixBackend(place)
     return publish(backend, await_markers(backend, marker, timeout=NOW), history(place)).generation
 
@@ -182,37 +176,17 @@ def test_copies_of_a_directory_go_on_apart(place: Path, tmp_path: Path) -> None:
     assert RunStore.open(PosixBackend(place), resume="must").candidates()[0].generation == here.name(20)
 
 
-def as_older_release(backend: Backend) -> None:
-    """Rewrite the log in the form that knows of no lives."""
-    for index, entry in enumerate(backend.list("_log/")):
-        _, fields = decode_any(backend.get(entry.key), kind="log", where=entry.key, versions=(2,))
-        past = fields.plain("history")
-        body = {"index": index, "event": fields.plain("event"), "nonce": fields.text("nonce")}
-        for key in ("key", "replaced", "has_commits"):
-            del past[key]
-        for row in (*past["cuts"], *past["kept"]):  # type: ignore[misc]
-            del row["nonce"]
-        backend.put(entry.key, encode("log", {**body, "history": past}))
-
-
-def test_runs_of_older_releases_go_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their lives have no names; the first incarnation of this release has one, and continues what they began."""
-    monkeypatch.setattr("lightning_moe_ckpt.storage._coordination.new_nonce", lambda: "")
-    old = begin(PosixBackend(place))
-    for step in (10, 20, 30):
-        save(old, step, Retention(last=1, every_n_steps=20))
-    assert (place / "snap/000000000030/i000001/_COMMITTED").exists()
-    as_older_release(PosixBackend(place))
-    monkeypatch.undo()
-    assert json.loads((place / log_key(1)).read_bytes())["document"]["version"] == 1
-    store = begin(PosixBackend(place))
-    with pytest.raises(Fenced):
-        save(old, 40, KEEP)
-    assert steps(store) == [10, 20, 30]
-    assert len(store.nonce) == 12
-    save(store, 40, Retention(last=1, every_n_steps=20))
-    assert steps(begin(PosixBackend(place))) == [10, 20, 40]
-    assert len(history(place).key) == 32
+def test_runs_of_older_releases_are_refused_with_the_reason(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents have one version, and nothing is overwritten."""
+    with monkeypatch.context() as older:
+        older.setattr("lightning_moe_ckpt.storage._json.VERSION", 2)
+        save(begin(PosixBackend(place)), 10, KEEP)
+    before = sorted(place.rglob("*"))
+    with pytest.raises(Corrupt, match=r"none of the .* log entries.*expected .*release that wrote it"):
+        RunStore.open(PosixBackend(place), resume="auto")
+    with pytest.raises(NoUsableGeneration, match="no committed generation"):
+        repair_log(PosixBackend(place), dry_run=False)
+    assert sorted(each for each in place.rglob("*") if "_probe" not in str(each)) == before
 
 
 # What is lost must not look like nothing.
@@ -354,10 +328,10 @@ def test_a_log_that_cannot_be_read_is_made_again_behind_what_is_there(place: Pat
     for entry in backend.list("_log/"):
         backend.put(entry.key, b"spoilt")
     manifest = place / f"{successor.name(20).prefix}_COMMITTED"
-    (place / "snap/000000000050/i000001").mkdir(parents=True)
-    (place / "snap/000000000050/i000001/_COMMITTED").write_bytes(manifest.read_bytes())
+    (place / "snap/000000000050/i000001-0123456789ab").mkdir(parents=True)
+    (place / "snap/000000000050/i000001-0123456789ab/_COMMITTED").write_bytes(manifest.read_bytes())
     found = repair_log(backend, dry_run=False)
-    assert {*found.left_out} == {GenerationId(step=50, incarnation=1), late}
+    assert {*found.left_out} == {GenerationId(step=50, incarnation=1, nonce="0123456789ab"), late}
     assert steps(begin(PosixBackend(place))) == [10, 20]
 
 
@@ -421,18 +395,12 @@ def test_a_repair_knows_what_was_kept_below_the_watermark(place: Path) -> None:
     assert steps(begin(PosixBackend(place))) == [10, 20, 26]
 
 
-def test_generations_that_do_not_name_their_line_are_placed_by_their_steps(place: Path) -> None:
-    """Those of older releases: an incarnation has begun below the oldest that it has. What is late looks as if it were not."""
-    hung = begin(PosixBackend(place))
-    save(hung, 10, KEEP, with_line=False)
-    successor = begin(PosixBackend(place))
-    save(successor, 40, KEEP, with_line=False)
-    dead = publish_late(place, hung, 50, with_line=False)
-    late = publish_late(place, hung, 20, with_line=False)
+def test_a_log_is_not_made_again_of_manifests_without_a_lineage(place: Path) -> None:
+    """They do not say what their incarnation descends from."""
+    save(begin(PosixBackend(place)), 10, KEEP, with_line=False)
     shutil.rmtree(place / "_log")
-    found = repair_log(PosixBackend(place), dry_run=True)
-    assert list(found.usable) == [successor.name(40), late, hung.name(10)]
-    assert [*found.left_out] == [dead]
+    with pytest.raises(NoUsableGeneration, match="no committed generation"):
+        repair_log(PosixBackend(place), dry_run=True)
 
 
 @pytest.mark.parametrize("part", ["_COMMITTED", "rank00000.done", "rank00000.000000000020.safetensors"])

@@ -11,11 +11,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stored._lives import LIFE, named
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced
 from lightning_moe_ckpt.storage import Backend, FsspecBackend, GenerationId
 from lightning_moe_ckpt.storage._json import encode
-from lightning_moe_ckpt.storage._log import Cut, History, Log, _body
+from lightning_moe_ckpt.storage._log import HISTORY, Cut, History, Log
 from lightning_moe_ckpt.storage._names import log_key
 from lightning_moe_ckpt.storage._retention import advanced_history
 
@@ -41,12 +42,10 @@ def _written_log(backend: Backend) -> list[History]:
     log.read()
     history = History(run_id="r", first_incarnation=1, last_incarnation=0)
     histories = [history]
-    histories.append(histories[-1].opened(1, None))
-    histories.append(histories[-1].opened(2, GenerationId(step=30, incarnation=1)))
-    histories.append(
-        histories[-1].advanced(20, [GenerationId(step=10, incarnation=1), GenerationId(step=5, incarnation=1)])
-    )
-    histories.append(histories[-1].opened(3, GenerationId(step=40, incarnation=2)))
+    histories.append(histories[-1].opened(1, None, LIFE))
+    histories.append(histories[-1].opened(2, named(step=30, incarnation=1), LIFE))
+    histories.append(histories[-1].advanced(20, [named(step=10, incarnation=1), named(step=5, incarnation=1)]))
+    histories.append(histories[-1].opened(3, named(step=40, incarnation=2), LIFE))
     for written in histories:
         assert log.append(EVENT, written)
     return histories
@@ -61,8 +60,8 @@ def test_the_newest_entry_is_the_state(backend: Backend) -> None:
         first_incarnation=1,
         last_incarnation=3,
         watermark=20,
-        kept=frozenset({GenerationId(step=5, incarnation=1), GenerationId(step=10, incarnation=1)}),
-        cuts=(Cut(1, None), Cut(2, 30), Cut(3, 40)),
+        kept=frozenset({named(step=5, incarnation=1), named(step=10, incarnation=1)}),
+        cuts=(Cut(1, None, LIFE), Cut(2, 30, LIFE), Cut(3, 40, LIFE)),
     )
 
 
@@ -125,13 +124,13 @@ def test_only_the_first_of_two_writers_appends(backend: Backend) -> None:
     history = first.read()
     assert history is not None
     second.read()
-    advanced = history.advanced(30, [GenerationId(step=20, incarnation=2)])
+    advanced = history.advanced(30, [named(step=20, incarnation=2)])
     assert first.append(EVENT, advanced)
     assert not second.append(EVENT, history)
     assert first.news(history) is None
     assert second.news(history) == advanced
     assert second.news(history) is None
-    for later in (history.opened(4, None), dataclasses.replace(history, run_id="another")):
+    for later in (history.opened(4, None, LIFE), dataclasses.replace(history, run_id="another")):
         assert first.append(EVENT, later)
         for _ in range(2):
             with pytest.raises(Fenced):
@@ -199,7 +198,7 @@ class EverySaid:
         """An incarnation begins, from something that stays or from nothing."""
         resumed = [*sorted(self.stay, reverse=True), None][choice % (len(self.stay) + 1)]
         incarnation = self.history.last_incarnation + 1
-        self.history = self.history.opened(incarnation, resumed)
+        self.history = self.history.opened(incarnation, resumed, LIFE)
         self.begun.append((incarnation, -1 if resumed is None else resumed.step))
         self.step = 0 if resumed is None else resumed.step
         self.stay = {each for each in self.stay if each.step <= self.begun[-1][1]}
@@ -207,7 +206,7 @@ class EverySaid:
     def save(self, steps: int) -> None:
         """The newest incarnation commits; its first generation may be of the step it began from."""
         self.step += steps % 4
-        generation = GenerationId(step=self.step, incarnation=self.history.last_incarnation)
+        generation = named(step=self.step, incarnation=self.history.last_incarnation)
         self.stay.add(generation)
         self.stored.add(generation)
 
@@ -223,7 +222,7 @@ class EverySaid:
         """All that was stored, and all that an incarnation before might still store."""
         for step in range(max((each.step for each in self.stored), default=0) + 2):
             for incarnation in range(1, self.history.last_incarnation + 1):
-                generation = GenerationId(step=step, incarnation=incarnation)
+                generation = named(step=step, incarnation=incarnation)
                 dead = self.history.why_dead(generation) is not None
                 assert not dead or generation not in self.stay, f"{generation} was kept"
                 assert dead or generation not in self.dead, f"{generation} was dead and may be deleted"
@@ -270,7 +269,7 @@ def test_whatever_was_said_the_verdicts_hold(actions: list[tuple[str, int]]) -> 
 def test_kept_generations_come_back_from_the_log(kept: set[tuple[int, int]], watermark: int) -> None:
     """Any set, whatever its order and however the incarnations repeat."""
     backend = FsspecBackend(f"memory://{uuid.uuid4().hex}")
-    generations = {GenerationId(step=step, incarnation=incarnation) for step, incarnation in kept}
+    generations = {named(step=step, incarnation=incarnation) for step, incarnation in kept}
     history = History(
         run_id="r", first_incarnation=1, last_incarnation=10**6, watermark=watermark, kept=frozenset(generations)
     )
@@ -287,8 +286,9 @@ def test_kept_generations_come_back_from_the_log(kept: set[tuple[int, int]], wat
         {},
         [[1]],
         [{"incarnation": 1}],
-        [{"incarnation": 1, "steps": [-1]}],
-        [{"incarnation": 1, "steps": [], "more": 1}],
+        [{"incarnation": 1, "nonce": LIFE, "steps": [-1]}],
+        [{"incarnation": 1, "nonce": LIFE, "steps": [], "more": 1}],
+        [{"incarnation": 1, "nonce": "", "steps": []}],
     ],
 )
 def test_kept_generations_of_another_form_are_refused(backend: Backend, kept: object) -> None:
@@ -297,7 +297,7 @@ def test_kept_generations_of_another_form_are_refused(backend: Backend, kept: ob
     document = json.loads(backend.get(log_key(4)))["document"]["body"]
     document["index"] = 5
     document["history"]["kept"] = kept
-    backend.create(log_key(5), encode("log", document, version=2))
+    backend.create(log_key(5), encode("log", document))
     assert Log(backend).read() == histories[-1]
 
 
@@ -314,12 +314,12 @@ def test_what_may_be_restored_is_what_the_newest_life_descends_from(lives: list[
     for incarnation, (pick, gaps) in enumerate(lives, start=1):
         alive = sorted(each for each in ancestors if history.why_dead(each) is None)
         begin = alive[-1 - pick] if pick < len(alive) else None
-        history = history.opened(incarnation, begin)
+        history = history.opened(incarnation, begin, LIFE)
         path = [] if begin is None else [*ancestors[begin], begin]
         step = -1 if begin is None else begin.step
         for gap in gaps:
             step += gap
-            generation = GenerationId(step=step, incarnation=incarnation)
+            generation = named(step=step, incarnation=incarnation)
             ancestors[generation] = list(path)
             path.append(generation)
     assert {each for each in ancestors if history.why_dead(each) is None} == set(path)
@@ -330,9 +330,9 @@ def test_the_history_stays_small() -> None:
     history = History(run_id="r", first_incarnation=1, last_incarnation=0)
     kept: list[GenerationId] = []
     for incarnation in range(1, 1000):
-        history = history.opened(incarnation, GenerationId(step=incarnation, incarnation=incarnation - 1)).advanced(
+        history = history.opened(incarnation, GenerationId(step=incarnation, incarnation=incarnation - 1), "").advanced(
             max(0, incarnation - 1), kept
         )
         kept += [GenerationId(step=incarnation - 1, incarnation=incarnation - 2)] if incarnation % 100 == 2 else []
     assert len(history.cuts) <= 3
-    assert len(json.dumps(_body(history))) < 820
+    assert len(json.dumps(HISTORY.body(history))) < 820

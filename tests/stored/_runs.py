@@ -16,7 +16,7 @@ def begin(backend: Backend, at: int | None = None) -> RunStore:
 
 
 def write(store: RunStore, step: int, unix_time: int = 0, *, with_line: bool = True) -> RankMarker:
-    """A generation of one rank, complete but for its commit; older releases do not name its line."""
+    """A generation of one rank, complete but for its commit, with or without its lineage."""
     generation = store.name(step)
     data = f"{generation}".encode()
     key = store.put_segment(generation, 0, step, memoryview(data))
