@@ -11,14 +11,14 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, StorageError, StorageRefused
 from lightning_moe_ckpt.storage._json import described_nbytes
-from lightning_moe_ckpt.storage._names import MAX_DOCUMENT_NBYTES, PROBE_PREFIX, is_marker, most_nbytes
+from lightning_moe_ckpt.storage._names import COMMITTED, MAX_DOCUMENT_NBYTES, MAX_MARKER_NBYTES, PROBE_PREFIX
 
 _CHUNKS_PER_SECOND = 8
 _MIN_CHUNK_NBYTES = 16 * 2**10
@@ -114,8 +114,8 @@ def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str
         where: path or URL, for the message.
         read_range: see `Backend.get_range`; reads the document at the start of a large marker, which states its size.
     """
-    most = most_nbytes(key)
-    if is_marker(key) and MAX_DOCUMENT_NBYTES < nbytes <= most:
+    most = MAX_DOCUMENT_NBYTES if key.endswith((".json", COMMITTED)) else MAX_MARKER_NBYTES
+    if key.endswith(".done") and MAX_DOCUMENT_NBYTES < nbytes <= most:
         head = bytearray(MAX_DOCUMENT_NBYTES)
         read_range(key, 0, memoryview(head))
         most = described_nbytes(bytes(head)) or MAX_DOCUMENT_NBYTES
@@ -124,6 +124,15 @@ def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str
             f"{where}: has {nbytes} bytes, more than the {most} that such an object may have, and is not read. It was not "
             "written by this package: remove it, or restore it from a copy."
         )
+
+
+def chunks_of(views: Sequence[bytes | memoryview], nbytes: int) -> Iterator[memoryview]:
+    """Yield slices of up to `nbytes` bytes of the views, without copying."""
+    for each in views:
+        view = memoryview(each)
+        flat = view.cast("B") if view.nbytes else memoryview(b"")
+        for start in range(0, flat.nbytes, nbytes):
+            yield flat[start : start + nbytes]
 
 
 def create_once(backend: Backend, key: str, data: bytes) -> bool:

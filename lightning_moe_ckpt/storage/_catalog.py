@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend
@@ -32,10 +33,6 @@ class Contents:
     """Ranks whose marker is there."""
     committed: bool = False
     """Whether there is a `_COMMITTED`, readable or not."""
-
-    def deletion_order(self) -> list[str]:
-        """Return the keys in the order in which to delete them: the manifest, then markers, then segments."""
-        return sorted(self.sizes, key=lambda key: (not key.endswith(f"/{COMMITTED}"), not key.endswith(".done"), key))
 
 
 Catalog = Mapping[GenerationId, Contents]
@@ -78,21 +75,20 @@ def read_manifest(backend: Backend, generation: GenerationId) -> Commit:
     return commit
 
 
-class RunsOfGenerations:
-    """Looks up which run wrote a generation; reads each manifest once."""
+def run_reader(backend: Backend) -> Callable[[GenerationId], str | None]:
+    """Return a function that says which run wrote a generation, `None` if its manifest is damaged or missing.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._known: dict[GenerationId, str] = {}
+    It reads each manifest once, and raises `StorageError` if the medium fails.
+    """
+    read = cache(lambda generation: read_manifest(backend, generation).run_id)
 
-    def of(self, generation: GenerationId) -> str | None:
-        """Return the run's name; `None` if the manifest is damaged or missing. Raises `StorageError`."""
-        if generation not in self._known:
-            try:
-                self._known[generation] = read_manifest(self._backend, generation).run_id
-            except (Corrupt, KeyMissing):
-                return None
-        return self._known[generation]
+    def run_of(generation: GenerationId) -> str | None:
+        try:
+            return read(generation)
+        except (Corrupt, KeyMissing):
+            return None
+
+    return run_of
 
 
 def read_marker(backend: Backend, generation: GenerationId, rank: int) -> StoredMarker:
@@ -128,11 +124,6 @@ def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
     return [key for key, nbytes in stored_sizes(marker).items() if contents.sizes.get(key) != nbytes]
 
 
-def data_nbytes(sizes: Mapping[str, int]) -> int:
-    """Return the size of all segments in a listing."""
-    return sum(nbytes for key, nbytes in sizes.items() if key.endswith(".safetensors"))
-
-
 def missing_parts(commit: Commit, contents: Contents) -> str | None:
     """Return what the listing lacks of a committed generation; `None` if all is there."""
     absent = sorted(set(range(commit.world_size)) - contents.ranks)
@@ -148,6 +139,9 @@ def missing_parts(commit: Commit, contents: Contents) -> str | None:
 
 def delete_generation(backend: Backend, contents: Contents) -> None:
     """Delete a generation with its leftovers, manifest first, so that readers never see a manifest without files."""
-    for key in contents.deletion_order():
+    # The manifest, then markers, then segments.
+    for key in sorted(
+        contents.sizes, key=lambda key: (not key.endswith(f"/{COMMITTED}"), not key.endswith(".done"), key)
+    ):
         backend.delete(key)
     backend.sweep(contents.generation.prefix)

@@ -21,7 +21,14 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, Pace, expect_readable, probe_create
+from lightning_moe_ckpt.storage._backend import (
+    MIN_NBYTES_PER_SECOND,
+    Entry,
+    Pace,
+    chunks_of,
+    expect_readable,
+    probe_create,
+)
 
 _CHUNK_NBYTES = 16 * 2**20
 _IN_PROCESS = {"memory", "file", "local"}  # these check, then write, so calls take turns; none hangs
@@ -65,7 +72,6 @@ class FsspecBackend:
 
     @property
     def url(self) -> str:
-        """The URL as given."""
         return self._url
 
     @cached_property
@@ -74,7 +80,6 @@ class FsspecBackend:
         return probe_create(self.url, self._create, self.get, self.delete)
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
-        """Upload one object."""
         body = _joined(views)
         self._pace.wait(len(body))
         self._call("put", key, lambda path: self._pipe(path, body), nbytes=len(body))
@@ -93,19 +98,16 @@ class FsspecBackend:
             raise
 
     def get(self, key: str) -> bytes:
-        """Download one object."""
         expect_readable(key, self._call("get", key, self._size), f"{self.url}/{key}", self.get_range)
         return bytes(self._call("get", key, self._fs.cat_file))
 
     def get_into(self, key: str, out: memoryview) -> None:
-        """Download an object of exactly `out.nbytes` bytes, chunk by chunk."""
         nbytes = self._call("get", key, self._size)
         if nbytes != out.nbytes:
             raise Corrupt(f"{self.url}/{key}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
         self.get_range(key, 0, out)
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Download `out.nbytes` bytes from `start` on, chunk by chunk."""
         rest = out.cast("B") if out.nbytes else out
         for begin in range(0, out.nbytes, _CHUNK_NBYTES):
             stop = min(begin + _CHUNK_NBYTES, out.nbytes)
@@ -118,7 +120,6 @@ class FsspecBackend:
         return sorted((entry for entry in entries if entry.key.startswith(prefix)), key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
-        """Remove one object."""
         with contextlib.suppress(KeyMissing):
             self._call("delete", key, self._fs.rm_file)
 
@@ -207,13 +208,9 @@ def _joined(views: Sequence[bytes | memoryview]) -> bytes | bytearray:
         return views[0]
     body = bytearray(sum(memoryview(view).nbytes for view in views))
     position = 0
-    for view in views:
-        rest = memoryview(view)
-        rest = rest.cast("B") if rest.nbytes else memoryview(b"")
-        while rest.nbytes:
-            chunk, rest = rest[:_CHUNK_NBYTES], rest[_CHUNK_NBYTES:]
-            body[position : position + chunk.nbytes] = chunk
-            position += chunk.nbytes
+    for chunk in chunks_of(views, _CHUNK_NBYTES):
+        body[position : position + chunk.nbytes] = chunk
+        position += chunk.nbytes
     return body
 
 

@@ -19,11 +19,10 @@ from functools import cache
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend, Entry
-from lightning_moe_ckpt.storage._catalog import Catalog, Contents, RunsOfGenerations, delete_generation, read_catalog
+from lightning_moe_ckpt.storage._catalog import Catalog, Contents, delete_generation, read_catalog, run_reader
 from lightning_moe_ckpt.storage._log import History, Log, watermark_event
 from lightning_moe_ckpt.storage._names import SNAP_PREFIX, GenerationId, parse_snap_key
-from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
-from lightning_moe_ckpt.storage._survey import Survey
+from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +91,8 @@ def collect_garbage(
         catalog = {g: Contents(g) for g in unfinished} | dict(read_catalog(backend))
         survey = Survey.take(backend, history, catalog)
         if checked is not None and retention is not None:
-            survey = survey.read(checked, retention.last, catalog)
-        advanced = None if retention is None else survey.give_up(history, retention, catalog)
+            survey = survey.read(checked, retention.last)
+        advanced = None if retention is None else survey.give_up(history, retention)
         if retention is not None:
             _require_fence(backend, log)
         if advanced is None or dry_run:
@@ -101,16 +100,16 @@ def collect_garbage(
         if log.append(watermark_event(history.last_incarnation, advanced.watermark), advanced):
             break
     history = advanced or history
-    runs = RunsOfGenerations(backend)
-    doomed = doomed_generations(catalog, history, incarnation=history.last_incarnation, run_of=runs.of)
+    run_of = run_reader(backend)
+    doomed = doomed_generations(catalog, history, incarnation=history.last_incarnation, run_of=run_of)
     if not dry_run:
         for generation in doomed:
             delete_generation(backend, catalog[generation])
-    kept = {} if retention is None else survey.reasons(retention, catalog)
+    kept = {} if retention is None else survey.reasons(retention)
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
     needed = survey.spare | survey.needed
     staying = {
-        g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), runs)
+        g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), run_of)
         for g in sorted(catalog)
         if g not in doomed
     }
@@ -145,12 +144,14 @@ def _require_fence(backend: Backend, log: Log) -> None:
         )
 
 
-def _why_it_stays(contents: Contents, history: History, needed_by: GenerationId | None, runs: RunsOfGenerations) -> str:
+def _why_it_stays(
+    contents: Contents, history: History, needed_by: GenerationId | None, run_of: Callable[[GenerationId], str | None]
+) -> str:
     generation = contents.generation
     if generation.incarnation > history.last_incarnation:
         return "of a later incarnation than the log shows"
     if generation.incarnation < history.first_incarnation:
-        if runs.of(generation) not in history.replaced:
+        if run_of(generation) not in history.replaced:
             return "of a run that the log does not name"
         return "of an earlier run, until the newer one has more than it keeps"
     if not contents.committed:

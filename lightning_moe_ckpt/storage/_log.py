@@ -244,7 +244,7 @@ class Log:
         """Create the next entry.
 
         Args:
-            event: what happened, from `run_event`, `open_event` or `watermark_event`.
+            event: what happened, for people; see FORMAT.md.
             history: the state after the event.
 
         Returns:
@@ -305,11 +305,6 @@ class Log:
     def _indices(self, prefix: str) -> list[int]:
         found = (parse_log_key(entry.key) for entry in self._backend.list(prefix))
         return sorted(index for index in found if index is not None)
-
-
-def run_event(run_id: str) -> dict[str, object]:
-    """Return the event of a new run."""
-    return {"type": "run", "run_id": run_id}
 
 
 def open_event(incarnation: int, resumed: GenerationId | None, *, volatile: bool = False) -> dict[str, object]:

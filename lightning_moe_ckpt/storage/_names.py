@@ -68,19 +68,6 @@ def new_nonce() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def most_nbytes(key: str) -> int:
-    """Return the largest size at which the object is read whole: a log entry, a manifest or a marker.
-
-    The limits are far above what is written, and small enough that a forged file does not exhaust memory.
-    """
-    return MAX_DOCUMENT_NBYTES if key.endswith((".json", COMMITTED)) else MAX_MARKER_NBYTES
-
-
-def is_marker(key: str) -> bool:
-    """Whether the key names a rank's marker."""
-    return key.endswith(".done")
-
-
 def is_ours(key: str, *, folder: bool) -> bool:
     """Whether a path has the form of a run's object or, with `folder`, of a folder with such objects."""
     names_object = parse_log_key(key) is not None or parse_snap_key(key) is not None

@@ -27,7 +27,14 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, Entry, Pace, expect_readable, probe_create
+from lightning_moe_ckpt.storage._backend import (
+    MIN_NBYTES_PER_SECOND,
+    Entry,
+    Pace,
+    chunks_of,
+    expect_readable,
+    probe_create,
+)
 from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, translate
 from lightning_moe_ckpt.storage._unfinished import UnfinishedUploads
 
@@ -110,7 +117,6 @@ class ObjectBackend:
 
     @property
     def url(self) -> str:
-        """The URL as given."""
         return self._url
 
     @cached_property
@@ -119,7 +125,6 @@ class ObjectBackend:
         return probe_create(self.url, self._create, self.get, self.delete)
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
-        """Upload one object, in parts if it is big."""
         nbytes = sum(memoryview(view).nbytes for view in views)
         what = f"put {key} at {self.url}"
         pieces = self._pieces(views, what, time.monotonic() + self._limit(nbytes) + self._pace.seconds(nbytes))
@@ -135,14 +140,12 @@ class ObjectBackend:
         self._create(key, data)
 
     def get(self, key: str) -> bytes:
-        """Download one object."""
         what = f"get {key} at {self.url}"
         found = self._call(what, lambda: obstore.get(self._store, key))
         expect_readable(key, int(found.meta["size"]), f"{self.url}/{key}", self.get_range)
         return self._call(what, lambda: bytes(memoryview(found.bytes())))
 
     def get_into(self, key: str, out: memoryview) -> None:
-        """Download an object of exactly `out.nbytes` bytes, a few parts at a time."""
         what = f"get {key} at {self.url}"
         nbytes = int(self._call(what, lambda: obstore.head(self._store, key))["size"])
         if nbytes != out.nbytes:
@@ -153,7 +156,6 @@ class ObjectBackend:
             self._fill(key, 0, out, self.get(key))
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Download `out.nbytes` bytes from `start` on, a few parts at a time."""
         what = f"get {key} at {self.url}"
         rest, deadline = out.cast("B") if out.nbytes else out, time.monotonic() + self._limit(out.nbytes)
         for begin in range(0, out.nbytes, self._part_nbytes * self._concurrency):
@@ -175,7 +177,6 @@ class ObjectBackend:
         return sorted((entry for entry in entries if entry.key.startswith(prefix)), key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
-        """Remove one object."""
         try:
             self._call(f"delete {key} at {self.url}", lambda: obstore.delete(self._store, key))
         except KeyMissing:
@@ -238,15 +239,11 @@ class ObjectBackend:
     def _pieces(self, views: Sequence[bytes | memoryview], what: str, deadline: float) -> Iterator[memoryview]:
         """Yield slices of the views without copying; an exception here aborts the upload."""
         done = 0
-        for view in views:
-            rest = memoryview(view)
-            rest = rest.cast("B") if rest.nbytes else memoryview(b"")
-            while rest.nbytes:
-                self._pace.wait(min(rest.nbytes, self._part_nbytes))
-                self._in_time(what, deadline, done)
-                piece, rest = rest[: self._part_nbytes], rest[self._part_nbytes :]
-                done += piece.nbytes
-                yield piece
+        for piece in chunks_of(views, self._part_nbytes):
+            self._pace.wait(piece.nbytes)
+            self._in_time(what, deadline, done)
+            done += piece.nbytes
+            yield piece
 
     def _in_time(self, what: str, deadline: float, done: int) -> None:
         if time.monotonic() > deadline:

@@ -126,52 +126,40 @@ class Retrying:
 
     @property
     def url(self) -> str:
-        """URL of the place, for messages."""
         return self._backend.url
 
     @property
     def creates_exclusively(self) -> bool:
-        """Whether `create` refuses an existing key."""
         return self._backend.creates_exclusively
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
-        """Store an object."""
         self._retry(partial(self._backend.put, key, *views), sum(memoryview(view).nbytes for view in views))
 
     def create(self, key: str, data: bytes) -> None:
-        """Store an object if the key is free."""
         self._retry(partial(self._backend.create, key, data))
 
     def get(self, key: str) -> bytes:
-        """Read an object."""
         return self._retry(partial(self._backend.get, key))
 
     def get_into(self, key: str, out: memoryview) -> None:
-        """Fill `out`."""
         self._retry(partial(self._backend.get_into, key, out), out.nbytes)
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` from `start` on."""
         self._retry(partial(self._backend.get_range, key, start, out), out.nbytes)
 
     def list(self, prefix: str) -> list[Entry]:
-        """List objects."""
         return self._retry(partial(self._backend.list, prefix))
 
     def delete(self, key: str) -> None:
-        """Remove an object."""
         self._retry(partial(self._backend.delete, key))
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
-        """List leftovers."""
         return self._retry(partial(self._backend.unfinished_writes, prefix))
 
     def sweep(self, prefix: str) -> None:
-        """Remove leftovers."""
         self._retry(partial(self._backend.sweep, prefix))
 
     def close(self) -> None:
-        """Release connections and end all retries."""
         self._closed.set()
         self._backend.close()
 

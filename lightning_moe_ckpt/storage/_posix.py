@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lightning_moe_ckpt.errors import Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage._backend import Entry, Pace, expect_readable, probe_create
+from lightning_moe_ckpt.storage._backend import Entry, Pace, chunks_of, expect_readable, probe_create
 from lightning_moe_ckpt.storage._names import is_ours
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class PosixBackend:
 
     @property
     def url(self) -> str:
-        """The directory as a URL."""
         return f"file://{self._root}"
 
     @cached_property
@@ -74,7 +73,6 @@ class PosixBackend:
         return probe_create(self.url, self._link, self.get, self.delete)
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
-        """Write, sync, rename, sync the directory."""
         path = self._path(key)
         with _reported("put", path), self._written(path, views, self._pace) as temporary:
             temporary.replace(path)
@@ -90,7 +88,6 @@ class PosixBackend:
             self.put(key, data)
 
     def get(self, key: str) -> bytes:
-        """Read a whole file."""
         path = self._path(key)
         with _reported("get", path), _opened(path) as (file, nbytes):
             expect_readable(key, nbytes, str(path), self.get_range)
@@ -98,14 +95,12 @@ class PosixBackend:
             return bytes(memoryview(out)[: _read_into(file, memoryview(out))])
 
     def get_into(self, key: str, out: memoryview) -> None:
-        """Read a file of exactly `out.nbytes` bytes into `out`."""
         path = self._path(key)
         with _reported("get", path), _opened(path) as (file, nbytes):
             if nbytes != out.nbytes or _read_into(file, out) != nbytes:
                 raise Corrupt(f"{path}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Read `out.nbytes` bytes from `start` on into `out`."""
         path = self._path(key)
         with _reported("get", path), _opened(path) as (file, _):
             if (filled := _read_into(file, out, start)) != out.nbytes:
@@ -125,7 +120,6 @@ class PosixBackend:
             self._prune(path.parent)
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
-        """List temporary files."""
         return [*self._entries(prefix, temporary=True)]
 
     def sweep(self, prefix: str) -> None:
@@ -322,16 +316,13 @@ def _sync_directory(directory: Path) -> None:
 
 def _write_all(file: int, views: Sequence[bytes | memoryview], pace: Pace) -> None:
     """Write views straight from their memory; `os.write` releases the GIL for each chunk."""
-    position, chunk_nbytes = 0, pace.chunk_nbytes(_CHUNK_NBYTES)
-    for view in views:
-        rest = memoryview(view)
-        rest = rest.cast("B") if rest.nbytes else memoryview(b"")
-        while rest.nbytes:
-            chunk = rest[:chunk_nbytes]
-            pace.wait(chunk.nbytes)
+    position = 0
+    for chunk in chunks_of(views, pace.chunk_nbytes(_CHUNK_NBYTES)):
+        pace.wait(chunk.nbytes)
+        while chunk.nbytes:
             written = os.write(file, chunk)
             _start_writeback(file, position, written)
-            position, rest = position + written, rest[written:]
+            position, chunk = position + written, chunk[written:]
 
 
 def _read_into(file: int, out: memoryview, start: int = 0) -> int:

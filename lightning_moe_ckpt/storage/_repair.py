@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_manifest, read_marker
-from lightning_moe_ckpt.storage._commit import complete_markers
+from lightning_moe_ckpt.storage._coordination import complete_markers
 from lightning_moe_ckpt.storage._log import History, Lineage, Log
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key
 from lightning_moe_ckpt.storage._records import Commit

@@ -28,15 +28,23 @@ from lightning_moe_ckpt.errors import (
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
-    RunsOfGenerations,
     delete_generation,
     read_catalog,
     read_committed_marker,
+    run_reader,
 )
-from lightning_moe_ckpt.storage._commit import await_markers, complete_markers, publish
-from lightning_moe_ckpt.storage._coordination import Coordination, begin_run, expect_nothing_lost, losses, read_history
+from lightning_moe_ckpt.storage._coordination import (
+    Coordination,
+    await_markers,
+    begin_run,
+    complete_markers,
+    expect_nothing_lost,
+    losses,
+    publish,
+    read_history,
+)
 from lightning_moe_ckpt.storage._entries import SegmentEntry
-from lightning_moe_ckpt.storage._log import Lineage, Log, run_event
+from lightning_moe_ckpt.storage._log import Lineage, Log
 from lightning_moe_ckpt.storage._names import (
     LOG_PREFIX,
     SNAP_PREFIX,
@@ -46,8 +54,7 @@ from lightning_moe_ckpt.storage._names import (
 )
 from lightning_moe_ckpt.storage._open import memory_tag, place_of
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
-from lightning_moe_ckpt.storage._retention import Retention, doomed_generations
-from lightning_moe_ckpt.storage._survey import Survey
+from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations
 
 log = logging.getLogger(__name__)
 
@@ -86,22 +93,18 @@ class RunStore:
         run_log = Log(backend)
         while True:
             history = read_history(run_log, forgiving=resume == "never")
-            if history is not None and resume != "never":
-                return cls(
-                    backend, history.run_id, coordination=Coordination(run_log, history, RunsOfGenerations(backend))
-                )
-            if resume != "never":
-                expect_nothing_lost(backend)
-            if resume == "must":
-                raise NoUsableGeneration(f'{backend.url} holds no run, and resume="must" asks for one. Check the URL.')
-            history = begin_run(history, run_log, read_catalog(backend))
-            if run_log.append(run_event(history.run_id), history):
+            if history is None or resume == "never":
+                if resume != "never":
+                    expect_nothing_lost(backend)
+                if resume == "must":
+                    raise NoUsableGeneration(
+                        f'{backend.url} holds no run, and resume="must" asks for one. Check the URL.'
+                    )
+                history = begin_run(history, run_log, read_catalog(backend))
+                if not run_log.append({"type": "run", "run_id": history.run_id}, history):
+                    continue
                 log.info("%s: run %s begins", backend.url, history.run_id)
-                return cls(
-                    backend,
-                    history.run_id,
-                    coordination=Coordination(run_log, history, RunsOfGenerations(backend)),
-                )
+            return cls(backend, history.run_id, coordination=Coordination(run_log, history, run_reader(backend)))
 
     @classmethod
     def join(cls, backend: Backend, *, run_id: str) -> RunStore:
@@ -337,9 +340,9 @@ class RunStore:
             coordination.catch_up()
             catalog = read_catalog(self._backend)
             survey = Survey.take(self._backend, coordination.history, catalog)
-            advanced = coordination.advance(survey.give_up(coordination.history, retention, catalog))
+            advanced = coordination.advance(survey.give_up(coordination.history, retention))
         doomed = doomed_generations(
-            catalog, coordination.history, incarnation=coordination.opened_incarnation(), run_of=coordination.runs.of
+            catalog, coordination.history, incarnation=coordination.opened_incarnation(), run_of=coordination.run_of
         )
         for generation in doomed:
             delete_generation(self._backend, catalog[generation])

@@ -14,7 +14,7 @@ import xxhash
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._entries import RecordEntry, SegmentEntry
-from lightning_moe_ckpt.storage._segment import SegmentLayout, _rebuild, _split_header, dtype_of, header_nbytes
+from lightning_moe_ckpt.storage._segment import SegmentLayout, dtype_of, header_nbytes
 
 _LENGTH_NBYTES = 8
 
@@ -91,7 +91,12 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
 
 def check_header(backend: Backend, entry: SegmentEntry) -> None:
     """Read the header of a segment file and compare it with the marker's entry. Raises like `scrub_segment`."""
-    _check_places(entry, _read_header(backend, entry))
+    layout = SegmentLayout.of_header(_read_header(backend, entry))
+    if layout.nbytes != entry.nbytes:
+        raise Corrupt(
+            f"{entry.key}: its header is of {layout.nbytes} bytes, the file has {entry.nbytes}. Another copy may be good."
+        )
+    _expect_places(entry, layout)
 
 
 def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
@@ -125,14 +130,6 @@ def _read_header(backend: Backend, entry: SegmentEntry) -> bytes:
     header = bytearray(_LENGTH_NBYTES + header_nbytes(bytes(start), entry.nbytes))
     backend.get_range(entry.key, 0, memoryview(header))
     return bytes(header)
-
-
-def _check_places(entry: SegmentEntry, header: bytes) -> None:
-    """Check that the header follows the format and places every record where the marker says."""
-    layout: SegmentLayout = _rebuild(_split_header(memoryview(header)))
-    if layout.header != header or layout.nbytes != entry.nbytes:
-        raise Corrupt(f"{entry.key}: the header is not spelled as this format writes it. Another copy may be good.")
-    _expect_places(entry, layout)
 
 
 def _expect_places(entry: SegmentEntry, layout: SegmentLayout) -> None:

@@ -13,7 +13,6 @@ from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGenerati
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
-    data_nbytes,
     missing_parts,
     read_catalog,
     read_commit,
@@ -22,8 +21,8 @@ from lightning_moe_ckpt.storage._catalog import (
 )
 from lightning_moe_ckpt.storage._log import History, Log, read_entry
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, parse_log_key
-from lightning_moe_ckpt.storage._needs import needed_by, spare_for, what_lacks
 from lightning_moe_ckpt.storage._records import Commit, RankMarker
+from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +46,7 @@ class StoredGeneration:
     @property
     def nbytes(self) -> int:
         """Size of all stored segments."""
-        return data_nbytes(self.sizes)
+        return sum(nbytes for key, nbytes in self.sizes.items() if key.endswith(".safetensors"))
 
     @property
     def needs(self) -> tuple[GenerationId, ...]:

@@ -143,7 +143,7 @@ def test_verify_reads_what_no_restart_would_use_only_if_asked(
     from lightning_moe_ckpt.storage._json import encode
 
     for index in range(len(list((root / "_log").iterdir())), 10):
-        (root / "_log" / f"{index:020d}.json").write_bytes(encode("log", {**body, "index": index}, version=2))
+        (root / "_log" / f"{index:020d}.json").write_bytes(encode("log", {**body, "index": index}))
     assert run_json(capsys, "verify", str(root), status=1)["generations"] == []
     found = run_json(capsys, "verify", str(root), "--all")
     assert found["generations"] == ["step 6 (incarnation 1)", "step 4 (incarnation 1)"]

@@ -87,9 +87,8 @@ def histories(draw: st.DrawFn) -> History:
     history = History(run_id="r", first_incarnation=1, last_incarnation=0)
     for incarnation in range(1, 1 + draw(st.integers(0, 3))):
         floor = draw(st.none() | st.integers(0, 4))
-        history = history.opened(
-            incarnation, None if floor is None else GenerationId(step=floor, incarnation=incarnation - 1)
-        )
+        resumed = None if floor is None else GenerationId(step=floor, incarnation=incarnation - 1)
+        history = history.opened(incarnation, resumed, nonce="")
     return history.advanced(draw(st.integers(0, 2)))
 
 

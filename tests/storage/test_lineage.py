@@ -25,7 +25,7 @@ from lightning_moe_ckpt.storage import (
     collect_garbage,
     repair_log,
 )
-from lightning_moe_ckpt.storage._commit import await_markers, publish
+from lightning_moe_ckpt.storage._coordination import await_markers, publish
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.testing import Crashed, CrashingBackend
 

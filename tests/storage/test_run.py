@@ -26,7 +26,7 @@ from lightning_moe_ckpt.storage import (
     RunStore,
     open_backend,
 )
-from lightning_moe_ckpt.storage._commit import await_markers, publish
+from lightning_moe_ckpt.storage._coordination import await_markers, publish
 from lightning_moe_ckpt.storage._log import History, Log
 from lightning_moe_ckpt.storage._names import commit_key, log_key, marker_key, segment_key
 from lightning_moe_ckpt.testing import Crashed, CrashingBackend
