@@ -82,7 +82,7 @@ _LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
 _CYCLES = 3
 """Checkpoints that were due before the kill: the newest may still be on its way."""
 _GOAL = Goal("host", "from a SIGKILL to 50 MB out of host memory", 100, "ms", at_least=False)
-_RUN, _GENERATION = "bench", GenerationId(step=1, incarnation=1)
+_RUN, _GENERATION = "bench", GenerationId(step=1, incarnation=1, nonce="0" * 12)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,9 +90,7 @@ class BadCopyList:
                 place, step, incarnation, nonce, spared = row[i] - 1, *row[i + 1 : i + _INTEGERS]
                 if place < 0:
                     continue
-                generation = GenerationId(
-                    step=step, incarnation=incarnation, nonce=f"{nonce:012x}" if nonce >= 0 else ""
-                )
+                generation = GenerationId(step=step, incarnation=incarnation, nonce=f"{nonce:012x}")
                 self._known.setdefault(place, set()).add(generation)
                 self._begun[place] = max((each.step for each in storage.pending), default=NEVER)
                 if int(storage.step[place]) == step:
@@ -101,5 +99,4 @@ class BadCopyList:
 
     def _numbers(self, copy: BadCopy) -> list[int]:
         at = copy.generation
-        nonce = int(at.nonce, 16) if at.nonce else -1
-        return [self._places[copy.operator] + 1, at.step, at.incarnation, nonce, int(copy.spared)]
+        return [self._places[copy.operator] + 1, at.step, at.incarnation, int(at.nonce, 16), int(copy.spared)]

@@ -49,7 +49,7 @@ _GARBAGE = 0xEE
 
 
 def _generation(step: int) -> GenerationId:
-    return GenerationId(step=step, incarnation=1)
+    return GenerationId(step=step, incarnation=1, nonce="0" * 12)
 
 
 @dataclass(frozen=True, kw_only=True)

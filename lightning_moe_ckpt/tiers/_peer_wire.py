@@ -134,19 +134,17 @@ def numbers_of(generation: GenerationId | None) -> tuple[int, int, int]:
     """Return the integers for a generation, or for none."""
     if generation is None:
         return -1, -1, -1
-    return generation.step, generation.incarnation, int(generation.nonce, 16) if generation.nonce else -1
+    return generation.step, generation.incarnation, int(generation.nonce, 16)
 
 
 def generation_of(numbers: Sequence[int]) -> GenerationId | None:
     """Return the generation that `numbers_of` encoded. Raises `PeerLost` if the integers are not valid."""
     step, incarnation, nonce = numbers
-    if incarnation < -1 or nonce >= 2**48:
+    if max(numbers) < 0:
+        return None
+    if min(numbers) < 0 or nonce >= 2**48:
         raise PeerLost(f"a message names generation {list(numbers)}, which none of this release does.")
-    return (
-        None
-        if step < 0
-        else GenerationId(step=step, incarnation=incarnation, nonce="" if nonce < 0 else f"{nonce:012x}")
-    )
+    return GenerationId(step=step, incarnation=incarnation, nonce=f"{nonce:012x}")
 
 
 def numbers_of_copy(digest: str, drift: Sequence[float]) -> tuple[int, ...]:

@@ -380,8 +380,7 @@ def shared_name(tag: str, rank: int, kind: MemoryKind = "ring", *, turn: int = 0
 
 def marker_path(memory: Path, generation: GenerationId) -> Path:
     """Return the path of the marker of a generation in a memory file."""
-    nonce = f"-{generation.nonce}" if generation.nonce else ""
-    return memory.with_name(f"{memory.name}.{generation.step}.i{generation.incarnation}{nonce}.done")
+    return memory.with_name(f"{memory.name}.{generation.step}.i{generation.incarnation}-{generation.nonce}.done")
 
 
 def unfinished_path(marker: Path) -> Path:

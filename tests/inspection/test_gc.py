@@ -170,7 +170,10 @@ def rows(said: str, heap: str) -> dict[int, dict[str, Any]]:
 def test_what_interrupted_writes_left_is_shown_and_goes_with_the_life_that_left_it(tmp_path: Path, gc: Said) -> None:
     """Of generations of which nothing else is there; those of the newest incarnation may be under way, and stay."""
     backend = run_at(PosixBackend(tmp_path))
-    over, under_way = tmp_path / GenerationId(53, 2).prefix, tmp_path / GenerationId(57, 3).prefix
+    over, under_way = (
+        tmp_path / GenerationId(53, 2, "0123456789ab").prefix,
+        tmp_path / GenerationId(57, 3, "0123456789ab").prefix,
+    )
     for folder in (over, under_way):
         folder.mkdir(parents=True)
         (folder / f"r00000.{'a' * 32}.tmp").write_bytes(bytes(1000))
@@ -197,7 +200,7 @@ def test_uploads_that_nobody_finishes_are_shown_too(place: tuple[list[str], Back
     options = dict(each.removeprefix("--storage-option=").split("=", 1) for each in argv[1:])
     raw = ObjectBackend(argv[0], storage_options=options)
     assert raw.unfinished is not None
-    raw.unfinished.begin(raw.full_key(f"{GenerationId(53, 2).prefix}r00000.safetensors"))
+    raw.unfinished.begin(raw.full_key(f"{GenerationId(53, 2, '0123456789ab').prefix}r00000.safetensors"))
     assert rows(gc(*argv, "--json", "--dry-run")[1], "goes")[53]["unfinished"] == 1
     assert gc(*argv)[0] == 0
     assert raw.unfinished.list(raw.full_key("")) == []

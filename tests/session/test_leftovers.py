@@ -15,7 +15,7 @@ from lightning_moe_ckpt.storage import Entry, GenerationId, PosixBackend, RunSto
 from lightning_moe_ckpt.tiers import RankMemory
 
 RUN = "0" * 32
-NEWEST = GenerationId(step=6, incarnation=1)
+NEWEST = GenerationId(step=6, incarnation=1, nonce="0123456789ab")
 
 
 class Holding(RankMemory):
@@ -24,7 +24,7 @@ class Holding(RankMemory):
     @property
     @override
     def published(self) -> list[GenerationId]:
-        return [GenerationId(step=4, incarnation=1), NEWEST]
+        return [GenerationId(step=4, incarnation=1, nonce="0123456789ab"), NEWEST]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ class Slow(PosixBackend):
 
 def test_something_durable_as_new_supersedes(memory: Holding) -> None:
     """Of what is known without asking, the newest counts; nothing held needs nothing."""
-    older = GenerationId(step=5, incarnation=1)
+    older = GenerationId(step=5, incarnation=1, nonce="0123456789ab")
     assert is_superseded(memory, [None, older, NEWEST])
     assert not is_superseded(memory, [None, older])
     assert is_superseded(RankMemory(RUN, 1, url="file:///run", directory=memory._directory), [None])

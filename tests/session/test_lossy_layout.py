@@ -149,7 +149,7 @@ def _capture(layout: WindowLayout) -> tuple[torch.Tensor, SealedSegment]:
         _zero_absent(file.segment, file.bytes_in(memory))
     capture = BoundaryCapture(writer, 3, {})
     capture.take_rest({}, disturbed=False)
-    sealed = capture.sealed(GenerationId(step=3, incarnation=1))
+    sealed = capture.sealed(GenerationId(step=3, incarnation=1, nonce="0123456789ab"))
     for each in sealed.files:
         each.wait()
     engine.close()

@@ -98,7 +98,7 @@ class Run:
         self._planner.agreed([[*tokens_E, *told]])
         self._settle()
         self._layout = following if following is not None else self._layout
-        newest = (GenerationId(step=self.step, incarnation=1), self._layout)
+        newest = (GenerationId(step=self.step, incarnation=1, nonce="0123456789ab"), self._layout)
         tokens_of(self._planner).given("host", *newest, self._kept)
         self.ring.begin_window(self.step)
         self.ring.seal(self.ring.acquire(self.step, self.step))
@@ -111,7 +111,9 @@ class Run:
     def _settle(self) -> None:
         if self.step > 1:
             self.ring.complete_everywhere(self.step - 1)
-            tokens_of(self._planner).complete_everywhere("host", GenerationId(step=self.step - 1, incarnation=1))
+            tokens_of(self._planner).complete_everywhere(
+                "host", GenerationId(step=self.step - 1, incarnation=1, nonce="0123456789ab")
+            )
         self._busy -= 1
         if self._storing is not None and self._busy <= 0:
             tokens_of(self._planner).complete_everywhere("storage", self._storing)
@@ -255,7 +257,7 @@ def test_an_expert_of_which_another_rank_found_a_bad_copy_is_stored_again_and_no
     run.found = [place + 1, step, 1, -1, 1]
     run.window([10] * (2 * NUM_EXPERTS))
     name = [name for layer in here._view.operators.layers for name in expert_names(layer)][place]
-    assert here.bad_copies == {name: {GenerationId(step=step, incarnation=1)}}
+    assert here.bad_copies == {name: {GenerationId(step=step, incarnation=1, nonce="0123456789ab")}}
     seen = len(run.stored)
     for _ in range(ep_size):
         run.window([10] * (2 * NUM_EXPERTS))

@@ -17,7 +17,7 @@ def follow(story: str) -> SkipCounter:
         if what == "t":
             skips.taken()
         else:
-            skips.skipped(GenerationId(step=step, incarnation=1))
+            skips.skipped(GenerationId(step=step, incarnation=1, nonce="0123456789ab"))
     skips.close()
     return skips
 

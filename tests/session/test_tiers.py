@@ -81,7 +81,7 @@ FULL, PARTIAL = Layout(), Layout(is_incomplete=True)
 
 
 def generation(step: int) -> GenerationId:
-    return GenerationId(step=step, incarnation=1)
+    return GenerationId(step=step, incarnation=1, nonce="0123456789ab")
 
 
 class Rank:

@@ -322,7 +322,7 @@ def test_a_full_disk_takes_nothing_and_gives_what_it_has(backend: Backend, activ
 
 def test_calls_of_storage_are_phases(backend: Backend, places: list[tuple[FaultPhase, int]]) -> None:
     """With the step of their generation; reads and log entries are none."""
-    generation = GenerationId(step=7, incarnation=1)
+    generation = GenerationId(step=7, incarnation=1, nonce="0123456789ab")
     key = segment_key(generation, 0, 7)
     backend.put(key, b"")
     backend.put(f"{generation.prefix}rank00000.done", b"")

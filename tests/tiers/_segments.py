@@ -30,7 +30,7 @@ TIMEOUT = 30
 
 
 def generation(step: int, incarnation: int = 1) -> GenerationId:
-    return GenerationId(step=step, incarnation=incarnation)
+    return GenerationId(step=step, incarnation=incarnation, nonce="0123456789ab")
 
 
 def value_of(name: GenerationId, rank: int, step: int) -> float:

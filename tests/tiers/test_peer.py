@@ -114,7 +114,10 @@ def send(
     made.stream.finish(marker_of(rank.rank, generation, window, rank.world_size))
 
 
-G5, G8 = GenerationId(step=5, incarnation=0), GenerationId(step=8, incarnation=0)
+G5, G8 = (
+    GenerationId(step=5, incarnation=0, nonce="0123456789ab"),
+    GenerationId(step=8, incarnation=0, nonce="0123456789ab"),
+)
 
 
 def test_copies_are_the_owners_bytes_and_their_markers_verify(four_ranks: Cluster) -> None:
@@ -232,7 +235,7 @@ def test_a_dead_holder_stops_neither_steps_nor_the_way_out(three_ranks: Cluster)
 def test_no_step_sends_more_than_it_was_given(three_ranks: Cluster) -> None:
     """A dense generation of 8 steps: an eighth per step, counted by the sender, with two holders at once."""
     holders = {0: (1, 2), 1: (), 2: ()}
-    generation = GenerationId(step=8, incarnation=0)
+    generation = GenerationId(step=8, incarnation=0, nonce="0123456789ab")
 
     def work(rank: Rank) -> list[int]:
         made = replication(rank, holders, max_chunk=7_000)
@@ -262,7 +265,7 @@ def test_no_step_sends_more_than_it_was_given(three_ranks: Cluster) -> None:
 
 def test_an_unwanted_generation_is_given_up_in_the_middle(three_ranks: Cluster) -> None:
     """Nothing of it is found, its memory takes the next one, and the one before it stays."""
-    unwanted, after = G8, GenerationId(step=11, incarnation=0)
+    unwanted, after = G8, GenerationId(step=11, incarnation=0, nonce="0123456789ab")
 
     def work(rank: Rank) -> None:
         made = replication(rank, THREE_NODES)
@@ -367,7 +370,7 @@ def test_an_owner_that_says_no_goodbye_is_cut_off(three_ranks: Cluster) -> None:
 
 def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_then(three_ranks: Cluster) -> None:
     """Four segments instead of three do not fit beside the copy kept: it goes once the new ring holds one for all."""
-    larger = GenerationId(step=9, incarnation=0)
+    larger = GenerationId(step=9, incarnation=0, nonce="0123456789ab")
     holders = {0: (1,), 1: (), 2: ()}
 
     def send_four(
@@ -392,7 +395,10 @@ def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_the
             send_four(made, G5, larger, four)
             seen.append([path.name.partition(f"-{RUN}-0")[2] for path in rank.cluster.files()])
             send_four(
-                made, larger, GenerationId(step=13, incarnation=0), {step + 4: each for step, each in four.items()}
+                made,
+                larger,
+                GenerationId(step=13, incarnation=0, nonce="0123456789ab"),
+                {step + 4: each for step, each in four.items()},
             )
             seen.append([path.name.partition(f"-{RUN}-0")[2] for path in rank.cluster.files()])
         made.stream.say_close()
@@ -407,7 +413,7 @@ def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_the
 
 def test_a_later_life_goes_on_in_the_memory_of_the_last_one(three_ranks: Cluster) -> None:
     """After SIGKILL the copy that was resumed from stays, in place, until a newer one is complete; the rest goes."""
-    resumed, later = G5, GenerationId(step=11, incarnation=1)
+    resumed, later = G5, GenerationId(step=11, incarnation=1, nonce="0123456789ab")
 
     def killed(rank: Rank) -> None:
         made = replication(rank, THREE_NODES)

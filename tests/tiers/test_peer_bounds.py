@@ -151,7 +151,12 @@ def test_whatever_a_holder_answers_its_owner_leaves_it_out(
                 before = used()
                 stream = ReplicaStream(group, [1], max_chunk=2**20, pacer=Pacer())
                 try:
-                    stream.begin(GenerationId(step=5, incarnation=0), keep=None, num_segments=1, slot_nbytes=NBYTES)
+                    stream.begin(
+                        GenerationId(step=5, incarnation=0, nonce="0123456789ab"),
+                        keep=None,
+                        num_segments=1,
+                        slot_nbytes=NBYTES,
+                    )
                     stream.finish(b"marker")
                     wrong.append(f"{name}: believed")
                 except NotReplicated:

@@ -70,7 +70,7 @@ def history(dtype: torch.dtype = torch.float32) -> list[Boundary]:
 
 def generation(index: int) -> GenerationId:
     """Boundaries follow each other."""
-    return GenerationId(step=index + 1, incarnation=1)
+    return GenerationId(step=index + 1, incarnation=1, nonce="0123456789ab")
 
 
 SLOT = max(each.segment.numel() + each.gradients.area.numel() for each in history())

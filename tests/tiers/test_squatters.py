@@ -152,7 +152,7 @@ def test_all_that_is_made_is_for_this_user_alone(node: Path, umask: int) -> None
         keep(own.make(SLOT, 9), G3, (2, 3))
         assert {stat.S_IMODE(path.stat().st_mode) for path in node.iterdir()} == {0o600}
         assert len([*node.iterdir()]) == 2
-        assert own.published == [GenerationId(step=3, incarnation=1)]
+        assert own.published == [GenerationId(step=3, incarnation=1, nonce="0123456789ab")]
         own.close(unlink=True)
     finally:
         os.umask(before)
