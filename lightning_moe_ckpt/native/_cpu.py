@@ -3,9 +3,9 @@
 The first `submit` starts the thread, and again in a forked child, because threads do not survive a fork. One thread is
 enough: copies are bound by memory bandwidth, and a second thread would only take another core from training.
 
-The compiled engine takes one call per list, on a thread that never takes the GIL. A list that was not prepared, or that the
-library cannot arrange, such as a conversion that only torch knows, goes to the thread of its twin in Python, behind what was
-submitted before.
+The compiled engine takes one call per list, on a thread that never takes the GIL. A list that was not prepared, or that
+the library cannot arrange, such as a conversion that only torch knows, goes to the thread of its twin in Python, behind
+what was submitted before.
 """
 
 from __future__ import annotations

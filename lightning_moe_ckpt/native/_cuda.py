@@ -7,9 +7,9 @@ Events keep the order; nothing here synchronises the device or the training stre
 * `wait`: the calling thread sleeps until the bytes have arrived.
 
 Copy engines ignore stream priority, so a low-priority stream would not protect the copies of training. The compiled
-engine batches, packs and paces copies. Its `fence` waits on the calling thread until all are queued, and pacing ends for
-them, since the optimizer needs them now. Host memory given to its `register` is mapped and page-locked piece by piece in
-the background; until that is done, copies into it are queued one by one and at the speed of ordinary memory.
+engine batches, packs and paces copies. Its `fence` waits on the calling thread until all are queued, and pacing ends
+for them, since the optimizer needs them now. Host memory given to its `register` is mapped and page-locked piece by
+piece in the background; until that is done, copies into it are queued one by one and at the speed of ordinary memory.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Kernels are compiled for some devices and translated by the driver for others, and drivers batch copies in different
 ways. A part whose bytes differ from its twin's, or that hangs, is not used: a slow snapshot is better than a wrong one.
-A check takes milliseconds and a few megabytes. The checked engines and functions are arguments and run on any device, so
-that the checks can be tested themselves.
+A check takes milliseconds and a few megabytes. The checked engines and functions are arguments and run on any device,
+so that the checks can be tested themselves.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def carry_forward(
 ) -> tuple[ReferencedEntry, ...]:
     """Return what this rank's marker references in the generation after `previous`.
 
-    Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but each
-    generation that has the operator has all of it.
+    Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but
+    each generation that has the operator has all of it.
 
     Args:
         previous: this rank's marker of one of the two newest committed generations, the same one on all ranks. These

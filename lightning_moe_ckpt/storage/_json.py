@@ -125,7 +125,8 @@ def keys(make: Callable[..., T], fixed: Mapping[str, object] = MappingProxyType(
         for name, only in fixed.items():
             if (found := value.get(name)) != only:
                 raise Corrupt(
-                    f"{where}: {name!r} is {found!r:.200}, this release reads {only!r}. Read it with the release that wrote it."
+                    f"{where}: {name!r} is {found!r:.200}, this release reads {only!r}. "
+                    "Read it with the release that wrote it."
                 )
         made = {name: form.read(value.get(name, _Nothing), f"{where}: {name!r}") for name, form in forms.items()}
         if unknown := value.keys() - forms.keys() - fixed.keys():

@@ -1,7 +1,7 @@
 """The run's log: a dense list of small, exclusively created entries with incarnations (fencing) and the watermark.
 
-Each start of the job is an incarnation; `incarnation` is its number, `nonce` its random name. Whoever appends entry `n` has
-seen all entries before, because creating a taken index fails. Every entry repeats the whole history, so the newest
+Each start of the job is an incarnation; `incarnation` is its number, `nonce` its random name. Whoever appends entry `n`
+has seen all entries before, because creating a taken index fails. Every entry repeats the whole history, so the newest
 readable entry is the state, and a damaged older entry does no harm. If the newest entry is damaged, only its own event
 is lost: later numbers skip it, and its writer, if it still runs, repeats the event with its next entry.
 
@@ -161,7 +161,8 @@ class History:
             return f"below the watermark {self.watermark}"
         for cut in self.cuts:
             if generation.incarnation < cut.incarnation and generation.step > cut.floor:
-                return f"incarnation {cut.incarnation} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
+                place = "nothing" if cut.step is None else f"step {cut.step}"
+                return f"incarnation {cut.incarnation} began again from {place}"
         return None
 
     def why_unknown(self, generation: GenerationId) -> str | None:
@@ -338,8 +339,8 @@ def _names(history: History) -> tuple[str, int, str]:
 
 
 HISTORY = keys(
-    History, run_id=TEXT, first_incarnation=INTEGER, last_incarnation=INTEGER, watermark=INTEGER, kept=_KEPT, cuts=_CUTS,
-    key=TEXT, replaced=many(TEXT), has_commits=FLAG,
+    History, run_id=TEXT, first_incarnation=INTEGER, last_incarnation=INTEGER, watermark=INTEGER, kept=_KEPT,
+    cuts=_CUTS, key=TEXT, replaced=many(TEXT), has_commits=FLAG,
 )  # fmt: skip
 _ENTRY = keys(_Entry, index=INTEGER, nonce=TEXT, event=OBJECT, history=HISTORY)
 

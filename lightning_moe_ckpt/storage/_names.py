@@ -7,7 +7,7 @@ snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.done                    
 snap/<step:012d>/i<incarnation:06d>-<nonce>/_COMMITTED                         the generation exists
 ```
 
-Invariant: only one incarnation uses a name, so no reader sees an object change. `incarnation` counts the incarnations in the
+Invariant: only one incarnation uses a name, so no reader sees an object change. `incarnation` counts the starts in the
 log. If a log was copied or put back to an older state, two incarnations get the same number; `nonce` is random.
 """
 

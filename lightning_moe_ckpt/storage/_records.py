@@ -3,9 +3,9 @@
 A commit is computed from the markers alone. So every writer (the coordinator, its retry, or the next incarnation that
 promotes a generation) writes the same bytes. Coordinates are global: another number of ranks can read them.
 
-A generation may lack operators and reference them: its markers name older files, and the records in them, with the newest
-state of each operator. They name files that hold the bytes, never a generation that references in turn. Markers also name
-spares: the second newest copy of each operator, used if the newest is damaged. A missing spare is no defect.
+A generation may lack operators and reference them: its markers name older files, and the records in them, with the
+newest state of each operator. They name files that hold the bytes, never a generation that references in turn. Markers
+also name spares: the second newest copy of each operator, used if the newest is damaged. A missing spare is no defect.
 """
 
 from __future__ import annotations
@@ -357,5 +357,6 @@ def _marker(lines: MarkerLines) -> Form[RankMarker]:
     return keys(
         RankMarker, {"digests": DIGEST_NAME, "record_columns": RECORD_COLUMNS}, run_id=TEXT, rank=INTEGER,
         world_size=INTEGER, generation=GENERATION, plan_hash=TEXT, segments=many(segments), referenced=references,
-        spares=references, policy=_POLICY, module=maybe(module), unix_time=INTEGER, rounded=FLAG, lineage=maybe(LINEAGE),
+        spares=references, policy=_POLICY, module=maybe(module), unix_time=INTEGER, rounded=FLAG,
+        lineage=maybe(LINEAGE),
     )  # fmt: skip

@@ -94,7 +94,7 @@ def check_header(backend: Backend, entry: SegmentEntry) -> None:
     layout = SegmentLayout.of_header(_read_header(backend, entry))
     if layout.nbytes != entry.nbytes:
         raise Corrupt(
-            f"{entry.key}: its header is of {layout.nbytes} bytes, the file has {entry.nbytes}. Another copy may be good."
+            f"{entry.key}: its header says {layout.nbytes} bytes, its marker {entry.nbytes}. Another copy may be good."
         )
     _expect_places(entry, layout)
 
