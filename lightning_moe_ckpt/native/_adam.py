@@ -49,7 +49,6 @@ class AdamState:
     """Maximum of the second moment; only with `amsgrad`."""
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the state."""
         return [t for t in (self.param, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
 
 

@@ -164,7 +164,6 @@ def sample_rank(numel: int, how: GradientCompression) -> tuple[int, int]:
 
 
 def empty_quantized(gradient: Tensor) -> QuantizedGradient:
-    """Allocate the result for a small gradient, on its device."""
     device = gradient.device
     return QuantizedGradient(
         torch.empty(gradient.numel(), dtype=torch.int8, device=device),
@@ -175,7 +174,6 @@ def empty_quantized(gradient: Tensor) -> QuantizedGradient:
 
 
 def empty_part(numel: int, device: torch.device, how: GradientCompression) -> SparsePart:
-    """Allocate the result for one part of a big gradient."""
     capacity, tiles = capacity_of(numel, how), -(-numel // TILE_NUMEL)
     return SparsePart(
         torch.empty(capacity, dtype=torch.float16, device=device),
@@ -300,7 +298,6 @@ def _room(out: SparsePart) -> tuple[int, int, int, int, int]:
 
 
 def quantize(gradient: Tensor, out: QuantizedGradient) -> None:
-    """Compress a gradient to INT8 with one scale."""
     values = gradient.reshape(-1).float()
     bits = _magnitude_bits(values)
     out.not_finite.fill_(int((bits >= INF_BITS).sum()))

@@ -64,7 +64,6 @@ class PartStatus:
 
     @property
     def active(self) -> bool:
-        """Whether its functions are used."""
         return self.library is not None
 
 

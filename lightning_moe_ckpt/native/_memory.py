@@ -196,7 +196,6 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def num_nodes() -> int:
-    """Return the number of memory nodes of this machine."""
     return len(list(_NODES.glob("node[0-9]*"))) or 1
 
 

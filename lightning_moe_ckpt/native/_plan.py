@@ -102,7 +102,6 @@ class CopyPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan copies."""
         return self._call("nbytes", self.handle)
 
     @property

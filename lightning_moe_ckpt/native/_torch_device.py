@@ -48,11 +48,9 @@ class TorchDevice:
         return torch.cuda.is_current_stream_capturing()
 
     def memory(self, nbytes: int) -> Tensor:
-        """Allocate bytes on the device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def page_locked(self, nbytes: int) -> Tensor:
-        """Allocate page-locked bytes on the host."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, structures: ctypes.Array[Any]) -> Tensor:

@@ -27,7 +27,9 @@ from lightning_moe_ckpt.storage._catalog import (
     read_commit,
     read_marker,
 )
-from lightning_moe_ckpt.storage._log import History, Lineage, Log, open_event, watermark_event
+from lightning_moe_ckpt.storage._entries import GENERATION
+from lightning_moe_ckpt.storage._json import maybe
+from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_event
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key, new_nonce
 from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
@@ -56,13 +58,6 @@ def expect_nothing_lost(backend: Backend) -> None:
             f"{backend.url} holds {len(committed)} committed generations, the newest {committed[-1]}, but no log that says "
             f"of which run they are. {WAYS_ON}"
         )
-
-
-def losses(backend: Backend, history: History, offered: Sequence[object]) -> list[tuple[str, str]]:
-    """Return known losses as (place, reason): the log mentions commits and none can be offered."""
-    if not offered and (history.has_commits or history.watermark):
-        return [(backend.url, "its log says that generations were committed, and none of them is there")]
-    return []
 
 
 def read_history(run_log: Log, *, forgiving: bool) -> History | None:
@@ -127,8 +122,10 @@ class Coordination:
         if resumed is not None and history.why_dead(resumed) is not None:
             history = history.adopted(resumed)
         history = history.opened(incarnation, resumed, new_nonce())
-        volatile = resumed is not None and resumed not in self.offered
-        if not self.log.append(open_event(incarnation, resumed, volatile=volatile), history):
+        event = {"type": "open", "incarnation": incarnation, "resumed": maybe(GENERATION).body(resumed)}
+        if resumed is not None and resumed not in self.offered:
+            event["volatile"] = True  # in memory only, never committed
+        if not self.log.append(event, history):
             return False
         self.history, self.incarnation, self.lineage = history, incarnation, history.lineage(time.time_ns())
         return True

@@ -92,7 +92,6 @@ class RecordTable(Sequence[RecordEntry]):
 
     @classmethod
     def of(cls, records: Sequence[RecordEntry]) -> RecordTable:
-        """Encode records as a line."""
         if isinstance(records, RecordTable):
             return records
         return cls(_line([record.digest for record in records], _rows(records)))

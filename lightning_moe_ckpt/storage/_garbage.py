@@ -56,7 +56,6 @@ class Garbage:
 
     @property
     def nbytes(self) -> int:
-        """Size of all that goes."""
         return sum(each.nbytes for each in self.goes)
 
 

@@ -95,7 +95,6 @@ INTEGER: Form[int] = Form(_read_integer, lambda value: value)
 
 
 def many(form: Form[T]) -> Form[tuple[T, ...]]:
-    """Return the form of a list."""
     return Form(
         lambda value, where: tuple(form.read(each, where) for each in _expect(list, value, where)),
         lambda values: [form.body(each) for each in values],

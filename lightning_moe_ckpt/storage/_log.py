@@ -22,7 +22,7 @@ from itertools import chain
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend, create_once
-from lightning_moe_ckpt.storage._entries import GENERATION, NONCE
+from lightning_moe_ckpt.storage._entries import NONCE
 from lightning_moe_ckpt.storage._json import FLAG, INTEGER, OBJECT, TEXT, Form, decode, encode, keys, many, maybe
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
 
@@ -60,7 +60,6 @@ class Lineage:
 
     @property
     def ancestors(self) -> set[tuple[int, str]]:
-        """Numbers and names of the incarnations before."""
         return {(cut.incarnation, cut.nonce) for cut in self.cuts[:-1]}
 
 
@@ -306,16 +305,6 @@ class Log:
     def _indices(self, prefix: str) -> list[int]:
         found = (parse_log_key(entry.key) for entry in self._backend.list(prefix))
         return sorted(index for index in found if index is not None)
-
-
-def open_event(incarnation: int, resumed: GenerationId | None, *, volatile: bool = False) -> dict[str, object]:
-    """Return the event of a new incarnation; `volatile` says that `resumed` is in memory only, never committed."""
-    event = {
-        "type": "open",
-        "incarnation": incarnation,
-        "resumed": maybe(GENERATION).body(resumed),
-    }
-    return {**event, "volatile": True} if volatile else event
 
 
 def watermark_event(incarnation: int, step: int) -> dict[str, object]:

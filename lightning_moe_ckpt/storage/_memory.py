@@ -39,11 +39,9 @@ class RingHeader:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole ring file."""
         return RING_HEADER_NBYTES + self.slot_nbytes * self.num_slots
 
     def to_bytes(self) -> bytes:
-        """Encode the page."""
         return encode("ring", _RING.body(self)).ljust(RING_HEADER_NBYTES, b"\0")
 
     @classmethod

@@ -75,7 +75,6 @@ def is_ours(key: str, *, folder: bool) -> bool:
 
 
 def log_key(index: int) -> str:
-    """Key of entry `index` of the log."""
     return f"{LOG_PREFIX}{index:020d}.json"
 
 
@@ -91,7 +90,6 @@ def segment_key(generation: GenerationId, rank: int, step: int, audience: str = 
 
 
 def marker_key(generation: GenerationId, rank: int) -> str:
-    """Key of the marker of `rank`."""
     return f"{generation.prefix}rank{rank:05d}.done"
 
 

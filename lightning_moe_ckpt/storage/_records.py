@@ -100,7 +100,6 @@ class ModuleLine:
 
     @classmethod
     def of(cls, entry: ModuleEntry) -> ModuleLine:
-        """Encode a description as a line."""
         return cls(json.dumps(asdict(entry), sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
 
     def read(self) -> ModuleEntry:
@@ -249,7 +248,6 @@ class Commit:
         )
 
     def to_bytes(self) -> bytes:
-        """Encode as a JSON document."""
         return encode("commit", _COMMIT.body(self))
 
     @classmethod

@@ -39,7 +39,6 @@ from lightning_moe_ckpt.storage._coordination import (
     begin_run,
     complete_markers,
     expect_nothing_lost,
-    losses,
     publish,
     read_history,
 )
@@ -113,7 +112,6 @@ class RunStore:
 
     @property
     def url(self) -> str:
-        """URL under which the run is stored."""
         return self._backend.url
 
     @property
@@ -214,9 +212,10 @@ class RunStore:
             level = logging.WARNING if each.is_loss else as_it_should_be
             fate = "has to do with older copies" if each.may_be_restored else "is skipped"
             log.log(level, "%s %s: %s", each.generation, fate, each.reason)
-        for where, reason in losses(self._backend, coordination.history, survey.offered):
-            self.unreadable.append((where, reason))
-            log.warning("%s: %s", where, reason)
+        if not survey.offered and (coordination.history.has_commits or coordination.history.watermark):
+            reason = "its log says that generations were committed, and none of them is there"
+            self.unreadable.append((self.url, reason))
+            log.warning("%s: %s", self.url, reason)
         self.sources = survey.sources
         coordination.offered = frozenset(commit.generation for commit in survey.offered)
         return survey.offered
@@ -349,7 +348,6 @@ class RunStore:
         return list(doomed)
 
     def close(self) -> None:
-        """Release the backend."""
         self._backend.close()
 
     def _coordinator(self) -> Coordination:

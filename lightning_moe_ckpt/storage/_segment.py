@@ -81,7 +81,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -195,7 +194,6 @@ def _check(tensors: Sequence[TensorSpec], metadata: Mapping[str, str], align: in
 
 
 def _is_filler(name: str) -> bool:
-    """Whether a tensor of this name is padding."""
     return name.startswith(_PAD_PREFIX)
 
 

@@ -105,12 +105,10 @@ class UnfinishedUploads:
     # For tests of the store itself.
 
     def begin(self, key: str) -> Upload:
-        """Begin an upload and leave it incomplete."""
         with self._asking("create_multipart_upload"):
             return Upload(key, self._client.create_multipart_upload(Bucket=self._bucket, Key=key)["UploadId"])
 
     def refuses_small_parts(self, key: str) -> bool:
-        """Whether the store refuses an upload with a part that is too small."""
         place = {"Bucket": self._bucket, "Key": key, "UploadId": self.begin(key).upload_id}
         parts = [
             {"PartNumber": number, "ETag": self._client.upload_part(**place, PartNumber=number, Body=b"a part")["ETag"]}
@@ -119,7 +117,6 @@ class UnfinishedUploads:
         return self._refuses("complete_multipart_upload", **place, MultipartUpload={"Parts": parts})
 
     def refuses_wrong_digest(self, key: str) -> bool:
-        """Whether the store refuses a body that does not match its `Content-MD5`."""
         digest = base64.b64encode(bytes(16)).decode()
         return self._refuses("put_object", Bucket=self._bucket, Key=key, Body=b"a body", ContentMD5=digest)
 

@@ -45,7 +45,6 @@ class StoredGeneration:
 
     @property
     def nbytes(self) -> int:
-        """Size of all stored segments."""
         return sum(nbytes for key, nbytes in self.sizes.items() if key.endswith(".safetensors"))
 
     @property
@@ -90,7 +89,6 @@ class RunView:
 
     @property
     def url(self) -> str:
-        """URL under which the run is stored."""
         return self._backend.url
 
     @property
