@@ -53,24 +53,18 @@ class CpuTicket(Ticket):
             raise CheckpointError("This snapshot was submitted before a fork; only the parent process can wait for it.")
         if not self._arrived.wait(timeout.total_seconds() if timeout is not None else None):
             raise TimeoutError(f"A snapshot of {self._num_copies} slices is not done after {timeout}.")
-        self._raise_failure()
+        if self._error is not None:
+            raise copy_failed(self._num_copies, self._error) from self._error
 
     def run(self) -> None:
         """Copy everything. Called on the background thread only."""
         try:
-            self._copy_all()
+            (self._copies if isinstance(self._copies, CopyList) else CopyList(self._copies)).run()
         except BaseException as error:  # noqa: BLE001  # thread entry: raised again by fence and wait
             self._error = error
         finally:
             self._copies = ()  # release the sources, which were read, before the ticket is done
             self._arrived.set()
-
-    def _copy_all(self) -> None:
-        (self._copies if isinstance(self._copies, CopyList) else CopyList(self._copies)).run()
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise copy_failed(self._num_copies, self._error) from self._error
 
 
 class CpuCopyEngine(CopyEngine):

@@ -129,11 +129,6 @@ class SparseGradient:
 CompressedGradient: TypeAlias = QuantizedGradient | SparseGradient
 
 
-def is_small(gradient: Tensor, how: GradientCompression) -> bool:
-    """Whether a gradient becomes INT8 instead of sparse."""
-    return gradient.numel() < max(how.small_numel, 1)
-
-
 def check_gradient(gradient: Tensor, position: int) -> None:
     """Raise unless a gradient can be compressed.
 
@@ -150,11 +145,6 @@ def check_gradient(gradient: Tensor, position: int) -> None:
             f"Gradient {position} of shape {tuple(gradient.shape)} has strides {gradient.stride()}; "
             "compression reads contiguous memory. Call `.contiguous()` first."
         )
-
-
-def capacity_of(numel: int, how: GradientCompression) -> int:
-    """Return the number of elements that a part of `numel` elements has room for."""
-    return min(numel, max(math.ceil(numel * how.capacity_ratio), 1))
 
 
 def sample_rank(numel: int, how: GradientCompression) -> tuple[int, int]:
@@ -174,7 +164,7 @@ def empty_quantized(gradient: Tensor) -> QuantizedGradient:
 
 
 def empty_part(numel: int, device: torch.device, how: GradientCompression) -> SparsePart:
-    capacity, tiles = capacity_of(numel, how), -(-numel // TILE_NUMEL)
+    capacity, tiles = min(numel, max(math.ceil(numel * how.capacity_ratio), 1)), -(-numel // TILE_NUMEL)
     return SparsePart(
         torch.empty(capacity, dtype=torch.float16, device=device),
         torch.empty(capacity, dtype=torch.int32, device=device),
@@ -223,7 +213,7 @@ def compress_with(
     part_numel: int = MAX_PART_NUMEL,
 ) -> list[CompressedGradient]:
     """Compress gradients that `compress_gradients` has checked, with `library`, or with the twins if it is `None`."""
-    small = {i: empty_quantized(g) for i, g in enumerate(gradients) if is_small(g, how)}
+    small = {i: empty_quantized(g) for i, g in enumerate(gradients) if g.numel() < max(how.small_numel, 1)}
     _quantize(library, [gradients[i] for i in small], list(small.values()), threads)
     return [small[i] if i in small else _sparse(library, g, how, threads, part_numel) for i, g in enumerate(gradients)]
 

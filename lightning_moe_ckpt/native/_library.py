@@ -87,7 +87,7 @@ def status(part: LibraryPart) -> PartStatus:
     """Load a part, once per process."""
     try:
         library = _load(part)
-        described = _describe_cpu(library) if part == "cpu" else _describe_cuda(library)
+        described = f"built by {library.moe_cpu_compiler().decode()}" if part == "cpu" else _describe_cuda(library)
     except _Missing as missing:
         level = logging.WARNING if missing.unexpected else logging.DEBUG
         log.log(level, "the compiled %s part is not in use: %s", part, missing)
@@ -147,10 +147,6 @@ def _source_digest() -> str:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16] if folder.is_dir() else ""
-
-
-def _describe_cpu(library: Library) -> str:
-    return f"built by {library.moe_cpu_compiler().decode()}"
 
 
 def _describe_cuda(library: Library) -> str:

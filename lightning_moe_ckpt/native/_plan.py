@@ -244,11 +244,7 @@ def _two_dimensions(src: Tensor, dst: Tensor) -> tuple[int, int, int, int] | Non
         (count, _, _), dims = dims[-1], dims[:-1]
     else:
         count = 1
-    if len(dims) > 1 or _overlap(dims, count):
+    if len(dims) > 1 or any(stride < count for _, _, stride in dims):  # rows of the destination would overlap
         return None
     rows, src_stride, dst_stride = dims[0] if dims else (1, 0, 0)
     return (0, 0, 0, 0) if src.numel() == 0 else (rows, count, src_stride, dst_stride)
-
-
-def _overlap(dims: Sequence[tuple[int, int, int]], count: int) -> bool:
-    return any(stride < count for _, _, stride in dims)

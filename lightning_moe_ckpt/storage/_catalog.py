@@ -19,7 +19,7 @@ from lightning_moe_ckpt.storage._names import (
     parse_marker_name,
     parse_snap_key,
 )
-from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker, stored_sizes
+from lightning_moe_ckpt.storage._records import Commit, RankMarker, StoredMarker
 
 
 @dataclass(slots=True)
@@ -53,24 +53,16 @@ def read_catalog(backend: Backend, prefix: str = SNAP_PREFIX) -> Catalog:
     return catalog
 
 
-def read_commit(backend: Backend, run_id: str, generation: GenerationId) -> Commit:
-    """Read a manifest and check that it is this run's and this generation's.
+def read_commit(backend: Backend, generation: GenerationId, run_id: str | None = None) -> Commit:
+    """Read a manifest and check that it is this generation's, and this run's if there is a `run_id`.
 
     Raises:
         Corrupt: the manifest is not what was written, or belongs elsewhere.
         KeyMissing: the manifest was deleted.
     """
-    commit = read_manifest(backend, generation)
-    if commit.run_id != run_id:
-        raise Corrupt(f"{commit_key(generation)}: belongs to {generation} of run {commit.run_id}. It is skipped.")
-    return commit
-
-
-def read_manifest(backend: Backend, generation: GenerationId) -> Commit:
-    """Read a manifest of any run. Raises `Corrupt`, `KeyMissing`."""
     key = commit_key(generation)
     commit = Commit.from_bytes(backend.get(key), key)
-    if commit.generation != generation:
+    if commit.generation != generation or run_id not in {None, commit.run_id}:
         raise Corrupt(f"{key}: belongs to {commit.generation} of run {commit.run_id}. It is skipped.")
     return commit
 
@@ -80,7 +72,7 @@ def run_reader(backend: Backend) -> Callable[[GenerationId], str | None]:
 
     It reads each manifest once, and raises `StorageError` if the medium fails.
     """
-    read = cache(lambda generation: read_manifest(backend, generation).run_id)
+    read = cache(lambda generation: read_commit(backend, generation).run_id)
 
     def run_of(generation: GenerationId) -> str | None:
         try:
@@ -121,7 +113,7 @@ def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMa
 
 def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
     """Return the keys of files that a marker names and the listing lacks, or shows with another size."""
-    return [key for key, nbytes in stored_sizes(marker).items() if contents.sizes.get(key) != nbytes]
+    return [each.key for each in marker.segments if contents.sizes.get(each.key) != each.nbytes]
 
 
 def missing_parts(commit: Commit, contents: Contents) -> str | None:

@@ -286,7 +286,7 @@ def expect_needs(backend: Backend, history: History, commit: Commit, stored: Seq
         if (dead := history.why_dead(need)) is not None:
             raise Corrupt(f"{commit.generation}: refers to {need}, which must not be used: {dead}. {_REMEDY}")
         try:
-            read_commit(backend, history.run_id, need)
+            read_commit(backend, need, history.run_id)
         except (Corrupt, KeyMissing) as error:
             raise Corrupt(
                 f"{commit.generation}: refers to {need}, which is not committed: {error} {_REMEDY}"

@@ -22,7 +22,7 @@ from lightning_moe_ckpt.storage._backend import Backend, Entry
 from lightning_moe_ckpt.storage._catalog import Catalog, Contents, delete_generation, read_catalog, run_reader
 from lightning_moe_ckpt.storage._log import History, Log, watermark_event
 from lightning_moe_ckpt.storage._names import SNAP_PREFIX, GenerationId, parse_snap_key
-from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations
+from lightning_moe_ckpt.storage._retention import Retention, Survey, doomed_generations, needed_by, spare_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ def collect_garbage(
             delete_generation(backend, catalog[generation])
     kept = {} if retention is None else survey.reasons(retention)
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
-    needed = survey.spare | survey.needed
+    needed = spare_for(survey.usable) | needed_by(survey.usable)
     staying = {
         g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), run_of)
         for g in sorted(catalog)

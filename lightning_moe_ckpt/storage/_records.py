@@ -239,7 +239,7 @@ class Commit:
             world_size=first.world_size,
             steps=first.steps,
             markers=tuple(each.digest for each in stored),
-            nbytes=sum(nbytes for marker in markers for nbytes in stored_sizes(marker).values()),
+            nbytes=sum(segment.nbytes for marker in markers for segment in marker.segments),
             policy=first.policy,
             unix_time=first.unix_time,
             needs=tuple(sorted({need for marker in markers for need in marker.needs})),
@@ -260,11 +260,6 @@ class Commit:
         if len(commit.markers) != commit.world_size:
             raise Corrupt(f"{where}: {len(commit.markers)} markers for a world of {commit.world_size}.")
         return commit
-
-
-def stored_sizes(marker: RankMarker) -> dict[str, int]:
-    """Return key and size of every segment file that the marker says is durable."""
-    return {each.key: each.nbytes for each in marker.segments}
 
 
 def _common(marker: RankMarker) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, NoUsableGeneration
 from lightning_moe_ckpt.storage._backend import Backend
-from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_manifest, read_marker
+from lightning_moe_ckpt.storage._catalog import Contents, read_catalog, read_commit, read_marker
 from lightning_moe_ckpt.storage._coordination import complete_markers
 from lightning_moe_ckpt.storage._log import History, Lineage, Log
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key
@@ -92,7 +92,7 @@ def _manifests(
     commits, mended, bad = list[Commit](), list[Commit](), dict[GenerationId, str]()
     for contents in committed:
         try:
-            commits.append(read_manifest(backend, contents.generation))
+            commits.append(read_commit(backend, contents.generation))
         except (Corrupt, KeyMissing) as error:  # noqa: PERF203  # each is judged by itself
             try:
                 mended.append(_manifest_of_markers(backend, contents))

@@ -267,16 +267,6 @@ class Survey:
         """Generations that a restore does not try, but may take operators from; newest first."""
         return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
 
-    @property
-    def needed(self) -> dict[GenerationId, GenerationId]:
-        """Generations that usable ones need, each with the newest that needs it."""
-        return needed_by(self.usable)
-
-    @property
-    def spare(self) -> dict[GenerationId, GenerationId]:
-        """Generations that hold spares of usable ones, each with the newest that names it."""
-        return spare_for(self.usable)
-
     def give_up(self, history: History, retention: Retention) -> History | None:
         """Return the history after `retention` gave up what need not stay; `None` if nothing changes."""
         whole, _ = self._sound()
@@ -364,6 +354,6 @@ def _read_restorable(backend: Backend, history: History, contents: Contents) -> 
     if not contents.committed:
         return PassedOver(generation, f"not committed; {len(contents.ranks)} ranks had finished", is_loss=False)
     try:
-        return read_commit(backend, history.run_id, generation)
+        return read_commit(backend, generation, history.run_id)
     except (Corrupt, StorageError) as error:
         return PassedOver(generation, str(error), is_loss=True)

@@ -17,7 +17,6 @@ from lightning_moe_ckpt.storage._catalog import (
     read_catalog,
     read_commit,
     read_committed_marker,
-    read_manifest,
 )
 from lightning_moe_ckpt.storage._log import History, Log, read_entry
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, parse_log_key
@@ -137,7 +136,8 @@ class RunView:
         dead = self.history.why_dead(generation) if self.history is not None else "the log cannot be read"
         if contents.committed:
             try:
-                commit = self._read_commit(generation, dead)
+                # A dead generation may belong to another run.
+                commit = read_commit(self._backend, generation, self.run_id if dead is None else None)
                 damage = missing_parts(commit, contents)
             except CheckpointError as error:
                 damage = str(error)
@@ -159,12 +159,6 @@ class RunView:
         if lack is None or (lack.is_loss and stored.commit.spares):  # spares may suffice
             return stored
         return replace(stored, damage=lack.reason) if lack.is_loss else replace(stored, dead=lack.reason)
-
-    def _read_commit(self, generation: GenerationId, dead: str | None) -> Commit:
-        """Read the manifest; a dead generation may belong to another run."""
-        if dead is None:
-            return read_commit(self._backend, self.run_id, generation)
-        return read_manifest(self._backend, generation)
 
 
 def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:
