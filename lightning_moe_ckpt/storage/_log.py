@@ -158,11 +158,11 @@ class History:
             return None
         if generation.step < self.watermark:
             return f"below the watermark {self.watermark}"
-        for cut in self.cuts:
-            if generation.incarnation < cut.incarnation and generation.step > cut.floor:
-                place = "nothing" if cut.step is None else f"step {cut.step}"
-                return f"incarnation {cut.incarnation} began again from {place}"
-        return None
+        later = [c for c in self.cuts if generation.incarnation < c.incarnation and generation.step > c.floor]
+        if not later:
+            return None
+        cut = max(later, key=lambda cut: (-cut.floor, cut.incarnation))
+        return f"incarnation {cut.incarnation} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
 
     def why_unknown(self, generation: GenerationId) -> str | None:
         """Return why a generation is not of this log's past, judged by its incarnation's name; `None` if it is."""

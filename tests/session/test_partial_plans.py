@@ -254,7 +254,7 @@ def test_an_expert_of_which_another_rank_found_a_bad_copy_is_stored_again_and_no
         run.window([10] * (2 * NUM_EXPERTS))
     place = run.stored[-2].storage[1][0] + NUM_EXPERTS
     step = int(tokens_of(here).ledger.saved["storage"].step[place])
-    run.found = [place + 1, step, 1, -1, 1]
+    run.found = [place + 1, step, 1, int("0123456789ab", 16), 1]
     run.window([10] * (2 * NUM_EXPERTS))
     name = [name for layer in here._view.operators.layers for name in expert_names(layer)][place]
     assert here.bad_copies == {name: {GenerationId(step=step, incarnation=1, nonce="0123456789ab")}}

@@ -406,8 +406,8 @@ def test_a_larger_plan_moves_to_a_larger_ring_and_the_older_copy_stays_until_the
         return seen
 
     both, new = run(three_ranks, work)[0]
-    assert both == [".1.replica", ".1.replica.9.i0.done", ".replica", ".replica.5.i0.done"]
-    assert new == [".1.replica", ".1.replica.13.i0.done", ".1.replica.9.i0.done"]
+    assert both == [".1.replica", ".1.replica.9.i0-0123456789ab.done", ".replica", ".replica.5.i0-0123456789ab.done"]
+    assert new == [".1.replica", ".1.replica.13.i0-0123456789ab.done", ".1.replica.9.i0-0123456789ab.done"]
     assert three_ranks.files() == []
 
 
@@ -436,7 +436,7 @@ def test_a_later_life_goes_on_in_the_memory_of_the_last_one(three_ranks: Cluster
         ]
 
     assert run(three_ranks, killed) == [-9, -9, -9]
-    assert run(three_ranks, work) == [["replica.5.i0.done", "replica"]] * 3
+    assert run(three_ranks, work) == [["replica.5.i0-0123456789ab.done", "replica"]] * 3
     for owner in THREE_NODES:
         assert published(three_ranks, owner, resumed)
         assert published(three_ranks, owner, later)

@@ -39,7 +39,7 @@ def header(kind: int, *numbers: int, length: int | None = None) -> Header:
 
 
 def begin(num_segments: int = 2, slot_nbytes: int = NBYTES) -> Header:
-    return header(MessageKind.BEGIN, 5, 0, -1, *[-1] * 6, num_segments, slot_nbytes)
+    return header(MessageKind.BEGIN, 5, 0, 1, *[-1] * 6, num_segments, slot_nbytes)
 
 
 TALKS: dict[str, Sequence[Header]] = {
