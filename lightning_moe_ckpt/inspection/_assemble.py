@@ -21,7 +21,7 @@ from lightning_moe_ckpt.errors import CodecError, ConfigurationError, Corrupt
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, stored_index
 from lightning_moe_ckpt.snapshot import is_average
-from lightning_moe_ckpt.storage import Backend, GenerationId, RankMarker, dtype_of, lacking_memory
+from lightning_moe_ckpt.storage import Backend, RankMarker, dtype_of, lacking_memory
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +75,10 @@ class Assembler:
         self._choose()
 
     @property
-    def referenced(self) -> dict[str, GenerationId]:
-        """Operators that are of older generations."""
-        sources = {name: each.generation for name, each in self._sources.items()}
-        return {name: generation for name, generation in sources.items() if generation != self._generation}
+    def older(self) -> dict[str, int]:
+        """Steps of operators that are of older generations, by name."""
+        versions = [(name, each.generation) for name, each in self._sources.items()]
+        return {name: generation.step for name, generation in versions if generation != self._generation}
 
     def take_older(self, error: Exception) -> bool:
         """Take the copy before of the operator of which something could not be read; return whether there is one.

@@ -49,7 +49,7 @@ class LightningCheckpoint:
             **self._plain("on_save_checkpoint", start.get("module") or {}),
             **self._hyper_parameters(extra),
             **self._datamodule(extra, start),
-            **self._versions(),
+            **({VERSIONS: self._stored.older} if self._stored.older else {}),
             "epoch": _epoch(start),
             "global_step": self._commit.generation.step,
             "pytorch-lightning_version": importlib.metadata.version("lightning"),
@@ -113,11 +113,6 @@ class LightningCheckpoint:
     def _datamodule(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
         state = start.get("datamodule")
         return {extra["datamodule"]: self._plain("the data module", state)} if state and "datamodule" in extra else {}
-
-    def _versions(self) -> dict[str, Any]:
-        """Of a generation that references: which operators are of which older step."""
-        older = {name: generation.step for name, generation in self._stored.referenced.items()}
-        return {VERSIONS: older} if older else {}
 
     # -- what is stored
 

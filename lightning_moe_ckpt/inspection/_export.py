@@ -279,12 +279,11 @@ def _metadata(commit: Commit, tensors: Assembler) -> dict[str, str]:
         "step": str(generation.step),
         "incarnation": str(generation.incarnation),
     }
-    older = {name: each.step for name, each in tensors.referenced.items()}
-    return {**told, VERSIONS: json.dumps(older, sort_keys=True)} if older else told
+    return {**told, VERSIONS: json.dumps(tensors.older, sort_keys=True)} if tensors.older else told
 
 
 def _age_note(commit: Commit, tensors: Assembler) -> list[str]:
-    """What a user should know of a generation that references."""
-    numbers = Counter(generation.step for generation in tensors.referenced.values())
+    """Return what a user should know of a generation that references older ones."""
+    numbers = Counter(tensors.older.values())
     told = ", ".join(f"{number} of step {step}" for step, number in sorted(numbers.items(), reverse=True))
     return [f"operators older than step {commit.generation.step}: {told}"] if told else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -22,56 +21,38 @@ from lightning_moe_ckpt.tiers import (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """Shape of a cluster, and the number of simultaneous losses to consider."""
-
-    nodes: int
-    ranks_per_node: int
-    replicas: int
-    racks: int
-    expert_parallel: int
-    most: int
-
-
-def answer(cluster: Cluster) -> Answer:
-    """Place replicas as a run on such a cluster does, and return the losses that they survive.
+def answer(*, nodes: int, ranks_per_node: int, replicas: int, racks: int, expert_parallel: int, most: int) -> Answer:
+    """Place replicas as a run on such a cluster does, and return which of up to `most` losses at once they survive.
 
     Raises:
         ConfigurationError: no such placement is possible.
     """
-    placed, groups = _place(cluster)
-    survivals, facts = _survivals(placed, cluster.most), _facts(placed, groups)
+    world_size = nodes * ranks_per_node
+    if world_size % expert_parallel:
+        raise ConfigurationError(
+            f"`--expert-parallel {expert_parallel}` does not divide the {world_size} ranks. Choose a divisor."
+        )
+    if racks > nodes:
+        raise ConfigurationError(f"`--racks {racks}` is more than `--nodes {nodes}`. Choose at most that.")
+    node_of = [rank // ranks_per_node for rank in range(world_size)]
+    domains = [FailureDomain(node=f"node {n}", rack=f"rack {n * racks // nodes}") for n in node_of]
+    groups = [range(first, world_size, expert_parallel) for first in range(expert_parallel)]
+    placed = place_replicas(domains, groups, [1] * world_size, replicas)
+    survivals, facts = _survivals(placed, most), _facts(placed, groups)
     document = {
-        "replicas": cluster.replicas,
+        "replicas": replicas,
         **facts,
         "survival": [dataclasses.asdict(each) for each in survivals],
         "holders": placed.holders,
     }
-    copies = "1 copy" if cluster.replicas == 1 else f"{cluster.replicas} copies"
-    heading = f"{copies} of each rank's state, on {cluster.nodes} nodes of {cluster.ranks_per_node} ranks"
+    copies = "1 copy" if replicas == 1 else f"{replicas} copies"
+    heading = f"{copies} of each rank's state, on {nodes} nodes of {ranks_per_node} ranks"
     closing = (
         f"{facts['within_data_parallel']:.0%} of all copies stay within their data-parallel group, "
         f"{facts['leaves_rack']:.0%} of all ranks have one in another rack.\n"
         f"The fullest rank keeps {facts['most_held']} copies, the emptiest {facts['least_held']}."
     )
     return Answer(document, lambda: [heading, _table(survivals), closing])
-
-
-def _place(cluster: Cluster) -> tuple[ReplicaPlacement, list[range]]:
-    world_size = cluster.nodes * cluster.ranks_per_node
-    if world_size % cluster.expert_parallel:
-        raise ConfigurationError(
-            f"`--expert-parallel {cluster.expert_parallel}` does not divide the {world_size} ranks. Choose a divisor."
-        )
-    if cluster.racks > cluster.nodes:
-        raise ConfigurationError(
-            f"`--racks {cluster.racks}` is more than `--nodes {cluster.nodes}`. Choose at most that."
-        )
-    nodes = [rank // cluster.ranks_per_node for rank in range(world_size)]
-    domains = [FailureDomain(node=f"node {n}", rack=f"rack {n * cluster.racks // cluster.nodes}") for n in nodes]
-    groups = [range(first, world_size, cluster.expert_parallel) for first in range(cluster.expert_parallel)]
-    return place_replicas(domains, groups, [1] * world_size, cluster.replicas), groups
 
 
 def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:

@@ -73,7 +73,7 @@ def _show(answer: Answer, *, as_json: bool) -> int:
 
 
 def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_json: bool) -> int:
-    """Say in a line why the command could not do its work; returns its exit status."""
+    """Write in a line why the command could not do its work, and return its exit status."""
     reason = " ".join(str(error).split())
     sys.stderr.write(f"moe-ckpt {where}: {reason}\n")
     if as_json:
@@ -83,7 +83,7 @@ def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_js
 
 
 def _of_run(look: Callable[..., Answer]) -> Callable[..., int]:
-    """A command on the run at a URL."""
+    """Make a command on the run at a URL."""
 
     @functools.wraps(look)
     def command(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]], **arguments: Any) -> int:
@@ -220,14 +220,14 @@ def _show_progress(check: str) -> None:
 def placement(*, as_json: bool, **cluster: int) -> int:
     """Show who would keep whose copies."""
     try:
-        return _show(_placement.answer(_placement.Cluster(**cluster)), as_json=as_json)
+        return _show(_placement.answer(**cluster), as_json=as_json)
     except CheckpointError as error:
         return _fail("placement", error, {}, as_json=as_json)
 
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """What was written is removed also when a scheduler ends us."""
+    """Let SIGTERM, as of a scheduler, unwind the stack, so that what was written is removed."""
 
     def interrupt(*_: object) -> NoReturn:
         raise SystemExit(128 + signal.SIGTERM)

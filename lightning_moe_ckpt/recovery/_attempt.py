@@ -149,7 +149,7 @@ class RestoreAttempt:
         return self._rounds.reasons
 
     def marker(self) -> RankMarker | None:
-        """This rank's marker of the generation; `None`, on all ranks, if one of them has none."""
+        """Return this rank's marker of the generation; `None`, on all ranks, if one of them has none."""
         which = (self.version, None)
         if not self._read_markers([which], required=which):
             return None
@@ -169,7 +169,7 @@ class RestoreAttempt:
         experts: Mapping[str, int],
         lay_out: Callable[[RestorePlan], Sequence[SegmentLayout]],
     ) -> Restored | None:
-        """Everything of this rank; `None`, on all ranks, if something has no good copy left.
+        """Bring everything of this rank; return `None`, on all ranks, if something has no good copy left.
 
         Args:
             marker: what `marker` returned.
@@ -264,7 +264,7 @@ class RestoreAttempt:
     # -- agreement
 
     def _agree(self, experts: Mapping[str, int]) -> dict[str, Version] | None:
-        """The newest whole copy of every expert of the model; `None` if one has none, and must."""
+        """Return the version of the newest whole copy of every expert of the model; `None` if one has none, and must."""
         while True:
             offered, sizes = self._offered(experts)
             chosen, missing = newest_whole(offered, sizes)
@@ -374,7 +374,7 @@ class RestoreAttempt:
 
 
 def _doubt(which: Which) -> int:
-    """Manifests vouch for what is committed; copies on other nodes may be less exact than what they copy."""
+    """Rank markers by trust: manifests vouch for what is committed, copies on other nodes may be less exact."""
     return (STORAGE, HOST, PEER, None).index(which[1])
 
 

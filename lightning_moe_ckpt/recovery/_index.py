@@ -65,7 +65,7 @@ class RecordIndex:
         return list(dict.fromkeys(operator for operator, _ in self._full))
 
     def exclude(self, operator: str, source: Version) -> None:
-        """Offer an operator from there no more: it turned out bad."""
+        """Drop an operator of that version from what is offered: it turned out bad."""
         self._excluded.add((operator, source))
 
     def operator(self, operator: str, source: Version) -> ReplicasByName:

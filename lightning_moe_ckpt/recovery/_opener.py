@@ -356,7 +356,7 @@ class Search:
         return [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None]
 
     def _log_sources(self, what: str, read: Mapping[Replica, int]) -> None:
-        """Each rank says where its bytes came from; the coordinator says it of all."""
+        """Log where the bytes of this rank came from; on the coordinator, those of all ranks."""
         places = Counter[str]()
         for copy, nbytes in read.items():
             places[str(copy)] += nbytes
@@ -386,7 +386,7 @@ class Search:
         )
 
     def _stored_facts(self, stored: Commit | RankMarker) -> Callable[[], StoredFacts]:
-        """What the run's ranks wrote: read by the coordinator from storage, or said by each rank of its own marker."""
+        """Return how to learn what the run's ranks wrote: from storage on the coordinator, or from the marker of each rank."""
         if isinstance(stored, Commit):
             return lambda: stored_facts([self._store.read_marker(stored, rank) for rank in range(stored.world_size)])
         facts: Facts = {}
@@ -408,7 +408,7 @@ class Search:
 
 
 def _warn_of_a_restart(url: str) -> None:
-    """A run begins: strange, where the launcher has started this job before."""
+    """Warn that a run begins although the launcher has started this job before."""
     for name in _RESTART_COUNTS:
         count = os.environ.get(name, "")
         if count.isdigit() and int(count) > 0:

@@ -147,7 +147,7 @@ class Replay:
         self._loaded, self._versions = [], []
 
     def drop_frozen_gradients(self) -> None:
-        """Before the optimizer step: what is wholly frozen takes no part in it."""
+        """Drop the gradients of what is wholly frozen, before the optimizer step."""
         for param in self._dropped:
             param.grad = None
 

@@ -195,7 +195,7 @@ class Transfer:
         return not self._rounds.reasons
 
     def _round(self, assemblies: Sequence[Assembly], broken: str, pool: ThreadPoolExecutor) -> bool:
-        """Read, send, receive and verify once. Return whether there was anything to do, on any rank."""
+        """Read, send, receive and verify once; return whether there was anything to do, on any rank."""
         wanted: _Requests = []
         try:
             if not broken:
