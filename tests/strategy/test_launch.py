@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -60,11 +63,23 @@ def run(arguments: list[str], folder: Path) -> dict[str, torch.Tensor]:
         [sys.executable, *arguments], env=environment, timeout=150, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    return require_one_model(folder)
+
+
+def require_one_model(folder: Path) -> dict[str, torch.Tensor]:
+    """Two ranks have ended with the same dense layer and other experts; rank 0's parameters with all experts."""
     first, second = (torch.load(folder / f"rank{rank}.pt") for rank in range(2))
     assert torch.equal(first["layer.weight"], second["layer.weight"])
     assert not torch.equal(first["moe.w1"], second["moe.w1"])
     first["moe.w1"] = torch.cat([first["moe.w1"], second["moe.w1"]])
     return {name: first[name] for name in ("layer.weight", "moe.w1", "moe.gate.weight")}
+
+
+def forget_launcher() -> None:
+    """Let this process be one that no launcher has started."""
+    for name in list(os.environ):
+        if name.startswith(("TORCHELASTIC", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE")):
+            del os.environ[name]
 
 
 def write_script(folder: Path) -> str:
@@ -73,9 +88,20 @@ def write_script(folder: Path) -> str:
     return str(script)
 
 
-def test_lightning_starts_the_processes_of_a_script(tmp_path: Path) -> None:
-    """`Trainer(devices=2)` in a cold process."""
-    run([write_script(tmp_path), str(tmp_path), "popen"], tmp_path)
+def test_lightning_starts_the_processes_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Trainer(devices=2)`: rank 0 runs the script in a fork of this process and starts the other one cold."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    arguments = [write_script(tmp_path), str(tmp_path), "popen"]
+
+    def work(_: int) -> None:
+        forget_launcher()
+        warnings.simplefilter("ignore")  # Lightning's advice about this tiny run
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+    run_world(1, work, process_group=False, timeout=timedelta(seconds=150))
+    require_one_model(tmp_path)
 
 
 @pytest.mark.soak
@@ -95,9 +121,7 @@ def test_forked_processes_train_and_hand_the_model_back() -> None:
     """`Trainer(strategy="moe_fork")` from a notebook-like process."""
 
     def work(_: int) -> bool:
-        for name in list(os.environ):
-            if name.startswith(("TORCHELASTIC", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE")):
-                del os.environ[name]
+        forget_launcher()
         pl.seed_everything(0, verbose=False)
         trainer = pl.Trainer(
             accelerator="cpu",
