@@ -216,12 +216,13 @@ FAULTS = (
     "memory full", "names removed", "statements removed", "storage fails", "storage hangs", "storage is down",
     "marker fails", "commit fails", "retention fails",
 )  # fmt: skip
-DENSE_FAULTS = ("memory full", "storage fails")
-"""Of the others a window of one step is behind in the same way as one that holds some of the experts, which has them all."""
+QUICK = {"dense": ("memory full", "storage fails"), "sparse": FAULTS, "partial": FAULTS[::2]}
+"""Each fault meets a window of several steps; whether one step is the whole window, and whether it holds all experts, matters
+to few of them. `make soak` has every fault under every policy."""
 
 
 def _fault(policy: str, kind: str) -> Any:
-    marks = [pytest.mark.soak] if policy == "dense" and kind not in DENSE_FAULTS else []
+    marks = [] if kind in QUICK[policy] else [pytest.mark.soak]
     return pytest.param(policy, kind, id=f"{kind}-{policy}", marks=marks)
 
 

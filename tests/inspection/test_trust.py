@@ -161,12 +161,15 @@ def test_every_flipped_bit_of_every_document_is_noticed(held: Held, every: int) 
 
 @EVERY
 def test_every_flipped_bit_of_a_segment_is_noticed(held: Held, every: int) -> None:
-    """Bits of every byte of the header, and in the data one bit of every byte."""
+    """Bits of every byte of the header, and in the data one bit of every third byte, or of all."""
     entry = segment_of(held)
     data = bytearray(held.objects[entry.key])
     held.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
     header_nbytes = 8 + struct.unpack("<Q", data[:8])[0]
-    bits = [*range(0, 8 * header_nbytes, every), *(8 * i + i % 8 for i in range(header_nbytes, len(data)))]
+    bits = [
+        *range(0, 8 * header_nbytes, every),
+        *(8 * i + i % 8 for i in range(header_nbytes, len(data), min(every, 3))),
+    ]
     missed = []
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
@@ -264,32 +267,37 @@ def borrowed_of(held: Held) -> SegmentEntry:
     return entry.segment
 
 
-def test_every_flipped_bit_of_documents_that_borrow_is_noticed(borrowing: Held) -> None:
-    """Marker, with the line of referenced records, and manifest: all bits by their reader, each 499th by `verify`."""
+@EVERY
+def test_every_flipped_bit_of_documents_that_borrow_is_noticed(borrowing: Held, every: int) -> None:
+    """Marker, with the line of referenced records, and manifest: bits by their reader, each 71st of those by `verify`."""
     missed, commit = [], commit_of(borrowing)
     assert commit.needs
     for key in [key for key in borrowing.objects if key.startswith(commit.generation.prefix)]:
         original = borrowing.objects[key]
-        for bit in range(8 * len(original) if not key.endswith(".safetensors") else 0):
+        for bit in range(0, 8 * len(original) if not key.endswith(".safetensors") else 0, every):
             damaged = bytearray(original)
             damaged[bit // 8] ^= 1 << bit % 8
             borrowing.objects[key] = bytes(damaged)
-            if not document_refused(borrowing, key, commit) or (bit % 499 == 0 and not noticed(borrowing)):
+            alone = bit // every % 71 == 0
+            if not document_refused(borrowing, key, commit) or (alone and not noticed(borrowing)):
                 missed.append((key, bit))
         borrowing.objects[key] = original
     assert missed == []
     assert not noticed(borrowing)
 
 
-def test_every_flipped_bit_of_a_file_that_is_borrowed_from_is_noticed_by_who_borrows(borrowing: Held) -> None:
-    """One bit of every byte, where the borrower reads the file; each 97th by `verify` of the borrower alone."""
+@EVERY
+def test_every_flipped_bit_of_a_file_that_is_borrowed_from_is_noticed_by_who_borrows(
+    borrowing: Held, every: int
+) -> None:
+    """One bit of every seventh byte, or of all, where the borrower reads the file; each 97th by `verify` of the borrower."""
     entry = borrowed_of(borrowing)
     data = bytearray(borrowing.objects[entry.key])
     borrowing.objects[entry.key] = data  # type: ignore[assignment]  # damaged in place
     missed = []
-    for position in range(len(data)):
+    for position in range(0, len(data), every):
         data[position] ^= 1 << position % 8
-        alone = position % 97 == 0
+        alone = position // every % 97 == 0
         if not refused(lambda: scrub_segment(borrowing, entry)) or (alone and verify(borrowing, step=5).sound):
             missed.append(position)
         data[position] ^= 1 << position % 8

@@ -89,7 +89,13 @@ def fit(
 
 
 @pytest.mark.parametrize(
-    ("policy", "scaled"), [("sparse", False), ("popularity", False), ("dense", False), ("dense", True)]
+    ("policy", "scaled"),
+    [
+        ("sparse", False),
+        ("popularity", False),
+        pytest.param("dense", False, marks=pytest.mark.soak),
+        ("dense", True),
+    ],
 )
 def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
     policy: str, scaled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
