@@ -357,7 +357,8 @@ def crash_while(backend: Backend, crash_at: int, when: str, act: Callable[[Parti
     return dying.calls
 
 
-@pytest.mark.parametrize(("make", "when"), [("memory", "before"), ("memory", "after"), ("posix", "after")])
+# A crash after a call leaves in storage what one before the next call leaves.
+@pytest.mark.parametrize(("make", "when"), [("memory", "before"), ("posix", "after")])
 def test_a_crash_at_any_call_of_a_save_leaves_two_that_read_back(
     make: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,8 +382,7 @@ def test_a_crash_at_any_call_of_a_save_leaves_two_that_read_back(
     assert {"put", "list", "get", "create", "delete"} <= {call.split()[0] for call in calls}
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "when"), [(1, "before"), (2, "after")])
 def test_a_crash_at_any_call_of_a_start_loses_nothing(ranks: int, when: str) -> None:
     """Promotion with the check of what is needed, the pick, opening the incarnation."""
     crash_at = 0

@@ -163,8 +163,8 @@ def _expect_recovery(backend: Backend, calls: list[str], when: When) -> None:
     assert len(_keys(backend)) == WORLD_SIZE * (WINDOW + 1) + 1
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("make", [_memory, _posix])
+# A crash after a call leaves in storage what one before the next call leaves.
+@pytest.mark.parametrize(("make", "when"), [(_memory, "before"), (_posix, "after")])
 def test_a_crash_at_any_call_of_a_save_loses_at_most_that_save(
     make: Callable[[Path], Backend], when: When, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +181,7 @@ def test_a_crash_at_any_call_of_a_save_loses_at_most_that_save(
     assert {"put", "list", "get", "create", "delete"} <= {call.split()[0] for call in dying.calls}
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("finished_ranks", [2, 3])
+@pytest.mark.parametrize(("finished_ranks", "when"), [(2, "before"), (3, "after")])
 def test_a_crash_at_any_call_of_a_start_loses_nothing(finished_ranks: int, when: When, tmp_path: Path) -> None:
     """Promotion, the pick, opening the incarnation, the sweep; the generation under way is whole or one rank short."""
     crash_at = 0
