@@ -16,7 +16,7 @@ from campaign._draw import Case, draw, shrink
 
 SAMPLE = [
     *(385, 218, 601, 314, 361, 490, 223, 447, 97, 398, 96, 171, 109, 183, 22, 89, 386, 305, 501, 178, 4, 647, 463, 453),
-    *(108, 651, 288, 252, 287, 78, 233, 530, 547, 197),
+    *(517, 207, 281, 532, 108, 651, 288, 233, 36, 521, 475, 287),
 ]  # fmt: skip
 """Seeds of `make test`, chosen so that few runs hold much: each kind of kill under each policy, every value of a dimension
 that the first 66 seeds have, and as many pairs of values as those. The first ones are the cheapest."""

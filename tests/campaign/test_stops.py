@@ -134,14 +134,21 @@ def test_sigterm_between_micro_batches_waits_for_the_step(campaigns: Campaigns) 
     ],
     ids=["expert-parallel", "ddp"],
 )
-def test_sigterm_to_all_ranks_or_to_one_stops_all_at_one_step(campaigns: Campaigns, setup: Setup) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        term("random_time", seconds=0.05, everyone=True),
+        # To the last of three ranks it is sent above.
+        pytest.param(term("batch_end", step=3, rank=1), marks=pytest.mark.soak),
+    ],
+    ids=["all", "one"],
+)
+def test_sigterm_to_all_ranks_or_to_one_stops_all_at_one_step(campaigns: Campaigns, setup: Setup, sent: Kill) -> None:
     """As launchers do, wherever the ranks happen to be; and to a rank that is not 0."""
-    signals = [term("random_time", seconds=0.05, everyone=True), term("batch_end", step=3, rank=1)]
-    results = check(campaigns, setup, *[[each] for each in signals])
-    for lives in results:
-        assert set(lives[0].exit_codes.values()) == {STOPPED}
-        assert len({tuple(lives[0].steps(rank)) for rank in range(setup.world_size)}) == 1
-        assert lives[0].steps() + lives[1].steps() == list(range(1, 9))
+    (lives,) = check(campaigns, setup, [sent])
+    assert set(lives[0].exit_codes.values()) == {STOPPED}
+    assert len({tuple(lives[0].steps(rank)) for rank in range(setup.world_size)}) == 1
+    assert lives[0].steps() + lives[1].steps() == list(range(1, 9))
 
 
 def test_a_second_sigterm_leaves_at_once(campaigns: Campaigns) -> None:
