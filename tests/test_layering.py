@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,12 @@ def _package_files() -> list[Path]:
 
 def _all_files() -> list[Path]:
     return sorted([*_package_files(), *(ROOT / "examples").rglob("*.py"), *(ROOT / "ext").rglob("*.py")])
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    """The syntax tree of a module, which every rule reads and none changes: to parse the tree takes a second."""
+    return ast.parse(path.read_text(), filename=str(path))
 
 
 def _part(module: str) -> str:
@@ -206,7 +213,7 @@ Rule = Callable[[str, ast.Module], Iterator[str]]
 def _check(rule: Rule, files: list[Path]) -> list[str]:
     found: list[str] = []
     for path in files:
-        found += rule(_name(path), ast.parse(path.read_text(), filename=str(path)))
+        found += rule(_name(path), _parsed(path))
     return found
 
 
@@ -318,7 +325,7 @@ def circles(trees: dict[str, ast.Module]) -> list[str]:
 def test_no_modules_need_each_other() -> None:
     """Neither at import nor later: a circle cannot be read, or moved, in parts. An `__init__` only gathers."""
     files = [path for path in _package_files() if path.name != "__init__.py"]
-    assert circles({_name(path): ast.parse(path.read_text()) for path in files}) == []
+    assert circles({_name(path): _parsed(path) for path in files}) == []
 
 
 def test_a_circle_is_found() -> None:

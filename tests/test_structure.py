@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from test_layering import PACKAGE, ROOT, _name, _package_files, _part
+from test_layering import PACKAGE, ROOT, _name, _package_files, _parsed, _part
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import Self
@@ -41,7 +41,7 @@ FOREIGN_FAMILIES = {"testing._fault_process", "parallel._door", "native._gradien
 
 
 def _trees() -> dict[str, ast.Module]:
-    return {_name(path).removeprefix(f"{PACKAGE}."): ast.parse(path.read_text()) for path in _package_files()}
+    return {_name(path).removeprefix(f"{PACKAGE}."): _parsed(path) for path in _package_files()}
 
 
 def test_the_product_does_not_grow_unseen() -> None:
@@ -52,7 +52,7 @@ def test_the_product_does_not_grow_unseen() -> None:
     assert len(lines) <= MAX_MODULES
     session = [path for path in lines if _part(_name(path)) == "session"]
     assert len(session) <= MAX_SESSION_MODULES
-    imports = {path.stem: _own_imports(ast.parse(path.read_text())) for path in session}
+    imports = {path.stem: _own_imports(_parsed(path)) for path in session}
     print({name: len(found) for name, found in imports.items()})
     assert max(map(len, imports.values())) <= MAX_SESSION_IMPORTS
 

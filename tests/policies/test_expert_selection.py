@@ -402,7 +402,7 @@ def run_remotely(
 SKEWED, EVEN, NONE = [1000, 300, *[1] * 13, 0], [1] * 16, [0] * 16
 
 
-@pytest.mark.parametrize("every", range(1, 9))
+@pytest.mark.parametrize("every", [1, 2, 3, 8, *(pytest.param(each, marks=pytest.mark.soak) for each in (4, 5, 6, 7))])
 @pytest.mark.parametrize(
     ("local", "remote", "peers", "loads"),
     [
