@@ -118,7 +118,11 @@ class Coordination:
 
     def open(self, resumed: GenerationId | None, known: Collection[GenerationId]) -> bool:
         incarnation = next_incarnation(self.history, self.log, known)
-        history = replace(self.history, has_commits=self.history.has_commits or bool(self.offered))
+        # Of the incarnations that began from the same step, those that stored nothing decide nothing.
+        floor = None if resumed is None else resumed.step
+        stored = {(each.incarnation, each.nonce) for each in known}
+        cuts = tuple(c for c in self.history.cuts if c.step != floor or (c.incarnation, c.nonce) in stored)
+        history = replace(self.history, cuts=cuts, has_commits=self.history.has_commits or bool(self.offered))
         if resumed is not None and history.why_dead(resumed) is not None:
             history = history.adopted(resumed)
         history = history.opened(incarnation, resumed, new_nonce())

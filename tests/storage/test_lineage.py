@@ -189,6 +189,25 @@ def test_runs_of_older_releases_are_refused_with_the_reason(place: Path, monkeyp
     assert sorted(each for each in place.rglob("*") if "_probe" not in str(each)) == before
 
 
+def test_a_generation_of_the_step_that_its_incarnation_began_from_is_still_known(place: Path) -> None:
+    """Another start has begun from it since, and stored nothing."""
+    save(begin(PosixBackend(place)), 10, KEEP)
+    second = begin(PosixBackend(place))
+    save(second, 10, KEEP)
+    for _ in range(2):
+        store = RunStore.open(PosixBackend(place), resume="must")
+        newest = store.candidates()[0].generation
+        assert newest == second.name(10)
+        assert store.open_incarnation(newest) is not None
+
+
+def test_starts_that_store_nothing_make_the_log_no_longer(place: Path) -> None:
+    save(begin(PosixBackend(place)), 10, KEEP)
+    for _ in range(5):
+        begin(PosixBackend(place))
+    assert [(cut.incarnation, cut.step) for cut in history(place).cuts] == [(1, None), (6, 10)]
+
+
 # What is lost must not look like nothing.
 
 
