@@ -238,8 +238,8 @@ class Search:
         listed = self._exchange.run_on_coordinator(self._list)
         assert isinstance(listed, list)
         *stored, self.reasons = listed
-        rows = [[Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored]
-        self._commits, sources = ({Version(c.generation, c.plan_hash): c for c in row} for row in rows)
+        parsed = [[Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored]
+        self._commits, sources = ({Version(c.generation, c.plan_hash): c for c in row} for row in parsed)
         self._in_storage = {**self._commits, **sources}
         self._reader = Reader(
             self._store.run_id, self._memory, ObjectTier(self._store, list(self._in_storage.values()))
@@ -248,7 +248,12 @@ class Search:
         self._inventory = Inventory.of(stocks, self._commits, sources)
         self.committed = self._inventory.committed
         self.volatile = frozenset(version.generation for version in self._inventory.in_memory)
-        self._judge()
+        judged = self._exchange.run_on_coordinator(self._judged)  # who knows what the log allows
+        assert isinstance(judged, list)
+        rows, foreign, reasons = judged
+        self._alive = [Version.from_plain(row) for row in rows]
+        self.foreign = frozenset(Version.from_plain(row).generation for row in foreign)
+        self.reasons = [*self.reasons, *reasons]
         usable = self._inventory.usable(self._alive)
         found = self._first_of(usable, may_lack=False)
         if found is None and self.missing and self._job.may_lack_experts:
@@ -269,15 +274,6 @@ class Search:
         commits = [commit.to_bytes() for commit in self._store.candidates()]
         sources = [commit.to_bytes() for commit in self._store.sources]
         return [commits, sources, [f"{where}: {why}" for where, why in self._store.unreadable]]
-
-    def _judge(self) -> None:
-        """Learn which versions may be restored from; the coordinator knows what the log allows."""
-        judged = self._exchange.run_on_coordinator(self._judged)
-        assert isinstance(judged, list)
-        rows, foreign, reasons = judged
-        self._alive = [Version.from_plain(row) for row in rows]
-        self.foreign = frozenset(Version.from_plain(row).generation for row in foreign)
-        self.reasons = [*self.reasons, *reasons]
 
     def _judged(self) -> object:
         """Return what may be restored from, what of memory is of another past, and what that means if nothing else is there."""

@@ -91,12 +91,8 @@ class FetchRequest:
         return cls(receiver, row[4], Version.from_plain(row[:4]), *row[5:])
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStep:
-    """What a rank receives and sends at once, at most one message per other rank and direction."""
-
-    receives: tuple[FetchRequest, ...]
-    sends: tuple[FetchRequest, ...]
+TransferStep = tuple[Sequence[FetchRequest], Sequence[FetchRequest]]
+"""What a rank receives, and what it sends, at once: at most one message per other rank and direction."""
 
 
 def transfer_steps(fetches: Sequence[FetchRequest], rank: int, message_nbytes: int) -> list[TransferStep]:
@@ -114,8 +110,7 @@ def transfer_steps(fetches: Sequence[FetchRequest], rank: int, message_nbytes: i
             incoming.setdefault(fetch.reader, []).extend(_messages(fetch, message_nbytes))
         elif fetch.reader == rank:
             outgoing.setdefault(fetch.receiver, []).extend(_messages(fetch, message_nbytes))
-    rows = zip_longest(_heads(incoming), _heads(outgoing), fillvalue=())
-    return [TransferStep(receives, sends) for receives, sends in rows]
+    return [*zip_longest(_heads(incoming), _heads(outgoing), fillvalue=())]
 
 
 def _messages(fetch: FetchRequest, nbytes: int) -> Iterator[FetchRequest]:
@@ -235,11 +230,11 @@ class Transfer:
         transport = self._rounds.transport
         failures: dict[tuple[int, int], str] = {}
         wait: Callable[[], None] | None = None
-        for step in transfer_steps(fetches, self._rank, self._message_nbytes):
-            sends = [(each.receiver, memoryview(self._bytes_for(each, failures))) for each in step.sends]
+        for receives, sends in transfer_steps(fetches, self._rank, self._message_nbytes):
+            messages = [(each.receiver, memoryview(self._bytes_for(each, failures))) for each in sends]
             if wait is not None:
                 wait()  # while it was under way, the next messages were read
-            wait = transport.transfer(sends, _destinations(step, wanted))
+            wait = transport.transfer(messages, _destinations(receives, wanted))
         if wait is not None:
             wait()
         rows = [[receiver, number, why] for (receiver, number), why in failures.items()]
@@ -258,10 +253,10 @@ class Transfer:
         return message
 
 
-def _destinations(step: TransferStep, wanted: _Requests) -> list[Message]:
-    """Return where what a step receives goes."""
+def _destinations(receives: Sequence[FetchRequest], wanted: _Requests) -> list[Message]:
+    """Return where what is received goes."""
     found = []
-    for fetch in step.receives:
+    for fetch in receives:
         assembly, request = wanted[fetch.number]
         start = request.start + fetch.offset - request.offset
         found.append((fetch.reader, assembly.view[start : start + fetch.nbytes]))
