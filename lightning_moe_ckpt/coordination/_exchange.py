@@ -22,11 +22,7 @@ _MAX_VALUE_NBYTES = 2**30
 
 
 class Exchange:
-    """Collectives on control values; every method must be called by all ranks.
-
-    Args:
-        groups: groups of this rank; more than one rank needs a `control` group.
-    """
+    """Collectives on control values; every method must be called by all ranks. More than one need a `control` group."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups

@@ -1,4 +1,4 @@
-"""Releases of the libraries that decide the bits of a step: what markers say of them, and what to say where they changed.
+"""Compare the releases of the libraries that decide the bits of a step with those that markers name.
 
 The same weights, journal and data give the same bits only in the same kernels and the same loops. Nothing stored says
 whether another release computes alike, so a resume with another one goes on, and says that it may not be exact.
@@ -15,17 +15,17 @@ from lightning_moe_ckpt.coordination._exchange import Exchange
 log = logging.getLogger(__name__)
 
 VERSIONS = "versions"
-"""Where a marker's `policy` has them."""
+"""Key in a marker's `policy`."""
 _DISTRIBUTIONS = ("torch", "lightning", "lightning-moe-ckpt")
 
 
 def own_versions() -> dict[str, str]:
-    """Of this process, by distribution."""
+    """Return the releases of this process, by distribution."""
     return {name: metadata.version(name) for name in _DISTRIBUTIONS}
 
 
 def agreed_versions(exchange: Exchange) -> dict[str, str]:
-    """Of rank 0, which the markers of all ranks say; a rank with others is named in a warning. Collective."""
+    """Return the releases of rank 0, for all markers; a rank with others is named in a warning. Collective."""
     own = own_versions()
     said = exchange.gather_values(own)
     agreed = said[0]
@@ -34,33 +34,33 @@ def agreed_versions(exchange: Exchange) -> dict[str, str]:
     if others and exchange.is_coordinator:
         rank, versions = next(iter(others.items()))
         log.warning(
-            "ranks %s do not run what rank 0 runs (rank %d: %s; rank 0: %s): exact restarts are promised only where all "
-            "ranks have the same versions. Install the same everywhere",
+            "ranks %s do not run what rank 0 runs (rank %d: %s; rank 0: %s): exact restarts are promised only where "
+            "all ranks have the same versions. Install the same everywhere",
             *(sorted(others), rank, in_words(versions), in_words(agreed)),
         )
     return agreed
 
 
 def warn_of_other_versions(policy: Mapping[str, object], generation: object, now: Mapping[str, str]) -> None:
-    """Say that a restart may not be exact, if what it goes on from was written by other versions.
+    """Warn that a restart may not be exact, if the generation was written by other releases.
 
     Args:
-        policy: of the generation.
-        generation: its name, for the message.
-        now: of this job.
+        policy: the generation's `policy`.
+        generation: name of the generation.
+        now: releases of this job.
     """
     stored = policy.get(VERSIONS)
     if stored == now:
         return
     log.warning(
-        "%s was written with %s, and this job runs %s: its state is restored as it was, but that the steps after it are "
-        "exact, bit for bit, is promised only with the versions that wrote it. Install those to be sure",
+        "%s was written with %s, and this job runs %s: its state is restored as it was, but that the steps after it "
+        "are exact, bit for bit, is promised only with the versions that wrote it. Install those to be sure",
         *(generation, in_words(stored), in_words(now)),
     )
 
 
 def in_words(versions: object) -> str:
-    """As a list for people."""
+    """Return the releases as a list for people."""
     if not isinstance(versions, Mapping):
         return "versions that it does not say"
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))

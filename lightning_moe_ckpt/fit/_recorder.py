@@ -174,7 +174,8 @@ class BoundaryRecorder:
             come: dict[str, Any] = {**dict.fromkeys(_MOMENTS), "epoch": self._moments["epoch"]}
         else:
             come = {**self._moments, "workers": self._workers.take()}
-        return {**self._start, "random": {**come, "after_fetch": None}}
+        # In this order, which is part of the bytes of segments.
+        return {**self._start, "random": {"epoch": come["epoch"], "after_fetch": None, **come}}
 
     # -- moments, called by the fit
 

@@ -60,8 +60,8 @@ class Arrivals:
     def start(self, tensors: Sequence[Tensor]) -> Arrival:
         """Copy tensors on CUDA devices as they are after all queued work. They must not change until the copies arrive.
 
-        What is on a device is copied by a stream of that device: of another one's, torch takes the current stream instead,
-        and no event here would be behind the copy.
+        What is on a device is copied by a stream of that device: of another one's, torch takes the current stream
+        instead, and no event here would be behind the copy.
         """
         on_host, arrived = list(tensors), []
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -78,11 +78,13 @@ class Arrivals:
 
 
 def held(value: Any, tensors: list[Tensor]) -> Any:
-    """A copy of dicts, lists, tuples and sets within each other, with the same leaves; appends those that are tensors."""
+    """Return a copy of dicts, lists, tuples and sets within each other, with the same leaves.
+
+    Append tensors to a list.
+    """
     if isinstance(value, Tensor | Unread):
         tensors.append(value if isinstance(value, Tensor) else value.tensor)
-        return value
-    if type(value) is Constant:
+    if isinstance(value, Tensor | Unread | Constant):
         return value
     if type(value) in {list, tuple}:
         return type(value)(held(each, tensors) for each in value)
@@ -95,7 +97,10 @@ def held(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _sent(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies under way, in one piece of page-locked memory: to make it anew can wait for the device, and sizes repeat."""
+    """Copies under way, in one piece of page-locked memory.
+
+    To make it anew can wait for the device, and sizes repeat.
+    """
     begins = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
     memory_U8 = _page_locked(begins[-1])
     places = [memory_U8[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=False)]

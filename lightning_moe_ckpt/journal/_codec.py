@@ -22,8 +22,8 @@ The JSON is `[version, node]`. A node is null, true, false, a string, an integer
 
 Array bytes of 512 or more that equal earlier ones are stored once: the node of a tensor or array ends with one more
 integer then, the position of the earlier ones among those that are stored. (A journal holds the random state of
-several moments between which often nothing was drawn.) That is done as long as what is repeated takes no more than 16 MiB
-and 16 times the array bytes stored before it, so that a few bytes of a file cannot become gigabytes in memory.
+several moments between which often nothing was drawn.) That is done as long as what is repeated takes no more than 16
+MiB and 16 times the array bytes stored before it, so that a few bytes of a file cannot become gigabytes in memory.
 
 Invariant: one value has one encoding, and `decode` encodes what it read once more and compares the bytes. Duplicate
 keys, other spellings of a number, sets in another order and spare bytes therefore all fail in the same place.
@@ -142,13 +142,19 @@ def refusals(value: object) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:
-    """Number in a tensor of one element. It is stored as a number, but not read before: reading waits for the device."""
+    """Number in a tensor of one element.
+
+    It is stored as a number, but not read before: reading waits for the device.
+    """
 
     tensor: Tensor
 
 
 class Constant(dict[str, Any]):
-    """Dict of plain values and tensors on the CPU that nobody changes any more: it is encoded once, wherever it appears."""
+    """Dict of plain values and tensors on the CPU that nobody changes any more.
+
+    It is encoded once, wherever it appears.
+    """
 
     __slots__ = ("arrays", "texts")
 

@@ -1,9 +1,9 @@
 """Make a fork wait for log messages of this package, so that the child can log too.
 
-A loader worker is forked while threads of ours may be logging. Python makes the locks of `logging` anew in the child, but
-not that of the stream behind a handler: forked in mid-write, the child waits for ever when it writes to standard error
-itself, a warning, say (CPython 3.11; three of four forks beside a thread that logs all the time). So a fork waits until
-no thread is in a handler that our records go to.
+A loader worker is forked while threads of ours may be logging. Python makes the locks of `logging` anew in the child,
+but not that of the stream behind a handler: forked in mid-write, the child waits for ever when it writes to standard
+error itself, a warning, say (CPython 3.11; three of four forks beside a thread that logs all the time). So a fork waits
+until no thread is in a handler that our records go to.
 
 Nothing else that our threads hold is wanted in a child, which calls nothing of ours. What finalizers touch there are
 queues, which hand over without waiting, threads, which count as ended after a fork, and compiled engines, which compare

@@ -9,8 +9,8 @@ has changed collections already. Frozen objects are still freed by reference cou
 garbage later wait for the end of the fit. torchtitan and NVRx go further and collect by hand at chosen steps; that
 is left to the owner of the process.
 
-A restart makes many objects at once, which triggers a full collection while training waits. There, objects alive before are
-left out at once without a collection. They are collected and frozen like any others when training has caught up.
+A restart makes many objects at once, which triggers a full collection while training waits. There, objects alive before
+are left out at once without a collection. They are collected and frozen like any others when training has caught up.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Measure the time that checkpoints take from training: seconds blocked, by cause, and seconds in our hooks.
 
-Waits alone would be too little: recording state, starting copies and encoding journals takes the training thread's time too.
-Used from the training thread only. A measurement costs well under a microsecond, so everything is measured.
+Waits alone would be too little: recording state, starting copies and encoding journals takes the training thread's time
+too. Used from the training thread only. A measurement costs well under a microsecond, so everything is measured.
 
-With a device there are two kinds of waits. The thread runs ahead of the device. While it waits for the device, the device
-has work, and nothing is lost. Only time in which the training stream stands still is lost. Events on both sides of a
-fence measure it once the device has passed them; no thread waits for them.
+With a device there are two kinds of waits. The thread runs ahead of the device. While it waits for the device, the
+device has work, and nothing is lost. Only time in which the training stream stands still is lost. Events on both sides
+of a fence measure it once the device has passed them; no thread waits for them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ R = TypeVar("R")
 class StallMeter:
     """Sums of seconds per cause since the start.
 
-    Causes in use: `arrival`, `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`, `plan`. A wait inside a
-    measured wait counts in both.
+    Causes in use: `arrival`, `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`, `plan`. A wait
+    inside a measured wait counts in both.
 
     Args:
         device: device of training; waits of a CUDA device are measured too.

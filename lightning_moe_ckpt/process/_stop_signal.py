@@ -1,12 +1,14 @@
 """Turn SIGTERM into a flag, and end the process after a time if it cannot stop by itself.
 
 Python runs signal handlers between two bytecodes of the main thread. A main thread that waits inside a collective for
-a peer that is gone runs none, and would wait there until the launcher kills it. The interpreter's own C handler therefore
-writes the signal's number to a pipe too (`signal.set_wakeup_fd`), and a thread that reads the pipe keeps the time:
+a peer that is gone runs none, and would wait there until the launcher kills it. The interpreter's own C handler
+therefore writes the signal's number to a pipe too (`signal.set_wakeup_fd`), and a thread that reads the pipe keeps the
+time:
 
     signal -> patience (2 s, and twice the longest step seen) -> `on_late` -> 2 s -> the process exits
 
-If the main thread reaches a boundary in time, it calls `allow_grace` and has the rest of the grace period to save and leave.
+If the main thread reaches a boundary in time, it calls `allow_grace` and has the rest of the grace period to save and
+leave.
 """
 
 from __future__ import annotations

@@ -38,25 +38,18 @@ from lightning_moe_ckpt.tiers import Misses, SegmentRing, Slot
 log = logging.getLogger(__name__)
 
 _VOTES = 5
-"""Integers that every rank tells the others before a window, before those of the tiers and of plans."""
+"""Integers in the exchange before a window, ahead of those of the tiers and of plans."""
 
 _FLUSH_TIMEOUT = timedelta(seconds=30)
 """How long training waits for slots that a transfer still reads, before it goes on without a window."""
 
 
 class CaptureSession:
-    """Captures windows for one incarnation of a run.
+    """Capture windows for one incarnation of a run.
 
-    Args:
-        name: names a generation of this incarnation by its step.
-        exchange: control exchange between the ranks.
-        engine: copies device tensors to the ring.
-        tiers: take sealed segments.
-        stalls: where every wait is recorded.
-        make_ring: allocates a ring for a slot size in bytes and a window length in steps.
-        renew_ring: allocates another one like that in use, which has lost its name.
-        plans: makes them; the exchange at window boundaries carries what it has to agree on.
-        gradients: records what led to each boundary, for tiers that want it; `None` without.
+    `name` names a generation by its step. `make_ring` allocates a ring for a slot size in bytes and a window length in
+    steps; `renew_ring` allocates another one like that in use, which has lost its name. `gradients` records what led to
+    each boundary, for tiers that want it.
     """
 
     def __init__(
@@ -79,7 +72,7 @@ class CaptureSession:
         self.failures: list[str] = []
         """Why windows were spoiled; read and cleared by the owner, which reports them."""
         self._given_up: GenerationId | None = None
-        """Of a window that was ended before its time: tiers may still read from it, so no other gets its name."""
+        """Generation of a window ended before its time: tiers may still read from it, so no other gets its name."""
         self._layout: WindowLayout | None = None
         self._ring: SegmentRing | None = None
         self._window: Window | None = None
@@ -89,18 +82,18 @@ class CaptureSession:
         self._sealing: int | None = None
         """Boundary of which `complete_seal` is due."""
         self._ticket: Ticket | None = None
-        """Of the newest copies; outlives the seal, since the optimizer steps after it."""
+        """Ticket of the newest copies; outlives the seal, since the optimizer steps after it."""
         self._spoiled_last = False
         self.whole_at: int | None = None
         """The newest boundary, if all of it is to be taken instead of a window, see `Tiers.wants_whole`."""
         self._writers: dict[int, SegmentWriter] = {}
         self._complete: Window | None = None
         self._newest: GenerationId | None = None
-        """Of the last window, if that ended here as it should."""
+        """Generation of the last window, if that ended here as it should."""
         self._first = 0
         """Boundary at which the last window began."""
         self._why = ""
-        """What the window before this boundary was spoiled by on this rank."""
+        """Reason why the window before this boundary was spoiled on this rank."""
         self.misses = Misses()
         self.generations_complete = self.windows_skipped = self.segments_captured = self.nbytes_captured = 0
 
@@ -142,7 +135,7 @@ class CaptureSession:
         return True
 
     def forget_layout(self) -> None:
-        """Nothing is taken until another plan is in force, in a larger ring if need be. All ranks call it."""
+        """Take nothing until another plan is in force, in a larger ring if need be. All ranks call it."""
         self._given_up = None if self._window is None else self._window.generation
         self.abort_window()
         self._layout = None
@@ -201,7 +194,8 @@ class CaptureSession:
             return
         layout = window.layout.steps[step - window.first]
         try:
-            # To prepare a slot for another step of the plan takes long, and the ring's size may be no multiple of theirs.
+            # To prepare a slot for another step of the plan takes long, and the ring's size may be no multiple of
+            # theirs.
             others = [index for index, writer in self._writers.items() if writer.layout is not layout]
             slot = ring.acquire(window.generation, step, avoid=others)
         except RingFull as error:
@@ -236,7 +230,7 @@ class CaptureSession:
                 self._spoil(str(error))
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False) -> None:
-        """The next batch begins: take the rest of boundary `step`; complete it, unless values of a device are on their way.
+        """Take the rest of boundary `step`, as the next batch begins; complete it, unless values have yet to arrive.
 
         Args:
             start: the journal's start half.
@@ -259,7 +253,7 @@ class CaptureSession:
             self.complete_seal()
 
     def complete_seal(self) -> None:
-        """The newest boundary that `seal` was called for is whole, and handed to the tiers."""
+        """Complete the newest boundary that `seal` was called for, and hand it to the tiers."""
         window, pending, step = self._window, self._pending, self._sealing
         if window is None or step is None:
             return
@@ -286,7 +280,7 @@ class CaptureSession:
         self._tiers.add(window, segment)
 
     def _record_step(self, window: Window, layout: StepLayout, slot: Slot) -> RecordedStep | None:
-        """Begin to copy what led to the boundary, if a tier that gets it can use that."""
+        """Begin to copy the gradients that led to the boundary, if a tier that gets it can use them."""
         if self._gradients is None:
             return None
         if not self._tiers.want_gradients(window):
@@ -295,7 +289,7 @@ class CaptureSession:
         return self._gradients.start(layout, slot.view)
 
     def hear(self, *, filling: GenerationId | None = None) -> None:
-        """Ranks tell each other what tiers hold. Collective; `filling` as in `Tiers.agreed`."""
+        """Exchange what tiers hold. Collective; `filling` as in `Tiers.agreed`."""
         self._hear(self._exchange.gather(self._tiers.votes()), filling=filling)
 
     def abort_window(self) -> None:
@@ -307,7 +301,7 @@ class CaptureSession:
             self._drop(self._window)
 
     def close(self) -> None:
-        """Nothing writes to the ring after this. What a step that failed has kept from being sealed goes to the tiers."""
+        """End all writes to the ring. A boundary that a failed step has kept from being sealed goes to the tiers."""
         self.complete_seal()
         self._await_copies()
         if self._gradients is not None:
@@ -316,7 +310,7 @@ class CaptureSession:
     # -- private
 
     def _votes(self, following: WindowLayout | None) -> list[int]:
-        """What this rank tells the others before a window: `_VOTES` integers."""
+        """Return this rank's `_VOTES` integers for the exchange before a window."""
         assert self._layout is not None
         assert self._ring is not None
         fits = following is None or self._ring.fits(following.slot_nbytes, len(following.steps))
@@ -341,10 +335,10 @@ class CaptureSession:
         self._tiers.open(self._window)
 
     def _close_last_window(self, *, spoiled: Sequence[int]) -> None:
-        """Everybody who is here has ended the previous window: it is sealed everywhere, or of no use and what was before stays.
+        """Close the previous window: it is sealed everywhere, or of no use and the one before stays.
 
         Args:
-            spoiled: ranks on which it is not.
+            spoiled: ranks on which it is not sealed.
         """
         newest, self._newest = self._newest, None
         why, self._why, self._spoiled_last = self._why, "", False
@@ -360,35 +354,36 @@ class CaptureSession:
             self.misses.taken(newest.step)
 
     def _hear(self, votes: Sequence[Sequence[int]], *, filling: GenerationId | None = None) -> None:
-        """Tiers take the votes of all ranks. What memory has given up is nothing to offer to others any more."""
+        """Give the votes of all ranks to the tiers. A generation that memory has given up is not offered any more."""
         freed = self._tiers.agreed(votes, filling=filling)
         if self._complete is not None and self._complete.generation in freed:
             self._forget_complete()
 
     def _forget_complete(self) -> None:
-        """The newest complete generation goes to nobody who has not had it."""
+        """Offer the newest complete generation to no other tier."""
         if self._complete is not None:
             self._tiers.superseded(self._complete)
         self._complete = None
 
     def _make_room(self) -> str | None:
-        """Why there is none on some rank, `None` if there is. Collective."""
+        """Make room for a window; return why there is none on some rank, else `None`. Collective."""
         assert self._ring is not None
         if self._has_room_now() or self._has_room_after_flush():
             return None
         return (
             f"memory has no free segments ({self._ring.usage} of {self._ring.num_slots} on this rank, read by "
-            f"{', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, look there; else take generations less often."
+            f"{', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, look there; else take generations less "
+            "often."
         )
 
     def _has_room_now(self) -> bool:
-        """Recycling may have made room: ask again, once."""
+        """Return whether all ranks have room, which recycling may have made. Collective."""
         assert self._layout is not None
         assert self._ring is not None
         return self._exchange.all_agree(self._ring.can_begin(len(self._layout.steps)))
 
     def _has_room_after_flush(self) -> bool:
-        """A transfer that is late holds slots, its own and those of what it replaces: only then does training wait."""
+        """Wait for a late transfer, which holds slots, and return whether all ranks have room then. Collective."""
         assert self._layout is not None
         assert self._ring is not None
         with self._stalls.measure("flush"):
@@ -398,7 +393,7 @@ class CaptureSession:
             return self._has_room_now()
 
     def _grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
-        """A journal outgrew its record on some rank: lay plans out anew, in a larger ring if need be.
+        """Lay plans out anew if a journal outgrew its record on some rank, in a larger ring if need be.
 
         Returns:
             The plan that follows, with room for it; and whether all ranks have that room.
@@ -417,7 +412,7 @@ class CaptureSession:
         return following, True
 
     def _fitted(self, layout: WindowLayout) -> bool:
-        """Whether all ranks have a ring for a plan that may need more than the one before. Collective."""
+        """Return whether all ranks have a ring for a plan that may need more than the one before. Collective."""
         assert self._ring is not None
         # Storage may still read the old ring; its memory goes when the last segment of it does.
         return self._replace_ring(
@@ -426,10 +421,10 @@ class CaptureSession:
         )
 
     def _restore_names(self) -> str | None:
-        """The name of some rank's ring is gone, and with it what a later incarnation would find: make it again. Collective.
+        """Make rings again whose name is gone: a later incarnation would not find them. Collective.
 
         Returns:
-            Why there is a rank without; `None` if there is none.
+            Why some rank has none; `None` if all have one.
         """
         assert self._ring is not None
         lost = not self._ring.is_named
@@ -439,12 +434,12 @@ class CaptureSession:
         if self._replace_ring(self._renew_ring, wanted=lost):
             return None
         return (
-            "the name of some rank's memory was removed, and it cannot be made again, as the log of that rank says. Make "
-            "room there, and keep what tidies up shared memory away from `moe-ckpt-*`."
+            "the name of some rank's memory was removed, and it cannot be made again, as the log of that rank says. "
+            "Make room there, and keep what tidies up shared memory away from `moe-ckpt-*`."
         )
 
     def _replace_ring(self, make: Callable[[], SegmentRing], *, wanted: bool) -> bool:
-        """Go on with another ring where that is `wanted`. Collective; whether all ranks that wanted one have it."""
+        """Go on with another ring where `wanted`; return whether all ranks that wanted one have it. Collective."""
         if self._exchange.all_agree(not wanted):
             return True
         self._forget_complete()  # on all ranks: what one cannot offer to a tier, nobody may
@@ -461,7 +456,7 @@ class CaptureSession:
         return self._exchange.all_agree(made)
 
     def _spoil(self, reason: str) -> None:
-        """The window in progress gives no generation; it still runs to its end, so that ranks stay in step."""
+        """Let the window in progress give no generation; it still runs to its end, so that ranks stay in step."""
         window = self._window
         if window is None or window.spoiled:
             return
@@ -494,7 +489,7 @@ class CaptureSession:
         return writer
 
     def _await_copies(self) -> None:
-        """Nothing is written to the ring after this, whether the copies succeeded or not."""
+        """Wait until nothing is written to the ring any more, whether the copies succeeded or not."""
         sealed = self._window.segments if self._window is not None else []
         pending = self._pending.ticket if self._pending is not None else None
         for ticket in {self._ticket, pending, *(segment.ticket for segment in sealed)}:

@@ -1,4 +1,4 @@
-"""A dense generation of one boundary: the first and the last of a run, made durable while training waits.
+"""Take dense generations of one boundary: the first and the last of a run, made durable while training waits.
 
 Also any other that storage must have whole; that one is stored while training goes on. It streams through a temporary
 buffer, since the ring is sized for windows, and at the start there is none yet.
@@ -26,18 +26,18 @@ from lightning_moe_ckpt.tiers import Announced, PersistWorker
 log = logging.getLogger(__name__)
 
 _MAPPED_AHEAD_NBYTES = 64 * 2**20
-"""Of a snapshot; the pages of a smaller one are mapped by the copies themselves, at about 1 GB/s."""
+"""Bytes from which pages are mapped ahead; those of a smaller snapshot are mapped by the copies, at about 1 GB/s."""
 
 
 class JournalSource(Protocol):
-    """What the planner adds to journals, and to markers."""
+    """Entries that the planner adds to journals and to markers."""
 
     @property
     def journal_nbytes(self) -> int:
-        """Capacity of a journal record, at least."""
+        """Least capacity of a journal record."""
 
     def state(self) -> dict[str, Any]:
-        """What the outcome has of the boundary at hand."""
+        """Return the planner's entries in the outcome of the boundary at hand."""
 
     @property
     def bad_copies(self) -> BadCopies:
@@ -45,18 +45,7 @@ class JournalSource(Protocol):
 
 
 class DenseCapture:
-    """Takes dense generations of one incarnation.
-
-    Args:
-        name: names a generation of this incarnation by its step.
-        view: live state.
-        groups: this rank's place.
-        exchange: control exchange between the ranks.
-        engine: copies device tensors.
-        worker: of the tier that gets them.
-        stalls: where waits are recorded.
-        journal: see there.
-    """
+    """Take dense generations of one incarnation; `worker` is that of the tier that gets them."""
 
     def __init__(
         self,
@@ -73,13 +62,13 @@ class DenseCapture:
         self._name, self._view, self._groups, self._exchange = name, view, groups, exchange
         self._engine, self._worker, self._stalls, self._journal = engine, worker, stalls, journal
         self._under_way: tuple[GenerationId, Ticket] | None = None
-        """What copies are read from the live state, until the fence."""
+        """Generation whose copies still read the live state, until the fence."""
 
     def write(self, step: int, start: Journal, *, timeout: float) -> GenerationId | None:
         """Capture everything at once and wait until it is durable. Collective.
 
         Args:
-            step: the boundary it is of.
+            step: its boundary.
             start: the journal's start half.
             timeout: seconds.
 
@@ -121,7 +110,6 @@ class DenseCapture:
                 self._worker.abandon(generation)
 
     def _submit(self, step: int, start: Journal) -> tuple[GenerationId, Ticket]:
-        """Begin to copy, and hand over."""
         generation = self._name(step)
         journal = {"outcome": {"step": step, "losses": [], **self._journal.state()}, "start": start}
         # A stop's journal lacks the moments that never came; who resumes from it reserves for those that do.
@@ -144,7 +132,7 @@ class DenseCapture:
 
 
 def _memory(nbytes: int) -> Tensor:
-    """Zeros, whose pages a few threads map ahead of the copies where that takes long.
+    """Return zeros, whose pages a few threads map ahead of the copies where that takes long.
 
     It is used once, so it is not page-locked: that takes as long as copies into ordinary memory that is mapped.
     """

@@ -36,9 +36,15 @@ class Report:
     """Shared memory that tiers hold on this node for this rank: `host` for its own generations, `peer` for copies that
     it keeps for others."""
     stall_seconds: dict[str, float]
-    """Seconds that the training thread waited, by cause. With a CUDA device, which has work meanwhile, not all of it is lost."""
+    """Seconds that the training thread waited, by cause.
+
+    Not all of it is lost with a CUDA device, which has work meanwhile.
+    """
     device_stall_seconds: dict[str, float]
-    """Seconds that the training stream of a CUDA device stood still, by cause, as far as the device has come; else empty."""
+    """Seconds that the training stream of a CUDA device stood still, by cause, up to where the device is.
+
+    Else empty.
+    """
     overhead_seconds: float
     """Seconds of the training thread in hooks of this package, waits included, within `seconds`; not token counts in
     forward passes."""
@@ -54,10 +60,11 @@ class Report:
     generations_skipped: dict[str, int]
     """Complete generations that a tier never got, because it was still busy when a newer one was complete."""
     generations_failed: dict[str, int]
-    """Generations that a tier was given and some rank does not have there, for good, over all ranks: storage that failed, memory
+    """Generations that a tier was given and some rank does not have there, for good, over all ranks: storage that
+    failed, memory
     that was full, a node or a connection that is gone."""
     windows_skipped: int
-    """Windows that were not begun, because memory was full of generations that are still being read, or was taken away."""
+    """Windows that were not begun, because memory was full of generations that are being read, or was taken away."""
     windows_missed: int
     """Windows in a row, up to now, that gave no generation, whatever for; from 3 on that is an error."""
     resumed_from: int | None
@@ -102,17 +109,17 @@ class Report:
 
     @property
     def costs(self) -> str:
-        """What checkpoints took from training, in words."""
+        """Costs of checkpoints to training, in words."""
         device = f"; the device stood still for {self.device_stall_seconds_per_step * 1e3:.2f} ms"
         return (
             f"checkpoints took {self.overhead_seconds_per_step * 1e3:.2f} ms of the training thread per step "
-            f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited {self.stall_seconds_per_step * 1e3:.2f} ms"
-            f"{device if self.device_stall_seconds else ''}"
+            f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited "
+            f"{self.stall_seconds_per_step * 1e3:.2f} ms{device if self.device_stall_seconds else ''}"
         )
 
 
 def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
-    """What has been taken; `None` before anything can be."""
+    """Return what has been taken; `None` stands for the time before anything can be."""
     taken = capture.segments_captured if capture is not None else 0
     return {
         "window": len(capture.layout.steps) if capture is not None and capture.layout is not None else 0,
@@ -126,7 +133,7 @@ def captured_figures(capture: CaptureSession | None) -> dict[str, Any]:
 
 
 def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
-    """What tiers hold and skipped; of those of an earlier incarnation, what this one began from."""
+    """Return what tiers hold and skipped; of an earlier incarnation, the generations that this one began from."""
     return {
         "reserved_nbytes": tiers.reserved(),
         "generations": (found.tiers if found is not None else {}) | tiers.newest(),
@@ -137,7 +144,7 @@ def tier_figures(tiers: Tiers, found: RestoreSource | None) -> dict[str, Any]:
 
 
 def found_figures(found: RestoreSource | None) -> dict[str, Any]:
-    """What this incarnation began from; `None` for a fresh start."""
+    """Return what this incarnation began from; `None` stands for a fresh start."""
     return {
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},

@@ -1,4 +1,4 @@
-"""One incarnation of a run: from finding what to resume, over replay and capture, to the last durable byte.
+"""Run one incarnation: from finding what to resume, over replay and capture, to the last durable byte.
 
 Everything here is independent of Lightning; the callbacks call one method per hook. All methods are called from the
 training thread, by every rank, in the same order.
@@ -60,18 +60,9 @@ T = TypeVar("T")
 class CheckpointSession:
     """Checkpointing of one `fit`.
 
-    Args:
-        config: where and how.
-        policy: what is taken when.
-        module: the module being trained.
-        schema: its optimizer's state.
-        groups: this rank's place in the world.
-        autocast_dtype: low precision of forward under autocast, `None` without.
-        may_skip: whether `requires_grad` may be toggled in replay.
-        compiled: whether a compiler makes other programs, of other rounding, where modules are watched or frozen.
-        extra: what the trainer adds to checkpoints of its own, for exports; what cannot be stored is left out.
-        averages: running averages of the module that callbacks keep.
-        as_user: see `Replay`.
+    With `may_skip`, `requires_grad` may be toggled in replay, unless a compiler makes other programs, of other
+    rounding, where modules are watched or frozen (`compiled`). `extra` is what the trainer adds to checkpoints of its
+    own, for exports; what cannot be stored is left out. `averages` are those that callbacks keep of the module.
     """
 
     def __init__(
@@ -174,7 +165,7 @@ class CheckpointSession:
         return start
 
     def _join_tiers(self, identity: Identity) -> Tiers:
-        """One worker per tier, in the same order on all ranks."""
+        """Make one worker per tier, in the same order on all ranks."""
         is_first, runs = self._exchange.is_coordinator, made(self._runs)
         markers = Markers(
             run_id=runs.run_id,
@@ -246,7 +237,7 @@ class CheckpointSession:
 
     @property
     def memory_tag(self) -> str | None:
-        """By which its shared memory is found, once it is open."""
+        """Tag by which its shared memory is found, once it is open."""
         return self._runs.claim.tag if self._runs else None
 
     # -- replay
@@ -257,11 +248,11 @@ class CheckpointSession:
         return self._replay is not None
 
     def replay_outcome(self, step: int) -> Journal | None:
-        """What the original run recorded of the step that ends at boundary `step`, while replaying it."""
+        """Return the original run's outcome of the step that ends at boundary `step`, while replaying it."""
         return self._replay.outcome(step) if self._replay is not None else None
 
     def freeze_again(self) -> None:
-        """Hooks of the user may have changed what trains since operators were frozen."""
+        """Freeze operators again, as hooks of the user may have changed what trains."""
         if self._replay is not None:
             self._replay.freeze()
 
@@ -288,7 +279,7 @@ class CheckpointSession:
         return replay.start(step)
 
     def reconcile(self, *, disturbed: bool) -> None:
-        """The next batch begins, the moment at which the newest loaded slot was sealed: repair what hooks did since.
+        """Undo what hooks did since the newest slot was loaded; call as the next batch begins, when it was sealed.
 
         Args:
             disturbed: whether what was loaded may have changed without a trace.
@@ -298,32 +289,32 @@ class CheckpointSession:
             replay.reconcile(self._exchange.all_agree, disturbed=disturbed)
 
     def waive_reconciling(self) -> None:
-        """What was loaded was taken right after its step: hooks until the next batch change it rightly."""
+        """Let hooks until the next batch change what was loaded, since it was taken right after its step."""
         self._unsettled = None
 
     # -- capture
 
     def forward_begins(self) -> None:
-        """A batch is about to run forward and backward."""
+        """Call before a batch runs forward and backward."""
         self._planner.forward_begins(replaying=self.replaying)
 
     def fence_gradients(self) -> None:
-        """Gradients are about to be set to zero, or let go of."""
+        """Wait for copies of gradients; call before they are set to zero, or let go of."""
         made(self._capture).fence_gradients()
 
     def fence(self) -> None:
-        """The optimizer is about to overwrite parameters."""
+        """Wait for copies of parameters; call before the optimizer overwrites them."""
         self._planner.forward_ends()
         made(self._capture).fence()
         made(self._dense).fence()
 
     def regrouped(self) -> None:
-        """Parameters were added to the optimizer: the window under way is given up, the next planned anew. Collective."""
+        """Give the window under way up and plan anew, as parameters were added to the optimizer. Collective."""
         made(self._capture).forget_layout()
         self._planner.forget_layout()
 
     def boundary(self, step: int, outcome: Journal) -> None:
-        """An optimizer step just ended; take what the policy asks for."""
+        """Take what the policy asks for; call right after an optimizer step."""
         capture = made(self._capture)
         capture.complete_seal()  # where no optimizer step asked for it
         self._report_failures()
@@ -361,7 +352,7 @@ class CheckpointSession:
         return self._policy.due(step, self._last_window, self._planner.interval_steps)
 
     def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: int = 0) -> None:
-        """The next batch begins: complete what boundary `step` took. Boundary 0 of a fresh run is taken here.
+        """Complete what boundary `step` took, as the next batch begins. Boundary 0 of a fresh run is taken here.
 
         Args:
             start: the journal's start half.
@@ -382,7 +373,7 @@ class CheckpointSession:
         capture.seal(start, step=step, disturbed=disturbed)
 
     def end(self, step: int, start: Journal) -> None:
-        """Training ended normally: leave a dense generation of the last boundary."""
+        """Leave a dense generation of the last boundary, as training ended normally."""
         made(self._capture).abort_window()
         if self._replay is None and (self._steps > 0 or self._found is None):
             self.stop(step, start, timeout=self._config.commit_timeout.total_seconds())
@@ -390,11 +381,11 @@ class CheckpointSession:
 
     @property
     def dense_possible(self) -> bool:
-        """Whether this incarnation has taken steps that end in a dense state: in replay, older generations are all there is."""
+        """Whether this incarnation has taken steps that end in a dense state; none does in replay."""
         return self._replay is None and self._steps > 0
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
-        """Training stops at boundary `step`: leave a dense generation of it. Collective.
+        """Leave a dense generation of boundary `step`, at which training stops. Collective.
 
         Args:
             step: the boundary.
@@ -428,11 +419,11 @@ class CheckpointSession:
     # -- end
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective."""
+        """Return whether the flag is set on any rank. Collective."""
         return [1] in self._exchange.gather([int(flag)])
 
     def leave_nothing_behind(self) -> None:
-        """Leave nothing half written, nor memory nobody will want; from any thread, right before the process is ended."""
+        """Leave nothing half written, nor memory nobody will want; any thread, right before the process ends."""
         if self._storage is not None:
             self._storage.cut_short()
         if self._memory_is_superseded():
@@ -459,11 +450,11 @@ class CheckpointSession:
 
     @property
     def windows_missed(self) -> int:
-        """See `Misses.worth_a_word`."""
+        """Windows in a row without a generation, if they are worth a word."""
         return 0 if self._capture is None else self._capture.misses.worth_a_word
 
     def report(self) -> Report:
-        """Figures so far."""
+        """Return the figures so far."""
         storage = self._storage
         return Report(
             steps=self._steps,
@@ -486,7 +477,7 @@ class CheckpointSession:
     # -- private
 
     def _memory_is_superseded(self, *, ask: bool = False) -> bool:
-        """Whether nobody needs what this rank holds in memory, as far as it knows, or storage if it is to `ask` that."""
+        """Return whether nobody needs what this rank has in memory; `ask` storage, or go by what is known here."""
         storage, found = self._storage, self._found
         if self._memory is None or storage is None or self._runs is None:
             return True
@@ -514,6 +505,6 @@ class CheckpointSession:
 
 
 def made(part: T | None) -> T:
-    """The part. Nobody may ask for it before the beginning."""
+    """Return the part, which is there once `begin` was called."""
     assert part is not None
     return part

@@ -1,4 +1,4 @@
-"""Which generation goes to which tier, decided alike on all ranks.
+"""Decide which generation goes to which tier, alike on all ranks.
 
 A tier that takes every generation gets its segments as they are sealed. Any other gets, when it is idle on all ranks,
 the newest complete generation that it has not had, else the one that begins; while it is busy generations pass it by.
@@ -12,8 +12,8 @@ memory full of what no rank will ever ask for.
 
 A generation with only some operators is complete in a tier together with older ones. A tier that has none to build on,
 or has lost it, is given a *whole* one, of which nothing is taken to memory: it needs no place in the ring. While that
-fails, every second window is such an attempt: each costs a snapshot of everything, and once the fault is over the tier is
-never further behind than that.
+fails, every second window is such an attempt: each costs a snapshot of everything, and once the fault is over the tier
+is never further behind than that.
 
 Source: TierCheck (2025), Sec. 3.3 and Fig. 5.
 """
@@ -56,35 +56,35 @@ class Window:
 
     generation: GenerationId
     first: int
-    """Boundary of slot 0."""
+    """Boundary of its first step."""
     layout: WindowLayout
     ring: SegmentRing
     spoiled: bool = False
     """A segment could not be taken: the window runs to its end, so that ranks stay in step, but gives no generation."""
     segments: list[SealedSegment] = field(default_factory=list)
     workers: list[TierWorker] = field(default_factory=list)
-    """Of the tiers it was given to."""
+    """Workers of the tiers that it was given to."""
 
 
 class TierWatcher(Protocol):
-    """Whoever follows what tiers hold, on all ranks alike."""
+    """Follows what tiers hold, on all ranks alike."""
 
     def given(
         self, tier: str, generation: GenerationId, layout: WindowLayout, generations_kept: int | None = None
     ) -> None:
-        """A tier begins to take a generation, and keeps so many of the newest that it is given; `None` for all it needs."""
+        """Note that a tier begins to take a generation, and keeps so many of the newest; `None` for all it needs."""
 
     def given_everything(self, tier: str, generation: GenerationId) -> None:
-        """A tier begins to take a generation of everything, which is taken for it alone."""
+        """Note that a tier begins to take a generation of everything, which is taken for it alone."""
 
     def complete_everywhere(self, tier: str, generation: GenerationId) -> None:
-        """On every rank a tier has all of a generation."""
+        """Note that a tier has all of a generation on every rank."""
 
     def given_up(self, tier: str, generation: GenerationId) -> None:
-        """A tier will never have all of a generation that it was given."""
+        """Note that a tier will never have all of a generation that it was given."""
 
     def lost(self, tier: str) -> None:
-        """Some rank has lost all that a tier held."""
+        """Note that some rank has lost all that a tier held."""
 
     @property
     def bad_copies(self) -> BadCopies:
@@ -97,16 +97,16 @@ class TierWatcher(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class _Lane:
-    """One worker, and what all ranks know of it."""
+    """One worker, and the facts that all ranks know of it."""
 
     worker: TierWorker
     skips: SkipCounter
     given: list[GenerationId] = field(default_factory=list)
-    """What it was given and is not known to be superseded, oldest first; the same on all ranks."""
+    """Generations that it was given and that are not known to be superseded, oldest first; the same on all ranks."""
     idle: bool = False
     """Whether it was idle on all ranks at the latest vote."""
     base: GenerationId | None = None
-    """What a generation with only some operators may be built on: the newest that is complete on all ranks."""
+    """Newest generation that is complete on all ranks: one with only some operators may be built on it."""
     num_failed: int = 0
     """Generations that it was given and that some rank gave up."""
     attempted: bool = False
@@ -123,7 +123,7 @@ class _Lane:
     def agreed(
         self, votes: Sequence[Sequence[int]], filling: GenerationId | None
     ) -> tuple[list[GenerationId], list[GenerationId]]:
-        """Take every rank's votes; the generations that became complete everywhere, and those given up, oldest first."""
+        """Take all votes; return the generations that became complete everywhere, and those given up, oldest first."""
         self.idle, common, lacking = True, -1, 0
         for idle, holds, gave_up, lost in votes:
             self.idle, common, lacking = self.idle and bool(idle), common & holds, lacking | gave_up
@@ -136,20 +136,18 @@ class _Lane:
         return complete, given_up
 
     def complete(self, generation: GenerationId) -> None:
-        """All ranks have it."""
         self.base, self.attempted = generation, False
 
     def cannot_take(self, layout: WindowLayout) -> bool:
-        """Whether it would need a base, and has none."""
+        """Return whether it would need a base, and has none."""
         return self.worker.uses_references and layout.is_incomplete and self.base is None
 
     def attempt(self) -> bool:
-        """Whether to try to get a whole generation now: in every second window while that fails."""
+        """Return whether to try to get a whole generation now: in every second window while that fails."""
         self.attempted = not self.attempted
         return self.attempted
 
     def take(self, generation: GenerationId) -> None:
-        """It is given a generation."""
         self.idle = False
         self.given.append(generation)
         del self.given[:-_OUTSTANDING]
@@ -157,12 +155,7 @@ class _Lane:
 
 
 class Tiers:
-    """The workers of one incarnation.
-
-    Args:
-        workers: one per tier, in the same order on all ranks.
-        watcher: told on all ranks alike what tiers get, and what they have on all ranks.
-    """
+    """The workers of one incarnation, one per tier, in the same order on all ranks."""
 
     def __init__(self, workers: Sequence[TierWorker], *, watcher: TierWatcher | None = None) -> None:
         self.workers, self._watcher = list(workers), watcher
@@ -174,18 +167,19 @@ class Tiers:
 
     @property
     def num_votes(self) -> int:
-        """Integers in `votes`."""
+        """Number of integers in `votes`."""
         return _VOTES * len(self._lanes)
 
     def votes(self) -> list[int]:
-        """What this rank tells the others."""
+        """Return this rank's integers for the exchange."""
         return [vote for lane in self._lanes for vote in lane.votes()]
 
     def agreed(self, votes: Sequence[Sequence[int]], *, filling: GenerationId | None = None) -> set[GenerationId]:
-        """Take the votes of all ranks: tiers hear what is complete everywhere, and may recycle what is older, and what never will be.
+        """Take the votes of all ranks: tiers hear what is complete everywhere, and may recycle what is older, and what
+        never will be.
 
         Args:
-            votes: of all ranks.
+            votes: integers of all ranks.
             filling: the generation of the window under way, which runs to its end whatever tiers make of it.
 
         Returns:
@@ -204,14 +198,14 @@ class Tiers:
         return freed
 
     def complete_everywhere(self, tier: str, *generations: GenerationId) -> None:
-        """All ranks know that a tier has all of these on every rank; oldest first."""
+        """Note that a tier has all of these on every rank, which all ranks know; oldest first."""
         self.build_on(tier, generations[-1])
         if self._watcher is not None:
             for generation in generations:
                 self._watcher.complete_everywhere(tier, generation)
 
     def build_on(self, tier: str, generation: GenerationId) -> None:
-        """All ranks know that a tier has `generation` of an earlier incarnation, on which those of this one may be built."""
+        """Note that a tier has `generation`, on which later ones may be built; all ranks know it."""
         self.everywhere[tier] = generation
         for lane in self._lanes:
             if lane.worker.name == tier:
@@ -221,7 +215,7 @@ class Tiers:
                     memory.saw(generation)
 
     def memory_lost(self, *, here: bool) -> None:
-        """Some rank has lost all that it held in the tier that takes every generation, this one if it is `here`. On all ranks."""
+        """Note that some rank has lost all it held in memory, this one if it is `here`. On all ranks."""
         for lane in self._lanes:
             if lane.worker.takes_every:
                 if here:
@@ -240,7 +234,7 @@ class Tiers:
     # -- plans and steps
 
     def planned(self, exchange: Exchange, ring: SegmentRing, num_segments: int) -> None:
-        """Generations have so many segments, in slots of `ring`, from here on. Collective.
+        """Tell tiers that generations have so many segments, in slots of `ring`, from here on. Collective.
 
         Raises:
             ConfigurationError: on every rank, if one has no room for what a tier keeps of that.
@@ -249,7 +243,7 @@ class Tiers:
             worker.planned(exchange, ring, num_segments)
 
     def stepped(self, period_steps: int) -> None:
-        """A step has ended; generations are so many steps apart."""
+        """Tell tiers that a step has ended, and how many steps generations are apart."""
         for worker in self.workers:
             worker.stepped(period_steps)
 
@@ -266,13 +260,13 @@ class Tiers:
                     lane.worker.add(segment.generation, segment)
 
     def open(self, window: Window) -> None:
-        """A window begins: tiers that take it get its segments as they are sealed."""
+        """Begin a window: tiers that take it get its segments as they are sealed."""
         for lane in self._lanes:
             if lane.worker.takes_every or (lane.idle and not lane.cannot_take(window.layout)):
                 self._begin(lane, window)
 
     def wants_whole(self, generation: GenerationId, layout: WindowLayout) -> bool:
-        """Whether a tier is to get all of the boundary at hand, as generations of `layout` have nothing to build on there.
+        """Return whether a tier is to get all of the boundary at hand, having nothing that `layout` can be built on.
 
         The same on all ranks; ask once before each window. Whoever hands it over begins it with the worker.
         """
@@ -289,7 +283,7 @@ class Tiers:
         return bool(lanes)
 
     def want_gradients(self, window: Window) -> bool:
-        """Whether a tier that takes a generation wants to know what led to it."""
+        """Return whether a tier that takes a generation wants the gradients that led to it."""
         return any(worker.wants_gradients for worker in window.workers)
 
     def add(self, window: Window, segment: SealedSegment) -> None:
@@ -303,7 +297,7 @@ class Tiers:
             worker.abandon(window.generation)
 
     def withdraw(self, window: Window) -> None:
-        """All ranks end a window before its time: tiers give it up, of which none has failed to keep it."""
+        """End a window before its time, on all ranks: tiers give it up, and none has failed to keep it."""
         for lane in self._lanes:
             if window.generation in lane.given:
                 lane.given.remove(window.generation)
@@ -311,13 +305,13 @@ class Tiers:
         self.abandon(window)
 
     def superseded(self, window: Window) -> None:
-        """A newer generation is complete: who has not had this one never will."""
+        """Count a skip for tiers that have not had this generation, since a newer one is complete."""
         for lane in self._lanes:
             if lane.worker not in window.workers:
                 lane.skips.skipped(window.generation)
 
     def flush(self, timeout: float) -> None:
-        """The next generation has no memory without that of those under way: wait for tiers that let go of it."""
+        """Wait for tiers to let go of memory that the next generation needs."""
         for worker in self.workers:
             if worker.paced:
                 worker.drain(timeout)
@@ -330,20 +324,20 @@ class Tiers:
         return [worker.name for worker in self.workers if not worker.idle]
 
     def newest(self) -> dict[str, int]:
-        """Step of the newest generation of this incarnation that this rank holds, by tier."""
+        """Return the step of the newest generation of this incarnation that this rank holds, by tier."""
         held = {worker.name: worker.newest for worker in self.workers}
         return {name: generation.step for name, generation in held.items() if generation is not None}
 
     def skipped(self) -> dict[str, int]:
-        """Complete generations that passed a tier by, of those that do not take every one."""
+        """Return how many complete generations passed by each tier that does not take every one."""
         return {lane.worker.name: lane.skips.total for lane in self._lanes if not lane.worker.takes_every}
 
     def failed(self) -> dict[str, int]:
-        """Generations that tiers were given and some rank does not have there, for good; the same on all ranks."""
+        """Return how many generations each tier was given that some rank does not have there, for good."""
         return {lane.worker.name: lane.num_failed for lane in self._lanes}
 
     def reserved(self) -> dict[str, int]:
-        """Bytes of memory that tiers take on this rank; those that take none are left out."""
+        """Return the bytes of memory that tiers take on this rank; those that take none are left out."""
         sizes = {worker.name: sum(memory.nbytes for memory in worker.memories) for worker in self.workers}
         return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
@@ -355,7 +349,10 @@ class Tiers:
                 memory.unlink()
 
     def release(self, *, unlink: bool) -> None:
-        """Give memory back, after `close`. With `unlink` its names go too; else a later incarnation finds what is in it."""
+        """Give memory back, after `close`.
+
+        With `unlink` its names go too; else a later incarnation finds what is in it.
+        """
         for worker in self.workers:
             for memory in worker.memories:
                 memory.close(unlink=unlink)
@@ -399,12 +396,12 @@ class Tiers:
 
 
 def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
-    """Say what went wrong since the last call.
+    """Log what went wrong since the last call.
 
     Args:
-        tiers: asked.
-        not_taken: why generations were not taken at all; emptied.
-        url: of the run.
+        tiers: tiers of this incarnation.
+        not_taken: reasons why generations were not taken at all; emptied.
+        url: URL of the run.
 
     Raises:
         Fenced: a later incarnation has begun.
@@ -426,7 +423,7 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
 def build_on_stored(
     store: RunStore, exchange: Exchange, tiers: Tiers, worker: PersistWorker, found: RestoreSource | None
 ) -> None:
-    """Generations of this incarnation may take what they lack from the newest that is committed, if all can read it. Collective.
+    """Build generations of this incarnation on the newest that is committed, if all ranks can read it. Collective.
 
     Args:
         store: of the run, its incarnation open.

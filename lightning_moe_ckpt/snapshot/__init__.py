@@ -1,7 +1,5 @@
 """From a plan to bytes in memory: what lies where, and filling it from live state."""
 
-from lightning_moe_ckpt.snapshot._averages import Averages as Averages
-from lightning_moe_ckpt.snapshot._averages import is_average as is_average
 from lightning_moe_ckpt.snapshot._description import describe as describe
 from lightning_moe_ckpt.snapshot._description import read_extra as read_extra
 from lightning_moe_ckpt.snapshot._gradients import GradientRecorder as GradientRecorder
@@ -23,12 +21,14 @@ from lightning_moe_ckpt.snapshot._layout import JOURNAL as JOURNAL
 from lightning_moe_ckpt.snapshot._layout import PRESENT as PRESENT
 from lightning_moe_ckpt.snapshot._layout import REGIONS as REGIONS
 from lightning_moe_ckpt.snapshot._layout import SEGMENT_METADATA as SEGMENT_METADATA
+from lightning_moe_ckpt.snapshot._layout import Averages as Averages
 from lightning_moe_ckpt.snapshot._layout import Field as Field
 from lightning_moe_ckpt.snapshot._layout import FileLayout as FileLayout
 from lightning_moe_ckpt.snapshot._layout import Shard as Shard
 from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
+from lightning_moe_ckpt.snapshot._layout import is_average as is_average
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._writer import BoundaryCapture as BoundaryCapture
 from lightning_moe_ckpt.snapshot._writer import BufferChanged as BufferChanged

@@ -28,7 +28,8 @@ def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]
     Args:
         module: the module, with its parameters and buffers.
         schema: state schema of its optimizer.
-        extra: entries that the trainer adds to its own checkpoints; values that the codec refuses are left out and named.
+        extra: entries that the trainer adds to its own checkpoints; values that the codec refuses are left out and
+            named.
     """
     owners = [*module.named_parameters(), *module.named_buffers()]  # under first names, as records are
     names = {id(tensor): name for name, tensor in owners}

@@ -1,11 +1,11 @@
-"""What each optimizer step consumes of the experts, kept behind the segment of the boundary that the step leads to.
+"""Keep the gradients that an optimizer step consumes of the experts behind the segment that it leads to.
 
 A hook of the optimizer runs right after its step: gradients are then as they were consumed, clipped and unscaled, and
-settings are those that the step had, whatever a schedule makes of them next. At the boundary they begin to be copied into
-the slot of the segment, ahead of the state; `fence` waits for that before gradients are overwritten or let go of.
+settings are those that the step had, whatever a schedule makes of them next. At the boundary they begin to be copied
+into the slot of the segment, ahead of the state; `fence` waits for that before gradients are overwritten or let go of.
 
-None of this has to be right for copies to be right: a holder refuses what leads it to other bytes. What is certain to do
-so is not offered. So gradients that somebody changed while they were copied are dropped, and so is a step that began
+None of this has to be right for copies to be right: a holder refuses what leads it to other bytes. What is certain to
+do so is not offered. So gradients that somebody changed while they were copied are dropped, and so is a step that began
 from other weights than the segment before it has, or ended in others than this one has: people edit weights in hooks.
 
 Source: MOETION (2024), Sec. 5.2.
@@ -34,17 +34,12 @@ from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 class _Consumed:
     gradient: Tensor
     version: int
-    """When it was consumed."""
+    """Version of the gradient when it was consumed."""
     settings: StepSettings
 
 
 class GradientRecorder:
-    """Records the steps of one optimizer. Used by the training thread.
-
-    Args:
-        view: live state; says of which parameters gradients are kept, and as what.
-        engine: copies them.
-    """
+    """Record the steps of one optimizer. Used by the training thread."""
 
     def __init__(self, view: StateView, engine: CopyEngine) -> None:
         assert view.gradient_dtype is not None
@@ -58,18 +53,15 @@ class GradientRecorder:
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
 
     def step_begins(self) -> None:
-        """The optimizer is about to step: from what the last segment has, unless somebody has edited weights since."""
+        """Note whether the coming step begins from the weights of the last segment; call before the optimizer steps."""
         self._edited = self._edited or self._now() != self._versions
 
     def start(self, layout: StepLayout, slot_U8: Tensor) -> RecordedStep | None:
-        """Begin to copy what led to this boundary.
+        """Begin to copy the gradients that led to this boundary; `None` if they would lead nobody here.
 
         Args:
-            layout: of the slot.
-            slot_U8: its memory, with room behind the segment.
-
-        Returns:
-            `None` if it would lead nobody here.
+            layout: layout of the slot.
+            slot_U8: memory of the slot, with room behind the segment.
         """
         consumed, self._consumed = self._consumed, {}
         edited, self._edited = self._edited, False
@@ -93,38 +85,37 @@ class GradientRecorder:
         return self._record
 
     def skip(self) -> None:
-        """Nobody wants what led to this boundary."""
+        """Forget the gradients that led to this boundary, which nobody wants."""
         self._consumed, self._num_steps, self._edited = {}, 0, False
 
     def sealed(self) -> None:
-        """The segment of the boundary has what weights are now."""
+        """Compare the weights with those after the step; call when the segment of the boundary has taken them."""
         now = self._now()
         if now != self._versions and self._record is not None:
             self._record.drop()
         self._versions = now
 
     def fence(self) -> None:
-        """Gradients are about to be overwritten or let go of."""
+        """Wait for the copies; call before gradients are overwritten or let go of."""
         self._consumed = {}  # of a boundary that was not taken
         record, self._record = self._record, None
         if record is not None:
             record.release(self._engine)
 
     def wait(self) -> None:
-        """Nothing is copied after this."""
+        """Wait until nothing is copied any more."""
         record, self._record = self._record, None
         if record is not None:
             record.gradients()
 
     def close(self) -> None:
-        """Record nothing any more."""
+        """Stop to record."""
         self._hook.remove()
         self.skip()
 
     # -- private
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer has stepped."""
         self._num_steps += 1
         self._versions = self._now()
         settings: dict[int, StepSettings] = {}
@@ -141,13 +132,7 @@ class GradientRecorder:
 
 
 class RecordedStep:
-    """What one optimizer step consumed, on its way behind a segment.
-
-    Args:
-        gradients: what there will be.
-        ticket: of the copies.
-        sources: what is copied, as it was consumed.
-    """
+    """Gradients of one optimizer step, on their way behind a segment; `sources` are copied, as they were consumed."""
 
     def __init__(self, gradients: Gradients, ticket: Ticket, sources: Sequence[_Consumed]) -> None:
         self._lock = threading.Lock()
@@ -155,7 +140,7 @@ class RecordedStep:
         self._ticket, self._sources = ticket, sources
 
     def gradients(self) -> Gradients | None:
-        """See `StepRecord`. Whoever looks first, behind the copies, decides."""
+        """Wait for the copies and return the gradients; `None` if a copy failed or a source changed meanwhile."""
         try:
             self._ticket.wait()
         except CheckpointError:
@@ -172,7 +157,7 @@ class RecordedStep:
         self._decide()
 
     def drop(self) -> None:
-        """They lead elsewhere."""
+        """Give none: they lead to other weights."""
         with self._lock:
             self._gradients, self._sources = None, ()
 
@@ -184,7 +169,7 @@ class RecordedStep:
 
 
 def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | None:
-    """Why steps of the optimizer cannot be repeated on other nodes; `None` if they can.
+    """Return why steps of the optimizer cannot be repeated on other nodes; `None` if they can.
 
     Args:
         view: live state.
@@ -203,7 +188,7 @@ def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | 
     groups = [group for fqn in kept if (group := schema.adam_group(view.params[fqn])) is not None]
     on_cpu = all(view.params[fqn].device.type == "cpu" for fqn in kept)
     if exact and any(group["fused"] or (group["foreach"] and on_cpu) for group in groups):
-        return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form, which is what is repeated"
+        return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form, which is repeated"
     return None
 
 
@@ -222,7 +207,7 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings:
 
 
 def _flat(gradient: Tensor) -> Tensor | None:
-    """Its elements in order, without a copy; `None` if they are not in order or not all there."""
+    """Return the elements in order, without a copy; `None` if they are not in order or not all there."""
     if gradient.layout is not torch.strided or gradient.dtype is not torch.float32 or not gradient.is_contiguous():
         return None
     return gradient.detach().view(-1)

@@ -1,4 +1,4 @@
-"""Whether a stored generation belongs to this job: same parameters, optimizer, precision and ranks, and if not, what differs.
+"""Tell whether a stored generation belongs to this job, with the same parameters, optimizer, precision and ranks.
 
 Fingerprints decide. Only when they differ are the records of the stored run compared with the model, to tell people
 which parameter, and what to do.
@@ -16,8 +16,7 @@ from lightning_moe_ckpt.coordination import VERSIONS, Exchange, agreed_versions
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.operators import OperatorSet, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot._averages import is_average
-from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT
+from lightning_moe_ckpt.snapshot._layout import PARAM, PRESENT, is_average
 from lightning_moe_ckpt.storage import Commit, ModuleEntry, RankMarker, dtype_code
 
 _MAX_NAMED = 6
@@ -28,7 +27,7 @@ Facts = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a job must have in common with the run that it resumes."""
+    """Facts that a job must have in common with the run that it resumes."""
 
     fingerprint: str
     autocast: str | None
@@ -36,7 +35,7 @@ class Identity:
     world_size: int
     expert_parallel: int
     versions: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Of what decides bits; with others a run is resumed, and a warning says so."""
+    """Releases of the libraries that decide bits; with others a run is resumed, and a warning says so."""
 
     @classmethod
     def of_job(
@@ -47,7 +46,7 @@ class Identity:
         autocast_dtype: torch.dtype | None,
         exchange: Exchange,
     ) -> Identity:
-        """This job's. Collective."""
+        """Return the identity of this job. Collective."""
         return cls(
             fingerprint=f"{operators.fingerprint()}-{schema.fingerprint()}",
             autocast=None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch."),
@@ -58,7 +57,7 @@ class Identity:
 
     @classmethod
     def of_stored(cls, stored: Commit | RankMarker) -> Identity:
-        """That of the run that wrote a generation. Raises `Corrupt` if it does not say."""
+        """Return the identity of the run that wrote a generation. Raises `Corrupt` if it does not say."""
         policy: Mapping[str, Any] = stored.policy
         fingerprint, expert_parallel = policy.get("fingerprint"), policy.get("expert_parallel")
         if not isinstance(fingerprint, str) or not isinstance(expert_parallel, int) or "plan" not in policy:
@@ -74,7 +73,7 @@ class Identity:
         )
 
     def policy(self) -> dict[str, object]:
-        """What every marker says of it."""
+        """Return the entries that every marker has of it."""
         return {
             "fingerprint": self.fingerprint,
             "autocast": self.autocast,
@@ -83,7 +82,7 @@ class Identity:
         }
 
     def job_differences(self, stored: Identity) -> Iterator[str]:
-        """What is not in the model: ranks and precision."""
+        """Yield differences in ranks and precision, a line each."""
         for what, was, now in (
             ("processes", stored.world_size, self.world_size),
             ("expert_parallel", stored.expert_parallel, self.expert_parallel),
@@ -94,21 +93,21 @@ class Identity:
 
 
 def live_facts(operators: OperatorSet) -> Facts:
-    """Parameters on this rank."""
+    """Return shape and type of the parameters on this rank."""
     dtypes = operators.dtypes
     slices = (each for operator in operators for each in operator.slices)
     return {each.fqn: _fact(each.global_shape, dtype_code(dtypes[each.fqn])) for each in slices}
 
 
 def live_optimizer(operators: OperatorSet, schema: StateSchema, params: Mapping[str, torch.Tensor]) -> list[str]:
-    """The optimizer in words: class, parameters per group, state."""
+    """Return the optimizer in words: class, parameters per group, state."""
     keys = sorted({entry.key for fqn in operators.dtypes for entry in schema.entries(params[fqn])})
     sizes = [len(group["params"]) for group in schema.optimizer.param_groups]
     return _optimizer_words(type(schema.optimizer).__qualname__, sizes, keys)
 
 
 def stored_facts(markers: Sequence[RankMarker]) -> tuple[Facts, list[str]]:
-    """Parameters that the ranks of a run stored, and its optimizer in words."""
+    """Return the parameters that the ranks of a run stored, and its optimizer in words."""
     facts: Facts = {}
     keys: set[str] = set()
     for record in (record for marker in markers for segment in marker.segments for record in segment.records):
@@ -122,7 +121,7 @@ def stored_facts(markers: Sequence[RankMarker]) -> tuple[Facts, list[str]]:
 
 
 def model_differences(stored: tuple[Facts, list[str]], live: tuple[Facts, list[str]]) -> Iterator[str]:
-    """Parameters and optimizer of the run against those of this job, a line each."""
+    """Yield differences between parameters and optimizer of the run and those of this job, a line each."""
     (was, optimizer_was), (now, optimizer_now) = stored, live
     lines = [*_name_differences(was, now)]
     both = [name for name in was if name in now and was[name] != now[name]]

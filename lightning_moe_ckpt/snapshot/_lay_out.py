@@ -38,10 +38,10 @@ EXPERT_SPLIT_NBYTES = 4 * 2**10
 """Slices of an expert of this many bytes or more are cut between its holders, where plans are partial."""
 
 MAX_PIECES = 1024
-"""Into which one operator is cut at most."""
+"""Most pieces into which one operator is cut."""
 
 Parts = dict[str, list[Shard]]
-"""By region, over all its writers, in the order in which they are stored."""
+"""Shards by region, over all its writers, in the order in which they are stored."""
 
 
 def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
@@ -68,25 +68,19 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
 
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
-    """One step of everything, whatever the policy: the first and the last generation of a run."""
+    """Return the layout of one step of everything, whatever the policy: the first and last generation of a run."""
     policy, nothing = DensePolicy(), [0.0] * view.operators.num_experts
     inputs = PlanInputs(operators=view.operators, sizes=record_nbytes(view, groups), popularity=nothing)
     return lay_out(PlanRecord(plan=policy.plan(inputs), config=policy.config()), view, groups, journal_nbytes)
 
 
 def dense_nbytes(view: StateView, groups: ParallelGroups) -> int:
-    """Bytes that this rank would write of a snapshot of everything, without alignment and journal."""
+    """Return the bytes that this rank would write of a snapshot of everything, without alignment and journal."""
     return sum(full for full, _ in record_nbytes(view, groups).values())
 
 
 def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
-    """Say what a plan comes to.
-
-    Args:
-        layout: in force from here on.
-        dense_nbytes: bytes of a snapshot of everything.
-        again: whether there is such a plan at each generation.
-    """
+    """Log the sizes of a plan that is in force from here on; quietly if each generation has such a plan (`again`)."""
     log.log(
         logging.DEBUG if again else logging.INFO,
         "plan %s: %d segments of at most %.1f MiB (everything: %.1f MiB)",
@@ -98,7 +92,7 @@ def log_plan(layout: WindowLayout, dense_nbytes: int, *, again: bool) -> None:
 
 
 def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[int, int]]:
-    """Bytes this rank writes of each operator's FULL and COMPUTE record: its even share among the holders."""
+    """Return the bytes this rank writes of each operator's FULL and COMPUTE record: an even share."""
     return {
         op.name: (
             -(-view.record_nbytes(op, RecordKind.FULL) // _num_holders(op, groups)),
@@ -109,7 +103,7 @@ def record_nbytes(view: StateView, groups: ParallelGroups) -> dict[str, tuple[in
 
 
 def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> OperatorSet:
-    """The operators of `view`, those of which this rank writes more than `limit` bytes cut into pieces; 0 cuts none."""
+    """Return the operators, those of which this rank writes more than `limit` bytes cut into pieces; 0 cuts none."""
     if limit == 0:
         return view.operators
     sizes = record_nbytes(view, groups)
@@ -127,7 +121,7 @@ def split_operators(view: StateView, groups: ParallelGroups, limit: int) -> Oper
 
 
 def expert_loads(view: StateView, groups: ParallelGroups, names: Iterable[str]) -> dict[int, int]:
-    """Bytes of the named experts that every rank of the world writes; experts of a layer are equal in size."""
+    """Return the bytes of the named experts by writing rank; experts of a layer are equal in size."""
     loads = dict.fromkeys(range(groups.world_size), 0)
     operators = view.operators
     place = {name: (layer, expert) for layer in operators.layers for expert, name in enumerate(expert_names(layer))}
@@ -153,8 +147,8 @@ def _expect_operators(plan: Plan, operators: OperatorSet) -> None:
     if unknown or missing:
         raise IdentityMismatch(
             f"The stored plan is of other operators than this model has: it lacks {missing[:4] or 'none'}, and names "
-            f"{sorted(unknown)[:4] or 'none'} that are not there. Resume with the code that wrote it, or start anew with "
-            "resume='never'."
+            f"{sorted(unknown)[:4] or 'none'} that are not there. Resume with the code that wrote it, or start anew "
+            "with resume='never'."
         )
 
 
@@ -162,7 +156,7 @@ def _expect_operators(plan: Plan, operators: OperatorSet) -> None:
 
 
 def _balanced_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
-    """By file: every record shared out evenly among its holders."""
+    """Return the shards by file: every record shared out evenly among its holders."""
     return [
         {region: region_parts(step.files[each], region, view, groups) for region in REGIONS} for each in step.audiences
     ]
@@ -171,7 +165,7 @@ def _balanced_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -
 def region_parts(
     records: Mapping[str, RecordKind], region: str, view: StateView, groups: ParallelGroups
 ) -> list[Shard]:
-    """Parts of one region over all its writers, of those of the records that this rank's regions hold."""
+    """Return the shards of one region over all its writers, of those of the records that this rank's regions hold."""
     local = ((view.operators[name], kind) for name, kind in records.items() if name in view.operators)
     pieces: list[RecordPiece[tuple[str, RecordKind]]] = [
         RecordPiece(record=(op.name, kind), piece=piece, nbytes_per_element=view.bytes_per_element(piece.fqn, kind))
@@ -189,7 +183,7 @@ def region_parts(
 
 
 def _stable_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Parts]:
-    """By file: experts cut as always; in the durable one all of the dense part, before them."""
+    """Return the shards by file: experts cut as always; in the durable one all of the dense part, before them."""
     found: list[Parts] = []
     for audience in step.audiences:
         names = list(step.files[audience])
@@ -206,7 +200,7 @@ def _stable_parts(step: WindowStep, view: StateView, groups: ParallelGroups) -> 
 
 
 def _dense_parts(region: str, view: StateView, groups: ParallelGroups, loads: Mapping[int, int]) -> list[Shard]:
-    """Of everything that is not an expert, beside `loads` that ranks write already."""
+    """Return the shards of everything that is not an expert, beside `loads` that ranks write already."""
     operators = [op for op in view.operators if op.kind != "expert" and op.holders == region]
     pieces = [piece for op in operators for piece in _pieces(op, view)]
     return [
@@ -216,7 +210,7 @@ def _dense_parts(region: str, view: StateView, groups: ParallelGroups, loads: Ma
 
 
 def _cut(operator: Operator, view: StateView, holders: Sequence[int], *, turn: int) -> list[Shard]:
-    """Parts of one expert; `turn` decides which holder is the first, so that small pieces do not all go to one."""
+    """Return the shards of one expert; holders take turns, so that small pieces do not all go to one."""
     first = turn % len(holders)
     turned = [*holders[first:], *holders[:first]]
     places = assign_writers(_pieces(operator, view), range(len(turned)), split_nbytes=EXPERT_SPLIT_NBYTES)
@@ -238,7 +232,7 @@ def _pieces(operator: Operator, view: StateView) -> list[RecordPiece[str]]:
 
 
 def _holders(expert: Operator, groups: ParallelGroups, position: int) -> list[int]:
-    """Ranks that hold an expert at an expert-parallel position, ascending."""
+    """Return the ranks that hold an expert at an expert-parallel position, ascending."""
     if expert.holders == "world":
         return groups.ranks("world")
     return list(range(position, groups.world_size, groups.ep_size))

@@ -1,4 +1,4 @@
-"""Which bytes of which tensor lie where in a segment, computed alike by the writer and by every reader.
+"""Say which bytes of which tensor lie where in a segment; writers and readers compute the same.
 
 A segment has three regions: records held by the whole world, records held by the ranks that share this rank's
 experts, and what belongs to this rank alone (buffers, journal). A record is cut into parts with exactly one writer
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_moe_ckpt.operators import Operator, OperatorSet, ParamSlice, RecordKind, StateSchema
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, all_names
-from lightning_moe_ckpt.snapshot._averages import Averages
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.storage import RecordEntry, SegmentLayout, TensorSpec, dtype_code
 from lightning_moe_ckpt.tiers import aligned_gradient, gradient_nbytes
@@ -29,7 +29,57 @@ JOURNAL = "journal"
 PRESENT = "present"
 PARAM = "param"
 
+AVERAGE_PREFIX = "average."
+"""Prefix of the names of averages; no key of an optimizer's state has it."""
+
 SEGMENT_METADATA = {"format": "lightning-moe-ckpt"}
+
+
+def is_average(key: str) -> bool:
+    """Return whether a record's `state_key`, or a buffer's name, belongs to an average."""
+    return key.startswith(AVERAGE_PREFIX)
+
+
+class Averages:
+    """Running averages of the weights (EMA, SWA), as state of the operators whose parameters they follow.
+
+    An average is updated from the parameter it follows and from nothing else. It is captured in the window step in
+    which its operator is. Until that step's snapshot is loaded in replay it may have any value: an average of frozen,
+    outdated weights is overwritten when the operator becomes active. If validation runs on averages, forward reads them
+    too, so they are taken with the weights of operators whose full state is not taken yet.
+
+    Args:
+        models: copies of the trained module, in an order that is the same in every process.
+        consumed: whether forward runs on them between optimizer steps (validation with averaged weights).
+    """
+
+    def __init__(self, models: Sequence[AveragedModel], *, consumed: bool) -> None:
+        self._models = {f"{AVERAGE_PREFIX}{index}": model for index, model in enumerate(models)}
+        self.consumed = consumed
+        """Whether weights that are captured for forward are captured with their averages."""
+        self.names = frozenset(self._models)
+        """Names of the averages, which are keys of fields in records."""
+        self._tensors = {name: dict(model.module.named_parameters()) for name, model in self._models.items()}
+
+    def assuming(self, *, consumed: bool) -> Averages:
+        """Return these averages for the plan of another process, which may have validated on averages."""
+        return Averages(list(self._models.values()), consumed=consumed)
+
+    def of(self, fqn: str) -> dict[str, Tensor]:
+        """Return the averages of one parameter."""
+        return {name: tensors[fqn] for name, tensors in self._tensors.items()}
+
+    def consumed_of(self, fqn: str) -> dict[str, Tensor]:
+        """Return the averages of one parameter that forward reads."""
+        return self.of(fqn) if self.consumed else {}
+
+    def buffer_owners(self) -> dict[str, tuple[nn.Module, str]]:
+        """Return the buffers of the averages (number of updates, averaged statistics), by owner and attribute."""
+        return {
+            f"{name}/{fqn}": (model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2])
+            for name, model in self._models.items()
+            for fqn, _ in model.named_buffers()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +116,7 @@ class Field:
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and dtype in the segment."""
+        """Name, shape and dtype in the segment."""
         return TensorSpec(self.name, self.dtype, (self.part.piece.numel,) if self.per_element else (1,))
 
 
@@ -110,20 +160,20 @@ class StateView:
         """Persistent or not, in the order of the modules."""
         self.compute_dtypes = dict(compute_dtypes)
         self.gradient_dtype: torch.dtype | None = None
-        """As what gradients of experts are kept behind segments; `None` if they are not."""
+        """Type in which gradients of experts are kept behind segments; `None` if they are not."""
 
     def buffer(self, name: str) -> Tensor | None:
-        """The live tensor; `None` if the module has dropped it."""
+        """Return the live tensor; `None` if the module has dropped it."""
         owner, key = self._buffer_owners[name]
         value = getattr(owner, key, None)
         return value if isinstance(value, Tensor) else None
 
     def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
-        """The same live state, cut into other operators and stored at other precisions."""
+        """Return a view of the same live state, cut into other operators and stored at other precisions."""
         return self._like(operators, compute_dtypes, self.averages)
 
     def assuming(self, *, averages_consumed: bool) -> StateView:
-        """The same live state under a plan whose maker did, or did not, run forward on averages."""
+        """Return a view of the same live state under a plan whose maker did, or did not, run forward on averages."""
         averages = self.averages.assuming(consumed=averages_consumed)
         return self._like(self.operators, self.compute_dtypes, averages)
 
@@ -133,12 +183,12 @@ class StateView:
         return view
 
     def keeps_gradient(self, fqn: str) -> bool:
-        """Whether the gradient of a parameter would be of use: Adam steps it, in the precision in which steps are repeated."""
+        """Return whether a parameter's steps can be repeated from its gradient: Adam takes them, in float32."""
         param = self.params[fqn]
         return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
     def fields(self, part: Shard) -> Iterator[Field]:
-        """Tensors of one part, in the order in which they are stored."""
+        """Yield the tensors of one part, in the order in which they are stored."""
         fqn = part.piece.fqn
         param = self.params[fqn]
         if part.kind is RecordKind.COMPUTE:
@@ -154,11 +204,11 @@ class StateView:
             yield Field(part, key, average.dtype, per_element=True)
 
     def is_state(self, field: Field) -> bool:
-        """Whether a field is part of the optimizer's state, of which there may be none yet."""
+        """Return whether a field is part of the optimizer's state, of which there may be none yet."""
         return field.key not in (PARAM, PRESENT) and field.key not in self.averages.names
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
-        """What there is of these parameters beside themselves: optimizer state, and averages."""
+        """Return optimizer state and averages of these parameters, as far as there are any."""
         found: list[Tensor] = []
         for fqn in fqns:
             found += self.schema.tensors(self.params[fqn])
@@ -167,29 +217,29 @@ class StateView:
         return found
 
     def base(self, field: Field) -> Tensor | None:
-        """The parameter, average or state tensor a field is a slice of."""
+        """Return the parameter, average or state tensor of which a field is a slice."""
         param = self.params[field.part.piece.fqn]
         if field.key in self.averages.names:
             return self.averages.of(field.part.piece.fqn)[field.key]
         return param if field.key == PARAM else self.schema.get_state(param, field.key)
 
     def live(self, field: Field) -> Tensor | None:
-        """The live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
+        """Return the live tensor a field is copied from and to, flat; `None` if the optimizer has no such state yet."""
         base = self.base(field)
         return None if base is None else self.part_of(base, field)
 
     @staticmethod
     def part_of(base: Tensor, field: Field) -> Tensor:
-        """The slice of `base` that a field is, flat."""
+        """Return the slice of `base` that a field is, flat."""
         flat = base.detach().view(-1)
         return flat[field.part.piece.start : field.part.piece.stop] if field.per_element else flat
 
     def record_nbytes(self, operator: Operator, kind: RecordKind) -> int:
-        """Bytes of one record, over all its writers, without alignment."""
+        """Return the bytes of one record, over all its writers, without alignment."""
         return sum(s.numel * self.bytes_per_element(s.fqn, kind) for s in operator.slices)
 
     def bytes_per_element(self, fqn: str, kind: RecordKind) -> int:
-        """Bytes that a record of `kind` takes per element of the parameter."""
+        """Return the bytes that a record of `kind` takes per element of the parameter."""
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
             tensors = [param, *self.averages.consumed_of(fqn).values()]
@@ -231,31 +281,31 @@ class FileLayout:
         """Behind its last byte, in the memory of its step."""
 
     def bytes_in(self, slot_U8: Tensor) -> Tensor:
-        """The file in the memory of its step, without a copy."""
+        """Return the file in the memory of its step, without a copy."""
         return slot_U8[self.start : self.stop]
 
     def _local_specs(self, journal_nbytes: int) -> list[TensorSpec]:
-        """Of what is this rank's alone."""
+        """Return the tensors that only this rank has: buffers, then the journal."""
         buffers = {n: b for n in self.view.buffer_names if (b := self.view.buffer(n)) is not None}
         local = [TensorSpec(f"buffer/{n}", b.dtype, tuple(b.shape)) for n, b in buffers.items()]
         return [*local, TensorSpec(JOURNAL, torch.uint8, (journal_nbytes,))]
 
     def fields(self, region: str, writer: int) -> list[Field]:
-        """What `writer` stores in `region`, in order."""
+        """Return the fields that `writer` stores in `region`, in order."""
         found = self._fields.get((region, writer))
         if found is None:
             found = self._fields[region, writer] = self._fields_of(self.parts[region], writer)
         return found
 
     def spans(self, region: str, writer: int) -> tuple[list[tuple[Field, int, int]], int]:
-        """Fields of one writer's region with their places in it, as (offset, bytes); and the bytes of all of it."""
+        """Return fields of one writer's region with offset and bytes in it, and the bytes of all of it."""
         fields = self.fields(region, writer)
         places = SegmentLayout.places(field.spec for field in fields)
         spans = [(field, *place) for field, place in zip(fields, places, strict=True)]
         return spans, sum(places[-1]) if places else 0
 
     def entries(self, buffer: Tensor) -> list[RecordEntry]:
-        """What the marker says of the records of the file in `buffer`; digests are filled in when the bytes are final."""
+        """Return the marker's entries of the records in `buffer`; digests are filled in when the bytes are final."""
         segment, is_state = self.segment, self.view.is_state
         present = {
             field.part.prefix: bool(segment.view(buffer, field.name).item())
@@ -306,7 +356,7 @@ class FileLayout:
 
 
 class StepLayout:
-    """What one boundary writes on this rank: its files, one behind the other, then gradients of experts.
+    """Layout of one boundary on this rank: its files, one behind the other, then gradients of experts.
 
     Args:
         files: the durable one first.
@@ -316,9 +366,9 @@ class StepLayout:
         self.files = list(files)
         self.durable, self.view, self.groups = files[0], files[0].view, files[0].groups
         self.files_nbytes = files[-1].stop
-        """Of all files."""
+        """Bytes of all files."""
         self.gradients = self._places_of_gradients()
-        """Of the experts that leave the node."""
+        """Places of the experts that leave the node."""
 
     @property
     def gradients_at(self) -> int:
@@ -327,7 +377,7 @@ class StepLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the files and what lies behind them."""
+        """Bytes of the files and of the gradients behind them."""
         if not self.gradients:
             return self.files_nbytes
         last = self.gradients[-1]
@@ -359,7 +409,10 @@ class WindowLayout:
 
     @cached_property
     def missing(self) -> frozenset[str]:
-        """Names of operators on this rank of which the durable files have nothing: storage takes them from older ones."""
+        """Names of operators on this rank of which the durable files have nothing.
+
+        Storage takes them from older ones.
+        """
         return frozenset(self.steps[0].view.operators.names) - self._durable
 
     @cached_property
@@ -378,5 +431,5 @@ class WindowLayout:
 
 
 def as_memoryview(buffer_U8: Tensor) -> memoryview:
-    """The bytes of a CPU tensor, without a copy."""
+    """Return the bytes of a CPU tensor, without a copy."""
     return memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers

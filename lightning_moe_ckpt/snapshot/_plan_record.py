@@ -1,4 +1,4 @@
-"""A plan, and what else a later incarnation needs to lay the same window out again; stored with each generation."""
+"""A plan with all that a later incarnation needs to lay the same window out again; stored with each generation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class PlanRecord:
 
     plan: Plan
     config: Mapping[str, Any]
-    """Of the policy: it goes on with a restored plan only if that was made under an equal one."""
+    """Configuration of the policy, which goes on with a restored plan only if that was made under an equal one."""
     popularity: tuple[float, ...] = ()
-    """By expert, of which the plan was made."""
+    """Popularity by expert, from which the plan was made."""
     compute_dtypes: Mapping[str, str] = field(default_factory=dict)
     """Precision of COMPUTE by parameter, where that is not its own."""
     averages_consumed: bool = False
     """Whether forward ran on averages of parameters."""
     budget_nbytes: int = 0
-    """Per step and rank; 0 for none."""
+    """Bytes per step and rank; 0 for no budget."""
     split_nbytes: int = 0
-    """Operators above this were cut into pieces; 0 for none."""
+    """Bytes above which operators were cut into pieces; 0 for none."""
 
     @property
     def plan_hash(self) -> str:
-        """Tells one record from another; equal on all ranks and in all tiers."""
+        """Digest of the record; equal on all ranks and in all tiers."""
         return xxh3_128_hexdigest(self.to_json().encode())
 
     def to_json(self) -> str:
-        """Canonical text."""
+        """Return the canonical text."""
         return self._json
 
     @classmethod
@@ -45,8 +45,8 @@ class PlanRecord:
         """Read what `to_json` wrote.
 
         Raises:
-            Corrupt: it is no plan.
-            LookupError, TypeError, ValueError: what it says beside the plan is not what was written.
+            Corrupt: the text holds no plan.
+            LookupError, TypeError, ValueError: another entry is missing or of another type.
         """
         value = json.loads(text)
         return cls(

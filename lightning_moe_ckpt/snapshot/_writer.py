@@ -1,8 +1,8 @@
-"""Filling one segment's memory from live state, step after step, at little cost to the training thread.
+"""Fill one segment's memory from live state, step after step, at little cost to the training thread.
 
-What is copied where changes only when a tensor is replaced or the optimizer begins to keep state of a parameter. So
-the list of copies, the header and what the marker says of the records are made once per (slot of the plan, place in
-the ring) and checked for being up to date by comparing the identity of a few tensors.
+Sources and destinations change only when a tensor is replaced or the optimizer begins to keep state of a parameter. So
+the list of copies, the header and the marker's entries are made once per step of the plan and slot of the ring, and
+checked for being up to date by comparing the identity of a few tensors.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ _version_of = attrgetter("_version")  # torch has no public name for it
 
 
 class BufferChanged(Exception):
-    """A buffer does not fit its record any more; never leaves the session, which turns it into a report."""
+    """A buffer does not fit its record any more. The session catches this error and reports it."""
 
 
 class _Tickets(Ticket):
-    """Several lists of copies that are one to whoever waits.
-
-    Args:
-        tickets: at least one.
-    """
+    """Ticket of several lists of copies."""
 
     def __init__(self, *tickets: Ticket) -> None:
         self._tickets = tickets
@@ -55,24 +51,17 @@ class _Tickets(Ticket):
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What a segment has besides records, on its way."""
+    """Buffers and journal of a segment, on their way to the host."""
 
     journal: Journal
     values: Arrival | None
-    """Of all tensors in the journal, if some may be on a device."""
+    """Values of all tensors in the journal, if some may be on a device."""
     buffers: Ticket | None
-    """Of those on a device."""
+    """Copies of buffers on a device."""
 
 
 class SegmentWriter:
-    """Fills one piece of memory with one step of a plan.
-
-    Args:
-        layout: what lies where.
-        view_U8: memory of at least the size of its files; their headers are written at once.
-        engine: copies device memory to it.
-        arrivals: brings values of journals to the host.
-    """
+    """Fill memory with one step of a plan, again and again. Headers of its files are written at once."""
 
     def __init__(
         self, layout: StepLayout, view_U8: Tensor, engine: CopyEngine, arrivals: Arrivals | None = None
@@ -81,11 +70,11 @@ class SegmentWriter:
         self._arrivals = arrivals if arrivals is not None else Arrivals()
         self._may_wait = any(param.is_cuda for param in layout.view.params.values())
         self._views = [file.bytes_in(view_U8) for file in layout.files]
-        """Of each file."""
+        """Memory of each file."""
         for file, each_U8 in zip(layout.files, self._views, strict=True):
             file.segment.write_header(each_U8)
         self._memories = [as_memoryview(each_U8) for each_U8 in self._views]
-        """The same, as the tiers take them."""
+        """The same as the tiers take it."""
         self._memory = as_memoryview(view_U8)[: layout.files_nbytes]
         self._journal = as_memoryview(self._local(JOURNAL))
         self._fqns = tuple(dict.fromkeys(f.part.piece.fqn for file in layout.files for f in file.own))
@@ -96,7 +85,7 @@ class SegmentWriter:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._copies: CopyList | None = None
         self._records: list[RecordRows] = []
-        """Of each file."""
+        """Marker's entries of each file."""
         self._versions: list[int] = []
 
     def start(self) -> Ticket:
@@ -107,14 +96,11 @@ class SegmentWriter:
         return self._engine.submit(self._copies)
 
     def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
-        """Copy again what was changed in place since `start`; it may change again from here on.
+        """Copy again what was changed in place since `start`, and return the ticket of all copies.
 
         Args:
-            ticket: what `start` returned.
+            ticket: result of `start`.
             everything: whether changes may have left no trace: nothing of the first copy is kept.
-
-        Returns:
-            The ticket of all copies.
 
         Raises:
             CheckpointError: a copy failed.
@@ -171,13 +157,13 @@ class SegmentWriter:
     def sealed(
         self, generation: GenerationId, step: int, ticket: Ticket, step_record: StepRecord | None = None
     ) -> SealedSegment:
-        """What the tiers need of the segment that `generation` has of boundary `step`.
+        """Return the segment for the tiers.
 
         Args:
-            generation: whose segment it is.
-            step: the boundary.
-            ticket: what `start` returned.
-            step_record: what led to the boundary, of the experts that leave the node.
+            generation: the generation it is part of.
+            step: its boundary.
+            ticket: ticket of all copies.
+            step_record: gradients that led to the boundary, of the experts that leave the node.
         """
         files = [
             SealedFile(
@@ -194,7 +180,6 @@ class SegmentWriter:
         return SealedSegment(files=files, view=self._memory, step_record=step_record)
 
     def _local(self, name: str) -> Tensor:
-        """Where a buffer or the journal goes."""
         return self.layout.durable.segment.view(self._views[0], name)
 
     def _refresh(self, under_way: Ticket | None = None) -> None:
@@ -230,25 +215,18 @@ class SegmentWriter:
 
 
 class BoundaryCapture:
-    """One boundary on its way into its segment.
-
-    Args:
-        writer: of the segment; begins to copy.
-        step: the boundary.
-        outcome: the journal's outcome half.
-        step_record: what led to the boundary, of the experts that leave the node.
-    """
+    """One boundary on its way into its segment; begins to copy."""
 
     def __init__(
         self, writer: SegmentWriter, step: int, outcome: Journal, step_record: StepRecord | None = None
     ) -> None:
         self._writer, self._step, self._outcome, self._step_record = writer, step, outcome, step_record
         self.ticket = writer.start()
-        """Of all copies so far."""
+        """Ticket of all copies so far."""
         self._local: LocalState | None = None
 
     def take_rest(self, start: Journal, *, disturbed: bool) -> None:
-        """The next batch begins: copy again what has changed, and take what is no record.
+        """Copy again what has changed, and take buffers and journal; call when the next batch begins.
 
         Args:
             start: the journal's start half.
@@ -275,7 +253,7 @@ class BoundaryCapture:
         self._local.values.wait()
 
     def sealed(self, generation: GenerationId) -> SealedSegment:
-        """The segment, once its values have arrived; call after `take_rest`.
+        """Write the journal and return the segment, once its values have arrived; call after `take_rest`.
 
         Raises:
             JournalOverflow: its journal record is too small.

@@ -9,7 +9,7 @@ import pytest
 
 from campaign._campaign import Campaigns, one_kill_per_step, require_resumed
 from campaign._training import Checkpointing, Setup
-from lightning_moe_ckpt.snapshot._averages import Averages
+from lightning_moe_ckpt.snapshot._layout import Averages
 from lightning_moe_ckpt.testing._attempts import Seam
 from lightning_moe_ckpt.testing._kill import Kill
 
