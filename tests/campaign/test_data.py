@@ -240,8 +240,8 @@ DETERMINISTIC = replace(SPARSE, arguments=(("deterministic_dataset", True),))
     "case", [Fed(feed="cycle", workers=1), Fed(feed="persistent", workers=2)], ids=["cycle", "persistent"]
 )
 def test_killed_on_data_that_draws_nothing_the_run_ends_the_same(campaigns: Campaigns, case: Fed) -> None:
-    """Loaders go to their places without fetching."""
-    campaigns.check(replace(case, augment=False, checkpointing=DETERMINISTIC), *KILLS)
+    """Loaders go to their places without fetching; in the second epoch, where they have started over before."""
+    campaigns.check(replace(case, augment=False, checkpointing=DETERMINISTIC), *KILLS[1:])
 
 
 def test_data_that_is_said_to_draw_nothing_and_does_is_noticed(campaigns: Campaigns) -> None:
