@@ -178,14 +178,13 @@ class CheckpointCallback(Checkpoint):
                 f"Found {type(self).__name__} and {type(others[0]).__name__} in one Trainer; they would both resume it. "
                 "Keep one of them."
             )
-        if stage == "fit" and getattr(trainer, "fast_dev_run", False):
+        if stage != "fit" or tries_only(trainer):  # after a trial the fit that trains comes later
+            return
+        if getattr(trainer, "fast_dev_run", False):
             log.info("no checkpoints are taken or resumed from with `fast_dev_run`")
             return
-        if stage == "fit" and tries_only(trainer):
-            return  # the fit that trains comes later
-        if stage == "fit":
-            self._lightning_resume = LightningResume(trainer)
-        if stage == "fit" and not any(isinstance(c, ReplayHooks) for c in callbacks):
+        self._lightning_resume = LightningResume(trainer)
+        if not any(isinstance(c, ReplayHooks) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
             trainer.callbacks = [ReplayHooks(self._begin), *callbacks]  # type: ignore[attr-defined]
 

@@ -46,6 +46,10 @@ class _Boost:
     """Factors on the capacity that are in force."""
     term: Sequence[float] | None = None
     """Term beside the router's bias that is in force."""
+    extra: Sequence[int] = ()
+    """Of the last step, over all ranks, as `Measured` has it."""
+    kept: Sequence[int] = ()
+    room: Sequence[int] = ()
 
 
 class CapacityBoost(Callback):
@@ -135,15 +139,13 @@ class CapacityBoost(Callback):
         if not active:
             return
         measured = _sum_over_ranks([each.meter.take(max(each.factors)) for each in active if each.meter], trainer)
-        kept, room, extra = {}, {}, {}
-        for each, (extra_E, kept_E, room_E) in zip(active, measured, strict=True):
-            each.debts = each.debts.repay(extra_E)
-            kept[each.layer.fqn], room[each.layer.fqn] = kept_E, room_E if any(room_E) else None
-            extra[each.layer.fqn] = extra_E
+        for each, counts in zip(active, measured, strict=True):
+            each.extra, each.kept, each.room = counts
+            each.debts = each.debts.repay(each.extra)
             if not each.debts.any:
                 self._end(each, pl_module)
-        self._aim(extra, kept)
-        self._set(pl_module, kept, room)
+        self._aim()
+        self._set(pl_module)
         self._log(trainer)
 
     @override
@@ -209,23 +211,21 @@ class CapacityBoost(Callback):
             each.meter = None
         log.info("%s: all lost tokens are made up for; capacity is what it was", each.layer.prefix)
 
-    def _aim(self, extra: Mapping[str, Sequence[int]], kept: Mapping[str, Sequence[int]]) -> None:
-        for fqn, each in self._boosts.items():
+    def _aim(self) -> None:
+        for each in self._boosts.values():
             if isinstance(each.meter, Route):
-                each.meter.aim(each.debts.open, extra[fqn], kept[fqn])
+                each.meter.aim(each.debts.open, each.extra, each.kept)
                 each.term = each.meter.term
 
-    def _set(
-        self, module: nn.Module, kept: Mapping[str, Sequence[int]], room: Mapping[str, Sequence[int] | None]
-    ) -> None:
+    def _set(self, module: nn.Module) -> None:
         owners: dict[int, list[_Boost]] = {}
         for each in self._boosts.values():
             if each.meter is not None and each.view is not None:
                 owners.setdefault(id(each.view.owner(module)), []).append(each)
         for sharing in owners.values():
             for each in sharing:
-                fqn = each.layer.fqn
-                each.factors = boost_factors(each.debts.open, self.boost, kept_E=kept[fqn], room_E=room[fqn])
+                room_E = each.room if any(each.room) else None
+                each.factors = boost_factors(each.debts.open, self.boost, kept_E=each.kept, room_E=room_E)
             most = max(sharing, key=lambda each: max(each.factors))
             if most.view is not None:
                 most.view.set(module, most.view.scaled(most.base, most.factors))

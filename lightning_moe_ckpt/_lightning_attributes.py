@@ -99,8 +99,12 @@ class MovedAttributes:
                 first = (self._first or {}).get(name, _UNKNOWN)
                 if first is not value and (type(first) is not type(value) or first != value):
                     moved[name] = value
-            elif isinstance(value, _CONTAINERS) and self._sizes.get(name) != len(value):
-                self._name(name)
+            elif isinstance(value, _CONTAINERS) and self._sizes.get(name) != len(value) and name not in self._named:
+                self._named.add(name)
+                log.info(
+                    "`%s` changes while training and is not restored after a restart; a `state_dict` would keep it",
+                    name,
+                )
         return moved
 
     def restore(self, moved: Mapping[str, Any]) -> None:
@@ -111,13 +115,6 @@ class MovedAttributes:
             owner, _, attribute = name.rpartition(".")
             if owner in self._owners:
                 setattr(self._owners[owner], attribute, value)
-
-    def _name(self, name: str) -> None:
-        if name not in self._named:
-            self._named.add(name)
-            log.info(
-                "`%s` changes while training and is not restored after a restart; a `state_dict` would keep it", name
-            )
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for name, owner in self._owners.items():

@@ -180,7 +180,9 @@ def _cut_torn_row(path: Path) -> None:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
-        _replace(path, whole)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(whole)
+        temporary.replace(path)
 
 
 def _rewrite(folder: Path, names: list[str]) -> None:
@@ -194,12 +196,6 @@ def _rewrite(folder: Path, names: list[str]) -> None:
         table.writerows(rows)
     temporary.replace(path)
     _keep(folder)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

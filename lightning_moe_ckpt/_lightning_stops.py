@@ -58,8 +58,3 @@ def name_status(exception: BaseException, status: int) -> None:
     """Set the exit status of an exception with which Lightning left validation; without one it would mean success."""
     if isinstance(exception, SIGTERMException) and exception.code is None:
         exception.code = status
-
-
-def stopped(status: int) -> SIGTERMException:
-    """Return the exception that ends a fit on SIGTERM. It is a `SystemExit`: uncaught, it exits with `status`."""
-    return SIGTERMException(status)

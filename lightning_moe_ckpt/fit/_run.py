@@ -6,7 +6,6 @@ Two callbacks call it: `Replay`, which runs first, and `CheckpointCallback`, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -71,15 +70,14 @@ class FitSession:
         _refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
         self._optimizer: torch.optim.Optimizer = trainer.optimizers[0]
-        groups: ParallelGroups = _groups_of(trainer.strategy)
-        schema, self._trains = StateSchema.of(self._optimizer), Trained(module, self._optimizer)
+        self._trains = Trained(module, self._optimizer)
         self._num_groups = self._trains.num_groups
         self.session = CheckpointSession(
             config,
             policy=policy,
             module=module,
-            schema=schema,
-            groups=groups,
+            schema=StateSchema.of(self._optimizer),
+            groups=_groups_of(trainer.strategy),
             autocast_dtype=_AUTOCAST.get(str(trainer.precision)),
             # `DistributedDataParallel` would wait for ever for gradients that are switched off.
             may_skip=not isinstance(trainer.model, DistributedDataParallel),
@@ -91,18 +89,18 @@ class FitSession:
         self.clock = self.session.clock
         _warn_if_short(trainer, self.session.least_steps)
         self._logs = _lightning_logs.LogFolders(trainer)
-        self._batches = self._batch_log(batches, keep=policy.replays)
+        compared, original = lambda: self._recorder.compares_batch, self._original_batches
+        self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers = LayerState(module, self.session.layers)
         self._findings = Findings(trainer, module)
         self._files = _lightning_files.CheckpointFiles(trainer)
-        parts: dict[str, JournalPart] = {
-            "files": self._files,
-            "logs": self._logs,
-            "batches": self._batches,
-            "layers": self._layers,
-            "findings": self._findings,
-        }
-        self._recorder = self._make_recorder(own_callbacks, parts, deterministic=deterministic_dataset)
+        parts: dict[str, JournalPart] = {"files": self._files, "logs": self._logs, "batches": self._batches}
+        parts |= {"layers": self._layers, "findings": self._findings}
+        self._recorder = BoundaryRecorder(
+            *(trainer, module, own_callbacks, parts, self._trains),
+            deterministic_dataset=deterministic_dataset,
+            layers={layer.fqn for layer in self.session.layers},
+        )
         self._ended = self._half_a_step = False
         self._clip = _lightning.ClipTap(trainer, getattr(trainer.strategy, "grad_norm", None))
         self._found_inf = _lightning.FoundInf(trainer)
@@ -116,28 +114,6 @@ class FitSession:
         self._note = ProgressNote(trainer, "no_checkpoint", self._missed)
         self._disturbed = self._trained = self._told_to_stop = False
         self._replays = policy.replays
-
-    def _make_recorder(
-        self, skip: tuple[type[Callback], ...], parts: Mapping[str, JournalPart], *, deterministic: bool
-    ) -> BoundaryRecorder:
-        return BoundaryRecorder(
-            self._trainer,
-            self._module,
-            skip,
-            parts,
-            self._trains,
-            deterministic_dataset=deterministic,
-            layers={layer.fqn for layer in self.session.layers},
-        )
-
-    def _batch_log(self, mode: Batches, *, keep: bool) -> BatchLog:
-        return BatchLog(
-            self._trainer,
-            mode,
-            keep=keep,
-            original=self._original_batches,
-            compared=lambda: self._recorder.compares_batch,
-        )
 
     def begin(self) -> bool:
         """Open the run and return whether it was resumed from an earlier process."""

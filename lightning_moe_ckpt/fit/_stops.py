@@ -13,8 +13,9 @@ from datetime import timedelta
 from typing import NoReturn
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_moe_ckpt._lightning_stops import SigtermTap, stopped
+from lightning_moe_ckpt._lightning_stops import SigtermTap
 from lightning_moe_ckpt.parallel import GradientReducer
 from lightning_moe_ckpt.process import EXIT_STATUS, StopSignal
 
@@ -73,9 +74,9 @@ class Stops:
         return self._signal.allow_grace()
 
     def leave(self, step: int, why: str) -> NoReturn:
-        """End the fit: raise Lightning's `SIGTERMException` with exit status 143."""
+        """End the fit by Lightning's `SIGTERMException`, a `SystemExit` with status 143."""
         log.info("SIGTERM: stopped at step %d, %.2f s after the signal: %s", step, self._signal.seconds_since(), why)
-        raise stopped(EXIT_STATUS)
+        raise SIGTERMException(EXIT_STATUS)
 
     def close(self) -> None:
         """Undo the changes to the trainer; a later signal ends the process."""
@@ -89,14 +90,14 @@ class Stops:
 
     def _received(self) -> None:
         if self._closed or self._signal.receive():
-            raise stopped(EXIT_STATUS)
+            raise SIGTERMException(EXIT_STATUS)
         if self._reducer is not None:
             self._reducer.flags[_FLAG] = 1
 
     def _leave_if_late(self) -> None:
         if self._signal.late:
             log.info("SIGTERM: leaves at once, with what is committed")
-            raise stopped(EXIT_STATUS)
+            raise SIGTERMException(EXIT_STATUS)
 
     def _ask_all(self) -> bool:
         return self._any_rank(self._signal.requested)

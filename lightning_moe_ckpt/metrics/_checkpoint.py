@@ -161,7 +161,6 @@ class Generations(_Checkpoint):
 
     Args:
         tiers: names of the tiers that may hold generations.
-        kwargs: passed to `torchmetrics.Metric`.
 
     Raises:
         ConfigurationError: no tier, or one named twice.

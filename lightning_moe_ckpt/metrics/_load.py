@@ -1,7 +1,7 @@
 """Tokens per expert, and how unevenly they are spread.
 
 The state of both metrics is the integer sum of all counts. So the result has the same bits however the tokens were
-split over updates and ranks.
+split over updates and ranks. Keyword arguments are those of `torchmetrics.Metric`.
 
 Shape suffix: E all experts, over all ranks.
 """
@@ -82,7 +82,6 @@ class ExpertLoad(_Counts):
 
     Args:
         num_experts: E, over all ranks.
-        kwargs: passed to `torchmetrics.Metric`.
 
     Raises:
         ConfigurationError: there is no expert.
@@ -97,15 +96,13 @@ class ExpertLoad(_Counts):
 
 
 class LoadSkew(_Counts):
-    """How unevenly tokens are spread over experts: the normalised Herfindahl-Hirschman index of all tokens seen.
+    """Normalised Herfindahl-Hirschman index of all tokens seen, see `load_skew`; NaN before the first token.
 
-    With `p` the experts' shares of the tokens: `(sum(p**2) - 1/E) / (1 - 1/E)`; 0 if all are equal, 1 if one expert
-    has every token, NaN before the first token. The index of a period is not the mean of the indices of its parts, so
-    the metric sums counts and takes the index of the sum.
+    The index of a period is not the mean of the indices of its parts, so the metric sums counts and takes the index of
+    the sum.
 
     Args:
         num_experts: E, over all ranks, two or more.
-        kwargs: passed to `torchmetrics.Metric`.
 
     Raises:
         ConfigurationError: fewer than two experts.

@@ -2,7 +2,7 @@
 
 The metrics take totals of the run that are already summed over ranks (`policies.TokenLedger` has them, and the journal
 of every generation has an accounting), and show the newest. So nothing is counted twice over ranks, and a resumed run
-continues the values of the run before it.
+continues the values of the run before it. Keyword arguments are those of `torchmetrics.Metric`.
 
 Sources: PEC (2024), Sec. 3.1, eq. 4; MOETION (2024), Sec. 4.1, eq. 6. We differ in the denominator: tokens that experts
 processed, not those routed to them before dropping.
@@ -79,7 +79,6 @@ class ExpertTokens(_Newest):
 
     Args:
         num_experts: of all layers.
-        kwargs: passed to `torchmetrics.Metric`.
 
     Raises:
         ConfigurationError: there is no expert.
@@ -127,7 +126,6 @@ class PortionOfLostTokens(_LostTokens):
 
     Args:
         num_experts: of all layers.
-        kwargs: passed to `torchmetrics.Metric`.
 
     Raises:
         ConfigurationError: there is no expert.
@@ -144,7 +142,6 @@ class MoementaryLostTokens(_LostTokens):
 
     Args:
         num_experts: by layer.
-        kwargs: passed to `torchmetrics.Metric`.
 
     Raises:
         ConfigurationError: there is no layer, or one without experts.
@@ -170,7 +167,6 @@ class ExpertsTaken(_Newest):
 
     Args:
         levels: names of what generations go to.
-        kwargs: passed to `torchmetrics.Metric`.
 
     Raises:
         ConfigurationError: no level, or one named twice.

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.operators import ComputeDtypeProbe, CountProbe, OperatorSet
+from lightning_moe_ckpt.planning._popularity import sum_in_order
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class CountProof:
         """
         if not self._watching or self._probe.done:
             return ()
-        failures = self._probe.check(self._sum)
+        failures = self._probe.check(lambda vector: sum_in_order(self._exchange.gather_tensor(vector)))
         if self._required:
             with self._exchange.raise_together(WrongCounts):
                 if failures:
@@ -68,9 +68,6 @@ class CountProof:
     def remove(self) -> None:
         """Take all hooks off."""
         self._probe.remove()
-
-    def _sum(self, vector: Tensor) -> Tensor:
-        return torch.stack(self._exchange.gather_tensor(vector)).sum(0)
 
 
 class PrecisionProof:

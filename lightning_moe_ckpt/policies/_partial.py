@@ -203,14 +203,15 @@ class PartialPolicy(ExpertPolicy):
         to_memory, to_storage = self._places(
             now, [len(experts) for experts in here.values()], ours.index(True) if any(ours) else None
         )
-        orders = {level: order(table, level, _turn(table, now.phase * k)) for level, k in self._numbers(table)}
+        turns = {MEMORY: min(self.memory_k, table.num_experts), STORAGE: min(self.k, table.num_experts)}
+        orders = {level: order(table, level, _turn(table, now.phase * k)) for level, k in turns.items()}
         memory: list[int] = []
         storage: list[int] = []
         for experts, num_memory, num_storage in zip(here.values(), to_memory, to_storage, strict=True):
             again = taken_again(table, experts)
             due = set(first(experts, num_storage, orders[STORAGE]))
             late = self._late(now, table, first(experts, len(experts), orders[STORAGE]), limit, len(here))
-            late = [*again, *(expert for expert in late if expert not in again)]
+            late = list(dict.fromkeys([*again, *late]))
             kept = first(experts, num_memory, _urgency(late, due, orders[MEMORY]))
             memory += kept
             storage += first(kept, num_storage, _urgency(again, (), orders[STORAGE]))
@@ -237,9 +238,6 @@ class PartialPolicy(ExpertPolicy):
         """Return the most generations in which a position gives nothing, where there are more of them than K."""
         turns = -(-len(set(table.rank_of)) // min(self.memory_k, table.num_experts))
         return 2 * (turns - 1)
-
-    def _numbers(self, table: ExpertTable) -> list[tuple[str, int]]:
-        return [(level, min(k, table.num_experts)) for level, k in ((MEMORY, self.memory_k), (STORAGE, self.k))]
 
     def _places(self, now: _Turn, sizes: Sequence[int], ahead: int | None) -> tuple[list[int], list[int]]:
         """Return how many each position gives; `ahead` is one whose turn it is, whoever would be next."""
