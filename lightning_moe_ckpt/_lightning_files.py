@@ -36,7 +36,9 @@ class CheckpointFiles:
         before = getattr(trainer.__dict__.get("save_checkpoint"), "__self__", None)
         if isinstance(before, CheckpointFiles):
             before.remove()  # an earlier fit ended in replay
-        self._held = self._told = self._resumed = self._suspects = False
+        self.held = False
+        """Whether files are neither written nor removed, as operators are frozen."""
+        self._told = self._resumed = self._suspects = False
         self._saved: dict[str, bool] = {}
         """Files of this run by path; the value says whether a file has weights only."""
         self._foreign = {path for each in self._model_checkpoints() for path in _listed(each)}
@@ -46,18 +48,9 @@ class CheckpointFiles:
         for each in self._model_checkpoints():
             each.file_exists = self._exists(each.file_exists)  # type: ignore[assignment, method-assign]
 
-    def hold(self) -> None:
-        """Hold files: neither write nor remove any from now on, since operators are frozen."""
-        self._held = True
-
-    @property
-    def held(self) -> bool:
-        """Whether files are neither written nor removed."""
-        return self._held
-
     def dense(self) -> None:
         """Stop holding files and repair damaged ones: a step has ended and every operator is active. Call on all ranks."""
-        self._held = False
+        self.held = False
         if self._suspects:
             self._suspects = False
             self._repair()
@@ -118,10 +111,10 @@ class CheckpointFiles:
             self._delete(filepath)
 
     def _holds(self) -> bool:
-        if self._held and not self._told:
+        if self.held and not self._told:
             self._told = True
             log.info("Lightning's checkpoints are neither written nor removed while operators are frozen in replay")
-        return self._held
+        return self.held
 
     def _exists(self, original: Callable[[Any, Trainer], bool]) -> Callable[[Any, Trainer], bool]:
         def exists(filepath: Any, trainer: Trainer) -> bool:

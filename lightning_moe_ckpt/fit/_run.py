@@ -124,7 +124,7 @@ class FitSession:
             if not self._recorder.next_batch_begun(start):
                 self.session.waive_reconciling()  # hooks before the next batch have not run yet; they will run once
         if self.session.replaying:
-            self._files.hold()
+            self._files.held = True
         return start is not None
 
     def close(self, *, keep_memory: bool = False) -> None:

@@ -40,7 +40,7 @@ def positions(
         by = "back_to_front"
     items = []
     for i, (position, op) in enumerate(_assign(operators, layers)):
-        key = {"fixed": i, "back_to_front": -i}.get(by, _popularity(position, layers))
+        key = {"fixed": i, "back_to_front": -i}.get(by, position.popularity)
         full_nbytes, compute_nbytes = sizes[op.name]
         items.append(PlanItem(position.name, full_nbytes, compute_nbytes, key))
     return items
@@ -59,7 +59,7 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
         ValueError: the plan does not name exactly the positions of these operators.
     """
     layers = _layers(operators, counts, by)
-    holders = {position.name: _holders(position, op, layers) for position, op in _assign(operators, layers)}
+    holders = {position.name: position.holders for position, _ in _assign(operators, layers)}
     if set(plan.names) != set(holders):
         raise ValueError("The plan does not belong to these operators: it names other positions.")
     steps = tuple(
@@ -74,14 +74,16 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
 def all_names(operators: OperatorSet) -> list[str]:
     """Return the names of the operators of all ranks, from this rank's: each holds as many experts, cut alike."""
     layers = _layers(operators, [0.0] * operators.num_experts, "fixed")
-    return [name for position, op in _assign(operators, layers) for name in _holders(position, op, layers)]
+    return [name for position, _ in _assign(operators, layers) for name in position.holders]
 
 
 @dataclass(frozen=True, slots=True)
 class _Position:
     name: str
-    layer: str | None = None
-    k: int = 0
+    holders: list[str]
+    """Operators that take it, one of each expert-parallel rank."""
+    popularity: float = float("inf")
+    """Everything that every token uses comes after all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +104,18 @@ def _assign(operators: OperatorSet, layers: Mapping[str, _Layer]) -> Iterator[tu
     pieces = {(op.layer, op.expert_idx, _piece(op)): op for op in operators}
     for op in operators:
         if op.layer is None or op.expert_idx is None:
-            yield _Position(op.name), op
+            yield _Position(op.name, [op.name]), op
         else:
-            k = local[op.layer, op.expert_idx]
-            expert = layers[op.layer].ordered[k]
-            name = f"{op.layer}/position.{k}{_piece(op)}"
-            yield _Position(name, op.layer, k), pieces[op.layer, expert, _piece(op)]
-
-
-def _holders(position: _Position, op: Operator, layers: Mapping[str, _Layer]) -> list[str]:
-    """Return the operators that take a position, one of each expert-parallel rank."""
-    if position.layer is None:
-        return [op.name]
-    layer = layers[position.layer]
-    return [f"{layer.prefix}/expert.{ordered[position.k]}{_piece(op)}" for ordered in layer.everywhere]
+            k, layer, piece = local[op.layer, op.expert_idx], layers[op.layer], _piece(op)
+            holders = [f"{layer.prefix}/expert.{ordered[k]}{piece}" for ordered in layer.everywhere]
+            position = _Position(f"{op.layer}/position.{k}{piece}", holders, layer.keys[k])
+            yield position, pieces[op.layer, layer.ordered[k], piece]
 
 
 def _piece(op: Operator) -> str:
     """Return what `split` appended to the name."""
     _, mark, number = op.name.partition("#")
     return mark + number
-
-
-def _popularity(position: _Position, layers: Mapping[str, _Layer]) -> float:
-    # Everything that every token uses comes after all experts.
-    return float("inf") if position.layer is None else layers[position.layer].keys[position.k]
 
 
 def _layers(operators: OperatorSet, counts: Counts, by: Order) -> dict[str, _Layer]:
