@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
@@ -24,6 +23,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._lightning import expert_parallel_size, log_row
 from lightning_moe_ckpt.boosting import BiasRoute, MarginRoute, Measured, Meter, Route, find_bias, find_router, meter_of
 from lightning_moe_ckpt.callbacks._base import checkpoint_of
+from lightning_moe_ckpt.callbacks._loads import sum_over_ranks
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.operators import Capacity, CapacityView, MoELayerSpec, OperatorSet, discover
 from lightning_moe_ckpt.policies import TokenDeficits, TokenLedger, boost_factors
@@ -253,10 +253,8 @@ def _sum_over_ranks(measured: Sequence[Measured], trainer: Trainer) -> list[tupl
     """Return the sums over all ranks of what each has measured, by one collective."""
     device = trainer.strategy.root_device
     flat = torch.cat([part.to(device) for each in measured for part in each])
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(flat)
     sizes = [part.numel() for each in measured for part in each]
-    rows = [part.tolist() for part in torch.split(flat.cpu(), sizes)]
+    rows = [part.tolist() for part in torch.split(sum_over_ranks(flat, device), sizes)]
     return [(rows[i], rows[i + 1], rows[i + 2]) for i in range(0, len(rows), 3)]
 
 

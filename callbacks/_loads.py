@@ -81,7 +81,7 @@ class LayerLoads:
         """Leave out layers that the watched step shows to be counted wrongly. Call on all ranks, when gradients are complete."""
         if not self._watching or self._probe.done:
             return
-        failures = self._probe.check(self._total)
+        failures = self._probe.check(lambda vector: sum_over_ranks(vector, self._device))
         for failure in failures:
             log.warning("%s Its load is not logged.", failure)
         for counter in self._counters:
@@ -103,10 +103,8 @@ class LayerLoads:
         counts = [counter.read_and_reset().to(self._device) for counter in self._counters]
         # Each rank adds its numbers in its own row, so that the sum gathers them without a second collective.
         everything = torch.cat([*counts, ranks_RN.flatten().to(self._device)])
-        if distributed and len(everything):
-            dist.all_reduce(everything)
         sizes = [self._processed.num_experts, self._dropped.num_experts, ranks_RN.numel()]
-        processed, dropped, ranks = torch.split(everything.cpu(), sizes)
+        processed, dropped, ranks = torch.split(sum_over_ranks(everything, self._device), sizes)
         drops = dict(_by_layer(self._dropped, dropped))
         loads = [LayerLoad(name, tokens_E, drops.get(name)) for name, tokens_E in _by_layer(self._processed, processed)]
         return loads, ranks.view_as(ranks_RN)
@@ -117,12 +115,13 @@ class LayerLoads:
         for counter in self._counters:
             counter.remove()
 
-    def _total(self, vector: Tensor) -> Tensor:
-        if not (dist.is_available() and dist.is_initialized()):
-            return vector
-        total = vector.to(self._device)
+
+def sum_over_ranks(vector: Tensor, device: torch.device) -> Tensor:
+    """Return the sum of a vector over all ranks, on the CPU, by one collective on `device`."""
+    total = vector.to(device)
+    if dist.is_available() and dist.is_initialized() and len(total):
         dist.all_reduce(total)
-        return total.cpu()
+    return total.cpu()
 
 
 def _by_layer(operators: OperatorSet, counts: Tensor) -> Iterator[tuple[str, Tensor]]:
