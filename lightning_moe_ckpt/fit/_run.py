@@ -96,7 +96,7 @@ class FitSession:
         self._files = _lightning_files.CheckpointFiles(trainer)
         parts: dict[str, JournalPart] = {"files": self._files, "logs": self._logs, "batches": self._batches}
         parts |= {"layers": self._layers, "findings": self._findings}
-        self._recorder = BoundaryRecorder(
+        self._recorder: BoundaryRecorder = BoundaryRecorder(
             *(trainer, module, own_callbacks, parts, self._trains),
             deterministic_dataset=deterministic_dataset,
             layers={layer.fqn for layer in self.session.layers},
