@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from launcher import run_world
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 
@@ -30,7 +31,6 @@ from lightning_moe_ckpt.callbacks import (
 )
 from lightning_moe_ckpt.cli import main as moe_ckpt
 from lightning_moe_ckpt.errors import NoUsableGeneration
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.testing import FaultInjector
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

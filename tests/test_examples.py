@@ -14,6 +14,7 @@ from typing import Any, ParamSpec
 
 import pytest
 import torch
+from launcher import run_world
 from lightning.pytorch import Trainer, seed_everything
 
 import cli
@@ -29,7 +30,6 @@ from lightning_moe_ckpt.callbacks import (
     SelectiveExpertCheckpoint,
     SparseCheckpoint,
 )
-from lightning_moe_ckpt.parallel import run_world
 from moe_gpt import Architecture, MoEGPT, Recipe
 
 P = ParamSpec("P")

@@ -42,8 +42,6 @@ OWNED_BY_LIGHTNING = {
     "trainer", "fit_loop", "epoch_loop", "val_loop", "batch_progress", "epoch_progress", "automatic_optimization",
     "pl_module", "lightning_module", "precision_plugin", "strategy", "scaler", "loop", "loops", "fetcher",
 }  # fmt: skip
-# Reads the pipes of processes that it forked itself, never storage.
-PIPES_OF_OWN_CHILDREN = f"{PACKAGE}.parallel._launcher"
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 MAX_MODULE_LINES = 520
 MAX_FUNCTION_LINES = 60
@@ -155,7 +153,7 @@ def _words(owner: ast.AST | None) -> set[str]:
 
 def unsafe_reads(module: str, tree: ast.AST) -> Iterator[str]:
     for line, name in _imports(tree):
-        if name.split(".")[0] in UNSAFE_MODULES and module != PIPES_OF_OWN_CHILDREN:
+        if name.split(".")[0] in UNSAFE_MODULES:
             yield f"{module}:{line} imports {name}: what it reads can run code"
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

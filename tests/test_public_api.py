@@ -48,10 +48,10 @@ PUBLIC: dict[str, str] = {
         positions should_reorder split_nbytes
     """,
     "lightning_moe_ckpt.parallel": """
-        ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode WorldFailed
+        ExpertParallelModule GradientReducer GroupName OrderedHookState ParallelGroups ReductionMode
         broadcast_tensors build_groups check_ep_size close_groups closed_doors current_groups expert_parallel_fqns
         expert_parallel_modules global_grad_norm init_fresh_process_group ordered_all_reduce ordered_hook
-        plain_all_reduce restart_is_likely run_world set_current_groups shares_agent_store
+        plain_all_reduce restart_is_likely set_current_groups shares_agent_store
     """,
     "lightning_moe_ckpt.storage": """
         Backend BadCopies ReferencedEntry Commit DIGEST_NAME Entry FsspecBackend Garbage GenerationId HuggingFaceEntry

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from launcher import run_world
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +28,6 @@ from lightning_moe_ckpt.benchmarks._persist import CPU, LOCAL, OBJECT, STEP, Per
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel import run_world
 
 STEPS = 4
 TINY_FITS = [

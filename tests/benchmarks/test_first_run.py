@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import run_world
 
 from lightning_moe_ckpt.benchmarks import _first_run
 from lightning_moe_ckpt.benchmarks._first_run import (
@@ -24,7 +25,6 @@ from lightning_moe_ckpt.benchmarks._first_run import (
     section_main,
 )
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.parallel import run_world
 
 LIMIT = timedelta(seconds=60)
 FINDS = """

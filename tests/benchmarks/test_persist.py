@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from launcher import run_world
 from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _persist
@@ -29,7 +30,6 @@ from lightning_moe_ckpt.benchmarks._persist import (
 )
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.inspection import verify
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.storage import open_backend
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import run_world
 from rich.console import Console
 
 from lightning_moe_ckpt.benchmarks import _quality
 from lightning_moe_ckpt.benchmarks._quality_fit import CASES, QUICK, Case, Loss, Scale, System
 from lightning_moe_ckpt.benchmarks._quality_runs import TOLERANCE, QualityRun, QualityVerdict, judge, run_all
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.parallel import run_world
 
 PARTIAL = Case(system="partial", loss="node")
 

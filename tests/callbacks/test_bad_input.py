@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,7 +26,6 @@ from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced, IdentityMismatch, UnknownLayout
 from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.recovery._loading import RestoreSource
 from lightning_moe_ckpt.storage import Retention, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -24,7 +25,6 @@ from lightning_moe_ckpt.boosting._routes import weights as route_weights
 from lightning_moe_ckpt.callbacks import CapacityBoost, DenseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.policies import TokenDeficits, TokenLedger, boost_factors
 from lightning_moe_ckpt.strategy import MoEStrategy
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
@@ -26,7 +27,6 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import OperatorSet, discover
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.planning._planning import Planner
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.strategy import MoEStrategy

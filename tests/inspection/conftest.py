@@ -13,10 +13,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # servers and stored runs are shared with other folders
 
+from launcher import run_world
+
 from inspection._partial import referring
 from inspection._runs import Small, SmallMoE, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from launcher import run_world
 from lightning.pytorch import LightningModule, seed_everything
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from inspection._runs import FEATURES, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.storage import RunView, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import run_world
 
 from inspection._forge import Forged, sealed, sealed_text
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.parallel import run_world
 
 TERABYTE = 2**40
 MEMORY = 64 * 2**20

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launcher import run_world
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
@@ -25,7 +26,6 @@ from lightning_moe_ckpt.metrics import (
     StallShare,
     WindowPosition,
 )
-from lightning_moe_ckpt.parallel import run_world
 
 RATIOS: list[Callable[[], Metric]] = [StallPerStep, StallShare, CapturedPerStep, PersistedPerSecond]
 ADDED_UP = {CapturedPerStep, PersistedPerSecond}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launcher import run_world
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.metrics import ExpertLoad, LoadSkew, load_skew
-from lightning_moe_ckpt.parallel import run_world
 
 COUNTS = st.integers(2, 64).flatmap(lambda e: st.lists(st.integers(0, 2**30), min_size=e, max_size=e))
 

@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from launcher import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.parallel import (
-    GradientReducer,
-    build_groups,
-    expert_parallel_fqns,
-    run_world,
-    set_current_groups,
-)
+from lightning_moe_ckpt.parallel import GradientReducer, build_groups, expert_parallel_fqns, set_current_groups
 
 D, F_, E = 6, 10, 12
 LIMIT = timedelta(seconds=30)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +33,7 @@ from lightning_moe_ckpt.operators import (
     unregister_adapter,
     whole_slice,
 )
-from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, run_world
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 from lightning_moe_ckpt.planning._first_steps import CountProof
 from operators._families import FAMILIES, nllb_moe
 

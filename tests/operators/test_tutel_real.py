@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import WorldFailed, run_world
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.errors import ConfigurationError, UnknownLayout
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover
-from lightning_moe_ckpt.parallel import WorldFailed, run_world
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing import AdapterContract
 

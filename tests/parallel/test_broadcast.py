@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from launcher import run_world
 from torch import Tensor
 
-from lightning_moe_ckpt.parallel import broadcast_tensors, build_groups, run_world
+from lightning_moe_ckpt.parallel import broadcast_tensors, build_groups
 
 
 def tensors(rank: int) -> list[Tensor]:

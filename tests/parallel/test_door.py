@@ -11,8 +11,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from launcher import run_world
 
-from lightning_moe_ckpt.parallel import build_groups, close_groups, run_world
+from lightning_moe_ckpt.parallel import build_groups, close_groups
 from lightning_moe_ckpt.parallel._door import closed_doors, listening
 
 STRANGERS = 400

@@ -10,15 +10,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import run_world
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.parallel import (
-    init_fresh_process_group,
-    restart_is_likely,
-    run_world,
-    shares_agent_store,
-)
+from lightning_moe_ckpt.parallel import init_fresh_process_group, restart_is_likely, shares_agent_store
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = timedelta(seconds=30)

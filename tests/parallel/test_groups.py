@@ -7,17 +7,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import WorldFailed, run_world
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import (
     GroupName,
     ParallelGroups,
-    WorldFailed,
     build_groups,
     check_ep_size,
     close_groups,
     current_groups,
-    run_world,
     set_current_groups,
 )
 

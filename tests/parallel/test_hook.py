@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
+from launcher import run_world
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook, run_world
+from lightning_moe_ckpt.parallel import OrderedHookState, ordered_hook
 
 
 class OutOfOrder(nn.Module):

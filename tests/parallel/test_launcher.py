@@ -10,8 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-
-from lightning_moe_ckpt.parallel import WorldFailed, run_world
+from launcher import WorldFailed, run_world
 
 
 def test_ranks_share_a_process_group_and_return_tensors() -> None:

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from launcher import run_world
 from torch import Tensor
 
-from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, global_grad_norm, run_world
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, global_grad_norm
 
 
 def dense(name: str) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from launcher import run_world
 from torch import Tensor
 
-from lightning_moe_ckpt.parallel import ordered_all_reduce, plain_all_reduce, run_world
+from lightning_moe_ckpt.parallel import ordered_all_reduce, plain_all_reduce
 
 LENGTH = 10_007  # prime: no group size divides it
 

@@ -11,19 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import WorldFailed, run_world
 from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel import (
-    GradientReducer,
-    ParallelGroups,
-    WorldFailed,
-    _lane,
-    _reducer,
-    build_groups,
-    run_world,
-)
+from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups, _lane, _reducer, build_groups
 from lightning_moe_ckpt.parallel._lane import Lane, Work
 from lightning_moe_ckpt.parallel._reducer import ReductionMode
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import pytest
 import torch
+from launcher import run_world
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.parallel import run_world
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 D, F_, E = 6, 8, 12

@@ -8,11 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from launcher import WorldFailed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-
-from lightning_moe_ckpt.parallel import WorldFailed
 
 EXPERTS = ("moe.w1", "moe.b1", "moe.w2", "moe.b2")
 

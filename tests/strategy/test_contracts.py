@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from launcher import WorldFailed, run_world
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -24,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.parallel import WorldFailed, run_world
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 D, E, RANKS = 6, 6, 3

@@ -13,9 +13,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from launcher import run_world
 from lightning.pytorch.demos.boring_classes import BoringModel
-
-from lightning_moe_ckpt.parallel import run_world
 
 SCRIPT = """
 import sys

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from launcher import WorldFailed
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.parallel import WorldFailed, current_groups
+from lightning_moe_ckpt.parallel import current_groups
 from lightning_moe_ckpt.strategy import MoEStrategy
 
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}

@@ -348,14 +348,6 @@ def hook(wrapped: DistributedDataParallel) -> None:
     wrapped.register_comm_hook(parallel.OrderedHookState(), parallel.ordered_hook)
 
 
-def worlds() -> list[int]:
-    try:
-        return parallel.run_world(2, lambda rank: rank, timeout=timedelta(seconds=20))
-    except parallel.WorldFailed as failed:
-        assert_type(failed.args, tuple[Any, ...])
-        return []
-
-
 # -- storage
 
 

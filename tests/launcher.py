@@ -1,4 +1,4 @@
-"""Fork a world of ranks from this process and collect their results.
+"""Fork a world of ranks from the process of a test, and collect their results.
 
 Importing torch takes seconds, forking a process that has imported it milliseconds, so the ranks are forked. Before that
 the parent must not start anything with threads (a process group, a CUDA context). A rank has the environment of
