@@ -303,6 +303,16 @@ class FitSession:
             )
 
     def fit_end(self) -> None:
+        if self.session.replaying:
+            dense = self.session.report().resumed_from
+            log.error(
+                "the fit ends at step %d, before step %d, at which the resumed state would have been whole: some parts of the module "
+                "have weights of earlier steps and no optimizer state. Do not use it; train to step %d at least. Storage and "
+                "memory stay as they are",
+                self._trainer.global_step,
+                dense,
+                dense,
+            )
         if not self._trained:
             finish_with_averages(self._trainer, self._module)
 

@@ -220,6 +220,36 @@ def test_an_end_in_the_middle_of_an_accumulation_that_loses_batches_says_so(
         assert len(told) == said
 
 
+def test_an_end_before_the_resumed_state_is_whole_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such a module must not be used; nothing that is stored changes, and a longer fit ends as if nothing had been."""
+
+    def boom() -> None:
+        raise KeyError("of the user")
+
+    def sparse(name: str) -> SparseCheckpoint:
+        return SparseCheckpoint(str(tmp_path / name), window=3)
+
+    seed_everything(1, verbose=False)
+    undisturbed = fit(make(sparse("calm")))
+    seed_everything(1, verbose=False)
+    first = sparse("run")
+    with pytest.raises(KeyError, match="of the user"):
+        fit(make(first, At(5, lambda: first.wait_committed(20)), At(8, boom)))
+    short = sparse("run")
+    fit(make(short, max_steps=5))
+    assert short.report.resumed_from == 6
+    told = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert len(told) == 1
+    assert "ends at step 5, before step 6" in told[0]
+    caplog.clear()
+    last = sparse("run")
+    resumed = fit(make(last))
+    assert last.report.resumed_from == 6
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+    for want, got in zip(undisturbed.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(want, got)
+
+
 def test_a_run_that_is_given_more_time_goes_on(tmp_path: Path) -> None:
     """Running out of time is a normal end too, but not for good."""
     timer = Timer(timedelta(hours=1))
