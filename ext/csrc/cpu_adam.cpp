@@ -7,7 +7,7 @@
 // * with AVX2 torch contracts lerp, addcmul and the weight decay of Adam into fused multiply-adds, without it does not;
 // * torch takes square roots with MKL where it has it, and MKL's are not always the correctly rounded ones.
 // Nothing else is contracted: this file is compiled with -ffp-contract=off. The twin is
-// lightning_moe_ckpt/native/_adam_twin.py.
+// lightning_moe_ckpt/native/_adam.py.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -1,5 +1,5 @@
 // Adaptive compression of gradients on the CPU: INT8 for small tensors, the largest elements of big ones.
-// Source: TierCheck, section 3.2. The twin of every function is in lightning_moe_ckpt/native/_gradient_twin.py.
+// Source: TierCheck, section 3.2. The twin of every function is in lightning_moe_ckpt/native/_gradient.py.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
